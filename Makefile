@@ -1,0 +1,51 @@
+# Two commands set everything up: `make demo` and `make test`. Both create .venv on first use.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Pinned, so that every machine tests the same torch. On Linux the public index serves the CUDA build;
+# for the CPU wheel: make test TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+TORCH  ?= torch==2.13.0
+
+.PHONY: demo test test-all check bench docs env clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    set up, then plan a bundled mixture-of-experts model on two ranks"
+	@echo "make test    set up, check style and types, then run the tests"
+	@echo "make check   style and types only"
+	@echo "make bench   the benchmarks, each beside its alternatives"
+	@echo "make docs    write the generated pages"
+
+env: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)" $(TORCH_INDEX)
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	@touch $@
+
+demo: env
+	@echo '$$ zerodrift plan examples/moe-pinned.yaml --model examples/qwen3-moe-tiny --world-size 2'
+	@$(BIN)/zerodrift plan examples/moe-pinned.yaml --model examples/qwen3-moe-tiny --world-size 2
+
+test: check
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-all: check
+	$(BIN)/python -m pytest -q
+
+check: env
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+
+bench: env
+	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: env
+	$(BIN)/python -m zerodrift.config.reference
+	$(BIN)/zerodrift support --markdown > docs/support.md
+
+clean:
+	rm -rf $(VENV) build dist runs src/*.egg-info

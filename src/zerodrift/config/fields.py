@@ -1,0 +1,195 @@
+"""Reads the schema: which keys there are, what each admits in words, and what its docstring says.
+
+`load` takes its messages from here and `reference` its pages, so an error and the documentation describe
+a key in the same words. What a key means is not known here.
+
+Invariant: every annotation that the schema uses has words; one that has none is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic.fields import FieldInfo
+
+from zerodrift.config.schema import Block, Config
+from zerodrift.dtypes import TRAINING_DTYPES, DType
+
+FILLED_BY_LOAD = "keys"
+"""The field of `Config` that is not a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the schema."""
+
+    path: str
+    """Dotted; the items of a list are written `rules[]`."""
+    kind: Any
+    """The annotation of its field."""
+    doc: str
+    """The docstring under its field, on one line."""
+
+
+@functools.cache
+def fields(block: type[Block]) -> dict[str, Any]:
+    """The names that a user writes in a block, with the annotations of their fields."""
+    hints = typing.get_type_hints(block, include_extras=True)
+    named = {field.alias or name: hints[name] for name, field in block.model_fields.items()}
+    if block is Config:
+        del named[FILLED_BY_LOAD]
+    return named
+
+
+def every_key(block: type[Block] = Config, prefix: str = "") -> Iterator[Key]:
+    """Every key under a block, depth first; a key that holds a block comes before the keys in it."""
+    docs = {field.alias or name: field.description or "" for name, field in block.model_fields.items()}
+    for name, kind in fields(block).items():
+        path = prefix + name
+        yield Key(path, kind, " ".join(docs[name].split()))
+        inner, item = block_of(kind), item_of(kind)
+        if inner is not None:
+            yield from every_key(inner, f"{path}.")
+        elif item is not None and (inner := block_of(item)) is not None:
+            yield from every_key(inner, f"{path}[].")
+
+
+def block_of(kind: Any) -> type[Block] | None:
+    """The block that a key may hold."""
+    for option, _ in _options(kind):
+        if isinstance(option, type) and issubclass(option, Block):
+            return option
+    return None
+
+
+def item_of(kind: Any) -> Any | None:
+    """What the items of a list are, for a key that may hold a list."""
+    for option, _ in _options(kind):
+        if typing.get_origin(option) is tuple:
+            return typing.get_args(option)[0]
+    return None
+
+
+def is_free(kind: Any) -> bool:
+    """Whether a key holds a block of names that the schema does not know: an optimizer's arguments."""
+    return any(typing.get_origin(option) is dict for option, _ in _options(kind))
+
+
+def kind_at(path: Sequence[str | int]) -> Any | None:
+    """The annotation at a path, list indices included; None for a path that leaves the schema."""
+    kind: Any = Config
+    for part in path:
+        if isinstance(part, int):
+            kind = item_of(kind)
+        else:
+            block = block_of(kind)
+            kind = fields(block).get(part) if block is not None else None
+        if kind is None:
+            return None
+    return kind
+
+
+def admits(kind: Any) -> str:
+    """What a key may hold, in words that follow "must be"."""
+    words = [text for option, extras in _options(kind) for text in _words(option, extras)]
+    return either(words)
+
+
+def takes_auto(kind: Any) -> bool:
+    """Whether "auto" may be written for a key."""
+    return any(
+        typing.get_origin(option) is Literal and "auto" in typing.get_args(option)
+        for option, _ in _options(kind)
+    )
+
+
+def choices(kind: Any) -> list[str]:
+    """The words that a key admits, for the nearest of them."""
+    return [
+        value
+        for option, _ in _options(kind)
+        if typing.get_origin(option) is Literal
+        for value in typing.get_args(option)
+        if isinstance(value, str)
+    ]
+
+
+def either(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _options(kind: Any, extras: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The alternatives of an annotation with their constraints; `None`, "not written", is left out."""
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        inner, *more = typing.get_args(kind)
+        yield from _options(inner, (*extras, *more))
+    elif origin in (typing.Union, types.UnionType):
+        for option in typing.get_args(kind):
+            yield from _options(option, extras)
+    elif kind is not type(None):
+        yield kind, extras
+
+
+def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
+    origin = typing.get_origin(option)
+    if origin is Literal:
+        return [_literal(value) for value in typing.get_args(option)]
+    if origin is tuple:
+        return [f"a list of {_plural(typing.get_args(option)[0])}"]
+    if origin is dict:
+        return ["a block of arguments"]
+    if isinstance(option, type):
+        if issubclass(option, Block):
+            return ["a block of keys"]
+        if option is bool:
+            return ["true", "false"]
+        if option is DType:
+            return [str(dtype) for dtype in TRAINING_DTYPES]
+        if option in (int, float):
+            return _number(option, extras)
+        if option is str:
+            return ["a string"]
+    raise AssertionError(f"no words for {option!r}")
+
+
+def _plural(item: Any) -> str:
+    if block_of(item) is not None:
+        return "blocks of keys"
+    if item is str:
+        return "strings"
+    raise AssertionError(f"no words for a list of {item!r}")
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, DType) else f'"{value}"'
+
+
+def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
+    noun = "a whole number" if option is int else "a number"
+    bounds = [bound for extra in extras for bound in _bounds(extra)]
+    above = next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)
+    least: Any = next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)
+    most: Any = next((bound.le for bound in bounds if isinstance(bound, Le)), None)
+    if least is not None and most is not None:
+        if option is int and most - least < 5:
+            return [str(value) for value in range(least, most + 1)]
+        return [f"{noun} from {least} to {most}"]
+    if above is not None:
+        return [f"{noun} above {above}"]
+    return [f"{noun} of at least {least}" if least is not None else noun]
+
+
+def _bounds(extra: Any) -> Sequence[Any]:
+    return extra.metadata if isinstance(extra, FieldInfo) else (extra,)

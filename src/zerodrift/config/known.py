@@ -1,0 +1,56 @@
+"""Finds the key that was probably meant: misspelt, in another block, or written flat with dots.
+
+Invariant: a suggestion is a key that `load` accepts in that place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+
+from zerodrift.config import deepspeed, fields
+from zerodrift.config.plain import join
+from zerodrift.config.schema import Block
+from zerodrift.errors import nearest
+
+MAX_WORDS = 3
+
+
+def suggestion(key: str, block: type[Block] | None, name: str) -> str:
+    """A sentence for a key that is not known in the block called `name`, or nothing."""
+    if not name and (deepspeed.find(key) is not None or key in _paths()) and "." in key:
+        return f"Nest it: `{key.replace('.', '` > `')}`."
+    here = {*(fields.fields(block) if block is not None else ()), *deepspeed.names_in(name)}
+    lower = {word.lower(): word for word in sorted(here)}
+    found = [lower[key.lower()]] if key.lower() in lower else []
+    found += [path for path in _elsewhere().get(key.lower(), ()) if path != join(name, key)]
+    close = difflib.get_close_matches(key.lower(), lower, MAX_WORDS, cutoff=0.7)
+    if not found and not close:
+        close = nearest(key.lower(), lower)
+    found += [lower[word] for word in close if lower[word] not in found]
+    if not found:
+        close = nearest(key.lower(), _elsewhere())
+        found = [path for word in close for path in _elsewhere()[word]]
+    if not found:
+        return ""
+    shown = [
+        f"`{word}`{'' if '.' in word or word in here else ' at top level'}" for word in dict.fromkeys(found)
+    ]
+    return f"Did you mean {' or '.join(shown[:MAX_WORDS])}?"
+
+
+@functools.cache
+def _paths() -> tuple[str, ...]:
+    """Every full path that may be written, what is used before what is ignored."""
+    ignored = (key for key, entry in deepspeed.ENTRIES.items() if entry.fate == "ignored")
+    return (*(key.path for key in fields.every_key()), *(key for key in ignored if not key.endswith(".*")))
+
+
+@functools.cache
+def _elsewhere() -> dict[str, tuple[str, ...]]:
+    """Last part of a path, in lower case -> the paths that end in it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in _paths():
+        last = path.rpartition(".")[2].lower()
+        found[last] = (*found.get(last, ()), path)
+    return found

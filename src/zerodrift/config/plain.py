@@ -1,0 +1,190 @@
+"""Makes a plain tree of whatever was passed, and edits it: the values that JSON knows, and nothing else.
+
+A dict may hold sets, tensors, itself, or numbers that no machine word holds; a YAML file may share and
+multiply its parts. After this room a tree is a tree of bounded size, its own copy, with strings as keys,
+and every later step may walk it without care. How a path and a value are written in messages is also here.
+
+Invariant: total. What is not plain becomes a problem with its path, never an exception.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerodrift.config.read import Pairs, parse_yaml
+from zerodrift.errors import ConfigError, Problems
+
+MAX_DEPTH = 24
+"""Blocks and lists inside one another; configs have five."""
+
+MAX_VALUES = 10_000
+"""Values in a config."""
+
+Tree = dict[str, Any]
+
+INTERVALS = ("steps_per_print",)
+"""Keys where infinity has a meaning: never."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_STEP = re.compile(r"([^.\[\]]+)((?:\[\d{1,4}\])*)")
+
+
+def join(parent: str, part: object) -> str:
+    """A path one step longer: `a.b`, `a[0]`, and `a['odd key']` for what is not a name."""
+    if isinstance(part, int) and not isinstance(part, bool):
+        return f"{parent}[{part}]"
+    if isinstance(part, str) and _NAME.fullmatch(part):
+        return f"{parent}.{part}" if parent else part
+    return f"{parent}[{shown(part)}]"
+
+
+def shown(value: object) -> str:
+    """A value in a message: as a config file spells it, on one line, not too long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (Mapping, list, tuple)) and len(value) > 8:
+        return "a block of keys" if isinstance(value, Mapping) else f"a list of {len(value)} items"
+    try:
+        text = repr(value)
+    except Exception:  # a foreign object's own __repr__, or an integer too long to print
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def plain(value: object, problems: Problems) -> Tree:
+    """A plain copy of a block of keys."""
+    made = _Copier(problems).copy(value, "", 0)
+    return made if isinstance(made, dict) else {}
+
+
+class _Copier:
+    """Copies one tree, counting."""
+
+    def __init__(self, problems: Problems) -> None:
+        self._problems = problems
+        self._left = MAX_VALUES
+
+    def copy(self, value: object, path: str, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            limit = f"{MAX_DEPTH} levels deep" if depth > MAX_DEPTH else f"{MAX_VALUES:,} values"
+            self._problems.add("config", f"must be at most {limit}", "more", "Is it the file you meant?")
+            return None
+        if isinstance(value, Mapping):
+            return self._block(value, path, depth)
+        if isinstance(value, (list, tuple)):
+            return [self.copy(item, join(path, index), depth + 1) for index, item in enumerate(value)]
+        return self._scalar(value, path)
+
+    def _block(self, block: Mapping[Any, Any], path: str, depth: int) -> Tree:
+        for key in block.repeated if isinstance(block, Pairs) else ():
+            self._problems.add(join(path, key), "must be written once", "it twice", "Keep one of the two.")
+        made: Tree = {}
+        for key, value in block.items():
+            if self._left < 0:
+                break
+            if not isinstance(key, str):
+                self._problems.add(path or "config", "must have strings as keys", shown(key))
+            elif self._is_text(key, join(path, key)):
+                made[str(key)] = self.copy(value, join(path, key), depth + 1)
+        return made
+
+    def _scalar(self, value: object, path: str) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str(value) if self._is_text(value, path) else None
+        if isinstance(value, int):
+            if -(2**63) <= value < 2**63:
+                return int(value)
+            self._problems.add(path, "must fit in 64 bits", f"a number of {value.bit_length()} bits")
+        elif isinstance(value, float):
+            if math.isfinite(value) or (path in INTERVALS and value == math.inf):
+                return float(value)
+            self._problems.add(path, "must be a finite number", shown(float(value)))
+        else:
+            self._problems.add(
+                path or "config",
+                "must be a string, a number, true, false, null, a list or a block",
+                f"{shown(value)}, a {type(value).__name__}",
+                "Write it as a string.",
+            )
+        return None
+
+    def _is_text(self, text: str, path: str) -> bool:
+        """JSON may spell half of a surrogate pair, which no file can hold."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self._problems.add(path, "must be valid Unicode", shown(text))
+            return False
+        return True
+
+
+# --- overrides --------------------------------------------------------------------------------------
+
+
+def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:
+    """Apply `dotted.path=value` texts in order; the value is YAML, and empty is null."""
+    for text in texts:
+        path, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
+        steps = _steps(path.strip())
+        if not equals or not steps:
+            problems.add(
+                "overrides",
+                "must be `dotted.path=value`",
+                shown(text),
+                "As in `zero_optimization.stage=3` or `precision.rules[0].pin=fp32`.",
+            )
+            continue
+        try:
+            parsed = value.strip() if value.lstrip().startswith("*") else parse_yaml(value, "value")
+        except ConfigError as error:
+            problems.add("overrides", "must have a YAML value", shown(text), str(error))
+            continue
+        found = Problems()
+        _set(tree, steps, _Copier(found).copy(parsed, path.strip(), len(steps)), found)
+        for problem in found:
+            problems.add(problem.where, problem.must, problem.got, problem.todo)
+
+
+def _steps(path: str) -> list[str | int]:
+    """`a.b[0].c` as its steps; empty for what is not a path."""
+    steps: list[str | int] = []
+    for part in path.split("."):
+        match = _STEP.fullmatch(part)
+        if match is None:
+            return []
+        steps.append(match.group(1))
+        steps += [int(number) for number in re.findall(r"\d+", match.group(2))]
+    return steps
+
+
+def _set(tree: Tree, steps: list[str | int], value: Any, problems: Problems) -> None:
+    """Put a value at its place; blocks on the way are made, lists grow by one at their end."""
+    place: Any = tree
+    path = ""
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        inside, path = path, join(path, step)
+        if isinstance(step, int):
+            if not isinstance(place, list):
+                problems.add(inside, "must be a list to have items set", shown(place))
+                return
+            if step > len(place):
+                problems.add(path, f"must not lie beyond `{join(inside, len(place))}`, the next place")
+                return
+            if step == len(place):
+                place.append(None)
+        elif not isinstance(place, dict):
+            problems.add(inside, "must be a block to have keys set", shown(place))
+            return
+        if following is None:
+            place[step] = value
+            return
+        below = place[step] if isinstance(step, int) else place.get(step)
+        if below is None:
+            below = place[step] = [] if isinstance(following, int) else {}
+        place = below

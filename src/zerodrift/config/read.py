@@ -1,0 +1,267 @@
+"""Reads a config file into plain values: JSON strictly, YAML by its 1.2 core schema.
+
+PyYAML follows YAML 1.1, where `1e-5` is a string, `on` is true, `010` is 8 and `1:30` is 90. Here the text
+goes through PyYAML's parser only, and scalars get the types of the 1.2 core schema: the ones a person
+expects. What the values mean is left to `load`.
+
+Invariant: only ConfigError leaves this room, with file, line and column where there is one; the values
+are dicts, lists, strings, numbers, booleans and None, and a dict knows which of its keys came twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from zerodrift.errors import ConfigError, Problem, nearest
+
+MAX_BYTES = 1_000_000
+"""Of a file: hundreds of times the longest config we know of."""
+
+MAX_DIGITS = 400
+"""Of a whole number. Beyond, Python's own conversion may refuse; such a number is refused anyway."""
+
+
+class Pairs(dict[Any, Any]):
+    """A dict that remembers which keys were written more than once."""
+
+    repeated: tuple[Any, ...] = ()
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """The values in a file: `.json` is JSON, `.yaml` and `.yml` are YAML, else whatever it looks like."""
+    name, text = _text(path)
+    suffix = os.path.splitext(name)[1].lower()
+    if not text.strip():
+        _refuse(name, "must hold a config", "an empty file")
+    if suffix == ".json" or (suffix not in (".yaml", ".yml") and text.lstrip().startswith("{")):
+        return _json(text, name)
+    return parse_yaml(text, name)
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """The values in a YAML text; `name` is what messages call it."""
+    loader = None
+    try:
+        loader = _Core(text)
+        node = loader.get_single_node()
+        return None if node is None else _Builder(name).value(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(str(part) for part in (error.context, error.problem) if part)
+        _refuse(name, "must be valid YAML", what + _place(mark), _yaml_hint(text, mark))
+    except yaml.reader.ReaderError as error:
+        line, column = _line_and_column(text, error.position)
+        _refuse(name, "must be valid YAML", f"a character that YAML forbids at line {line}, column {column}")
+    except RecursionError:
+        _refuse(name, "must not be nested so deeply", "hundreds of levels")
+    except (ValueError, OverflowError) as error:
+        # PyYAML lets these out of the scanner, for escapes beyond Unicode.
+        _refuse(name, "must be valid YAML", str(error))
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _refuse(where: str, must: str, got: str = "", todo: str = "") -> NoReturn:
+    raise ConfigError(str(Problem(where, must, got, todo))) from None
+
+
+# --- bytes to text ----------------------------------------------------------------------------------
+
+
+def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The name of a file, for messages, and its text."""
+    name = os.fsdecode(path)
+    if name.lstrip().startswith("{"):
+        _refuse("config", "must be a path or a dict", "a text that looks like JSON", "Parse it first.")
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        _refuse(name, "must exist", "no such file", _neighbour(name))
+    except IsADirectoryError:
+        _refuse(name, "must be a file", "a folder", "Name the config in it.")
+    except OSError as error:
+        _refuse(name, "must be readable", error.strerror or str(error))
+    except ValueError as error:
+        _refuse(ascii(name), "must be a path", str(error))
+    if len(data) > MAX_BYTES:
+        _refuse(name, f"must be a config of at most {MAX_BYTES:,} bytes", "more")
+    try:
+        return name, data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        _refuse(name, "must be UTF-8 text", what, "Save it as UTF-8.")
+
+
+def _neighbour(name: str) -> str:
+    """A file of nearly that name in the same folder, as a question."""
+    folder = Path(name).parent
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    except OSError:
+        names = []
+    return "".join(f"Did you mean `{folder / near}`?" for near in nearest(Path(name).name, names))
+
+
+# --- JSON -------------------------------------------------------------------------------------------
+
+
+def _json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_pairs, parse_int=_whole)
+    except json.JSONDecodeError as error:
+        what = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        _refuse(name, "must be valid JSON", what, _json_hint(text, error.pos))
+    except RecursionError:
+        _refuse(name, "must not be nested so deeply", "hundreds of levels")
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> Pairs:
+    made = Pairs(pairs)
+    made.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+    return made
+
+
+def _whole(digits: str) -> int:
+    return int(digits[:MAX_DIGITS])
+
+
+def _json_hint(text: str, position: int) -> str:
+    """What to do about the usual slips."""
+    rest, before = text[position:].lstrip(), text[:position].rstrip()
+    if rest.startswith(("//", "/*", "#")):
+        return "JSON has no comments: remove it, or write YAML, where # starts one."
+    if (rest[:1] in ("}", "]") and before.endswith(",")) or rest.startswith((",}", ",]")):
+        return "JSON has no comma before a closing bracket: remove it."
+    if rest.startswith("'"):
+        return "JSON strings take double quotes."
+    if re.match(r"(True|False|None)\b", rest):
+        return "JSON spells these true, false and null."
+    return ""
+
+
+# --- YAML -------------------------------------------------------------------------------------------
+
+
+class _Core(yaml.SafeLoader):
+    """PyYAML's parser with the scalar types of the YAML 1.2 core schema."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+_TAG = "tag:yaml.org,2002:"
+
+for _kind, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+):
+    _Core.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+class _Builder:
+    """Nodes to values. An alias gives the very object of its anchor."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._made: dict[int, Any] = {}
+        self._open: set[int] = set()
+
+    def value(self, node: yaml.Node) -> Any:
+        if id(node) in self._made:
+            return self._made[id(node)]
+        if id(node) in self._open:
+            self._refuse("must not contain itself", "an alias of what it is in", node)
+        self._open.add(id(node))
+        made = self._build(node)
+        self._open.discard(id(node))
+        self._made[id(node)] = made
+        return made
+
+    def _build(self, node: yaml.Node) -> Any:
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.ScalarNode) and kind in ("null", "bool", "int", "float", "str"):
+            return self._scalar(node, kind)
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self.value(item) for item in node.value]
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return self._mapping(node)
+        self._refuse("must be plain values, lists and blocks", f"the tag {node.tag!r}", node)
+
+    def _scalar(self, node: yaml.ScalarNode, kind: str) -> Any:
+        text = node.value
+        if kind == "null":
+            return None
+        if kind == "str":
+            return text
+        try:
+            if kind == "bool":
+                return {"true": True, "false": False}[text.lower()]
+            return _integer(text) if kind == "int" else _float(text)
+        except (KeyError, ValueError):
+            self._refuse(f"must hold a value of its tag {kind}", ascii(text)[:60], node)
+
+    def _mapping(self, node: yaml.MappingNode) -> Pairs:
+        written: dict[Any, Any] = {}
+        merged: dict[Any, Any] = {}
+        repeated = []
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._refuse("must have strings as keys", "a list or a block as key", key_node)
+            if key_node.value == "<<" and key_node.style is None:
+                merged = self._merge(value_node) | merged
+                continue
+            key = self.value(key_node)
+            if key in written:
+                repeated.append(key)
+            written[key] = self.value(value_node)
+        made = Pairs(merged | written)
+        made.repeated = tuple(repeated)
+        return made
+
+    def _merge(self, node: yaml.Node) -> dict[Any, Any]:
+        """`<<: *anchor` or a list of them; the first to name a key wins."""
+        sources = self.value(node)
+        out: dict[Any, Any] = {}
+        for source in sources if isinstance(sources, list) else [sources]:
+            if not isinstance(source, dict):
+                self._refuse("must merge blocks", "something else", node)
+            out = source | out
+        return out
+
+    def _refuse(self, must: str, got: str, node: yaml.Node) -> NoReturn:
+        _refuse(self._name, must, got + _place(node.start_mark))
+
+
+def _integer(text: str) -> int:
+    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    return int(text[2 : MAX_DIGITS + 2], base) if base != 10 else int(text[:MAX_DIGITS])
+
+
+def _float(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _place(mark: yaml.Mark | None) -> str:
+    return "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _line_and_column(text: str, position: int) -> tuple[int, int]:
+    before = text[:position]
+    return before.count("\n") + 1, len(before) - before.rfind("\n")
+
+
+def _yaml_hint(text: str, mark: yaml.Mark | None) -> str:
+    lines = text.splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    return "Indent with spaces." if re.match(r" *\t", line) else ""

@@ -1,0 +1,332 @@
+"""Every key a user may write that zerodrift uses, in both dialects, as typed blocks.
+
+Ours is `precision`, `sharding`, `pipeline` and `backend`; the other blocks are DeepSpeed's own keys with
+DeepSpeed's spelling. They mix freely in one file. A DeepSpeed key that is not here is in the table of
+`config/deepspeed.py`, as ignored or refused. Nothing is decided in this room: `Config` is what was
+written, checked for types, and `policy` says what it means.
+
+Invariant: `None` means "not written" and "auto" means that the user wrote "auto". No other default
+appears here, so that whoever resolves a key can tell a wish from a habit.
+
+The docstrings under the fields are the configuration reference: the docs are generated from them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from zerodrift import dtypes
+from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError
+
+Auto = Literal["auto"]
+
+
+def _training_dtype(value: Any) -> Any:
+    """Accept every spelling of a training dtype and nothing else."""
+    if isinstance(value, DType):
+        dtype = value
+    elif isinstance(value, str):
+        try:
+            dtype = dtypes.parse(value)
+        except ConfigError:
+            dtype = None
+    else:
+        dtype = None
+    if dtype not in dtypes.TRAINING_DTYPES:
+        raise ValueError(f"must be one of {', '.join(dtypes.spellings())}")
+    return dtype
+
+
+def _whole(value: Any) -> Any:
+    """Published configs write whole numbers as `2e3`: a float without a fraction is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _never(value: Any) -> Any:
+    """Infinity is how accelerate silences the log: as an interval it is `0`, never."""
+    return 0 if isinstance(value, float) and value == math.inf else value
+
+
+Dtype = Annotated[DType, BeforeValidator(_training_dtype)]
+Pin = Annotated[Literal[DType.FP32], BeforeValidator(_training_dtype)]
+Flag = Annotated[bool, Field(strict=True)]
+Positive = Annotated[int, Field(gt=0, strict=True), BeforeValidator(_whole)]
+Natural = Annotated[int, Field(ge=0, strict=True), BeforeValidator(_whole)]
+NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+
+Mode = Literal["auto", "fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"]
+
+
+class Block(BaseModel):
+    """A block of keys: unknown keys are errors, fields keep their docstrings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Reduce(Block):
+    """The `reduce` column in full; a bare dtype means both `wire` and, if it is fp32, `sum`."""
+
+    wire: Dtype | None = None
+    """Dtype of the gradient on the wire."""
+    sum: Dtype | None = None
+    """Dtype in which the ranks' gradients are summed; `fp32` unless told."""
+    when: Literal["last", "every"] | None = None
+    """Reduce after the `last` micro-batch or `every` one. Default `last` at stages 0-1, `every` at 2-3."""
+
+
+class Rule(Block):
+    """One ordered rule: which parameters, and what their columns are. The last match wins, cell by cell."""
+
+    match: str | None = None
+    """Glob on the full parameter name; `*` also crosses dots: `*.router.*`."""
+    klass: str | None = Field(None, alias="class")
+    """Dotted name of a module class; matches the parameters such a module owns itself."""
+    pin: Pin | None = None
+    """Shorthand: fp32 in every column. A pinned parameter is never rounded anywhere."""
+    storage: Dtype | None = None
+    """The parameter at rest between steps."""
+    gather: Dtype | None = None
+    """The parameter on the wire."""
+    compute: Dtype | None = None
+    """The parameter in the module's arithmetic."""
+    grad: Dtype | None = None
+    """The gradient as autograd leaves it; equals `compute`."""
+    accumulate: Dtype | None = None
+    """The sum over micro-batches."""
+    reduce: Dtype | Reduce | None = None
+    """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
+    master: Literal["fp32", "split", "same"] | None = None
+    """What the optimizer updates."""
+    state: Literal["fp32", "bf16", "bf16-stochastic"] | None = None
+    """The optimizer's moments."""
+    export: Dtype | None = None
+    """The parameter in a saved model file."""
+    output: Literal["keep", "input"] | None = None
+    """What a fully pinned module returns: its own dtype (`keep`) or its input's (`input`)."""
+
+
+class Precision(Block):
+    """Every precision decision. One key per column sets the default; `rules` refine it by name or class."""
+
+    mode: Mode | None = None
+    """The recipe that the columns start from; `auto` follows the stated rule of `docs/auto.md`."""
+    storage: Dtype | None = None
+    """The parameter at rest between steps."""
+    gather: Dtype | None = None
+    """The parameter on the wire."""
+    compute: Dtype | None = None
+    """The parameter in the module's arithmetic."""
+    grad: Dtype | None = None
+    """The gradient as autograd leaves it; equals `compute`."""
+    accumulate: Dtype | None = None
+    """The sum over micro-batches. Default fp32. Same key as `gradient_accumulation_dtype`."""
+    reduce: Dtype | Reduce | None = None
+    """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
+    master: Literal["fp32", "split", "same"] | None = None
+    """What the optimizer updates: `fp32` (a copy), `split` (exact fp32: bf16 + 16 bits), `same` (storage)."""
+    state: Literal["fp32", "bf16", "bf16-stochastic"] | None = None
+    """The optimizer's moments, and how they are rounded."""
+    export: Dtype | None = None
+    """The parameter in a saved model file."""
+    buffers: Dtype | Literal["keep"] | None = None
+    """Floating buffers: `keep` as the model made them, or cast. Same key as `data_types.buffer_dtype`."""
+    allow_narrow: Flag | None = None
+    """Allow `accumulate` to be narrower than `compute`."""
+    rules: tuple[Rule, ...] = ()
+    """Ordered rules; the last match wins, cell by cell."""
+
+
+class Sharding(Block):
+    """How parameters are spread over ranks; `zero_optimization.stage` sets the stage."""
+
+    replicate: Positive | None = None
+    """Hybrid sharding: how many copies of the model; each is sharded over world size / replicate ranks."""
+    units: tuple[str, ...] | None = None
+    """Globs on module paths that are gathered together; by default the transformer blocks are found."""
+    keep_gathered: Literal["never", "micro-batch", "step"] | None = None
+    """Stage 3: how long a gathered unit lives. `never` regathers in backward, `micro-batch` keeps it from
+    forward to backward, `step` keeps it for all micro-batches of a step."""
+    accumulator: Literal["free", "keep"] | None = None
+    """Between steps the accumulator's memory is given back (`free`) or kept (`keep`)."""
+
+
+class Pipeline(Block):
+    """Pipeline parallelism."""
+
+    stages: Positive
+    """Number of pipeline stages; 1 is none."""
+
+
+class Bf16(Block):
+    """DeepSpeed's `bf16` block."""
+
+    enabled: Flag | Auto | None = None
+    """Compute in bf16."""
+    bf16_master_weights_and_grads: Flag | None = None
+    """Master and accumulator in bf16: `master: same`, `accumulate: bf16`."""
+    bf16_optimizer_states: Flag | None = None
+    """Moments in bf16, rounded stochastically: `state: bf16-stochastic`."""
+    check_grad_overflow: Flag | None = None
+    """Skip the step on a non-finite gradient; here at every stage. Default true."""
+
+
+class Fp16(Block):
+    """DeepSpeed's `fp16` block: the mode and the loss scale, which also serves fp16 autocast."""
+
+    enabled: Flag | Auto | None = None
+    """Compute in fp16 with a loss scale."""
+    auto_cast: Flag | None = None
+    """Cast the model's floating inputs to fp16. True here whatever is written: the engine does it always."""
+    loss_scale: NonNegativeFloat | None = None
+    """0 is dynamic; anything else is a static scale."""
+    initial_scale_power: Annotated[Natural, Field(le=120)] | Auto | None = None
+    """The dynamic scale starts at 2 to this power. Default 16."""
+    loss_scale_window: Positive | Auto | None = None
+    """Steps without overflow before the scale doubles. Default 1000."""
+    hysteresis: Positive | Auto | None = None
+    """Overflows before the scale halves. Default 2."""
+    consecutive_hysteresis: Flag | None = None
+    """Refill the hysteresis after every step without overflow. Default false."""
+    min_loss_scale: PositiveFloat | Auto | None = None
+    """The dynamic scale stops here; an overflow at the minimum is an error. Default 1."""
+    fp16_master_weights_and_grads: Flag | None = None
+    """Master and accumulator in fp16: `master: same`, `accumulate: fp16`."""
+
+
+class TorchAutocast(Block):
+    """DeepSpeed's `torch_autocast` block."""
+
+    enabled: Flag | None = None
+    """Run the forward under `torch.autocast`; parameters rest in fp32."""
+    dtype: Dtype | None = None
+    """The autocast dtype: bf16 or fp16. Default bf16."""
+    lower_precision_safe_modules: tuple[str, ...] | None = None
+    """Dotted classes whose parameters travel in the autocast dtype. Default Linear and Conv1d to Conv3d."""
+
+
+class DataTypes(Block):
+    """DeepSpeed's `data_types` block."""
+
+    grad_accum_dtype: Dtype | None = None
+    """Same key as `gradient_accumulation_dtype`."""
+    param_dtype: Dtype | None = None
+    """Must agree with the mode: a check, not a setting."""
+    buffer_dtype: Dtype | None = None
+    """Cast floating buffers; they are kept as they are unless told."""
+
+
+class OffloadOptimizer(Block):
+    """Where master and state rest."""
+
+    device: Literal["none", "cpu"] | None = None
+    """`cpu` keeps master and state in host memory and updates there."""
+    pin_memory: Flag | None = None
+    """Page-locked host memory, for overlap."""
+
+
+class ZeroOptimization(Block):
+    """DeepSpeed's `zero_optimization` block, as far as it decides anything here."""
+
+    stage: Annotated[Natural, Field(le=3)] | None = None
+    """0 whole, 1 shards master and state, 2 also the accumulator, 3 also storage."""
+    fp32_pinned_parameters: tuple[str, ...] | None = None
+    """Substrings of parameter names that stay fp32 in every column."""
+    mics_shard_size: Annotated[int, Field(ge=-1, strict=True), BeforeValidator(_whole)] | None = None
+    """Hybrid sharding: ranks per shard group; -1 is all of them."""
+    offload_optimizer: OffloadOptimizer | None = None
+    """Master and state in host memory."""
+    load_from_fp32_weights: Literal[True] | None = None
+    """Take masters from the model's own fp32 values. Always so here; false is refused."""
+
+
+class Optimizer(Block):
+    """DeepSpeed's `optimizer` block."""
+
+    type: str
+    """Adam, AdamW, FusedAdam, CPUAdam, SGD, Lion or Muon."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """The optimizer's arguments."""
+
+
+class Scheduler(Block):
+    """DeepSpeed's `scheduler` block."""
+
+    type: str
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """The schedule's arguments."""
+
+
+class Config(Block):
+    """What was written, checked for types. Built by `config.load`, never by hand."""
+
+    precision: Precision = Precision()
+    """Our precision block."""
+    sharding: Sharding = Sharding()
+    """Our sharding block."""
+    pipeline: Pipeline | None = None
+    """Our pipeline block."""
+    backend: Literal["native", "fsdp2"] | None = None
+    """Who executes the plan. Default native."""
+
+    bf16: Bf16 | None = None
+    """DeepSpeed's bf16 block."""
+    fp16: Fp16 | None = None
+    """DeepSpeed's fp16 block."""
+    torch_autocast: TorchAutocast | None = None
+    """DeepSpeed's autocast block."""
+    gradient_accumulation_dtype: Dtype | None = None
+    """The sum over micro-batches, at every stage."""
+    data_types: DataTypes | None = None
+    """DeepSpeed's data_types block."""
+    communication_data_type: Dtype | None = None
+    """Dtype of gradients on the wire, for every parameter that is not pinned."""
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    """DeepSpeed's sharding block."""
+
+    gradient_clipping: NonNegativeFloat | Auto | None = None
+    """Global L2 norm to clip to; 0 is off. Default 1.0, as in DeepSpeed."""
+    prescale_gradients: Flag | None = None
+    """Divide by the number of ranks before the reduction instead of after it."""
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] | None = None
+    """Divide by this before the reduction and by the rest of the number of ranks after it. Default 1."""
+    gradient_allreduce_op: Literal["mean", "sum"] | None = None
+    """Average gradients over ranks (`mean`) or only sum them."""
+
+    train_batch_size: Positive | Auto | None = None
+    """Samples per optimizer step, over all ranks."""
+    train_micro_batch_size_per_gpu: Positive | Auto | None = None
+    """Samples per forward on one rank."""
+    gradient_accumulation_steps: Positive | Auto | None = None
+    """Micro-batches per optimizer step."""
+
+    optimizer: Optimizer | None = None
+    """The optimizer to build when none is passed."""
+    scheduler: Scheduler | None = None
+    """The learning-rate schedule to build when none is passed."""
+    steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None
+    """Print a line every so many optimizer steps; 0 is never."""
+
+    keys: tuple[KeyUse, ...] = ()
+    """How every written key ended; filled by `config.load`."""
+
+
+class KeyUse(Block):
+    """How one written key ended."""
+
+    path: str
+    """Dotted path of the key, as written."""
+    value: Any
+    """The value, as written."""
+    status: Literal["used", "ignored"]
+    """`used`, or `ignored`; refused keys never get this far."""
+    because: str = ""
+    """Why it is ignored."""
+
+
+Config.model_rebuild()

@@ -1,0 +1,66 @@
+"""JSON objects out of files, or a problem that says where the mistake is.
+
+Configs, indexes and tensor headers all pass through here; what their keys mean is for their readers.
+
+Invariant: what is returned is a JSON object in which no key was written twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from zerodrift.errors import Problems
+
+NAMES_SHOWN = 50
+"""Names that one message lists before it only counts."""
+
+
+def read(path: Path, problems: Problems) -> dict[str, Any] | None:
+    """The JSON object in a file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        problems.add(str(path), "must be a file that can be read", error.strerror or str(error))
+        return None
+    return parse(data, str(path), problems)
+
+
+def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
+    """The JSON object in `data`; `where` is what messages call it."""
+    repeated: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            repeated.extend(key for key, count in counts.items() if count > 1)
+        return built
+
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        problems.add(where, "must be JSON", f"{error.msg} at line {error.lineno}, column {error.colno}")
+        return None
+    except UnicodeDecodeError as error:
+        problems.add(where, "must be JSON in UTF-8", f"the byte {data[error.start]:#04x} at {error.start}")
+        return None
+    except (ValueError, RecursionError) as error:
+        problems.add(where, "must be JSON of ordinary depth and numbers", str(error))
+        return None
+    if not isinstance(found, dict):
+        problems.add(where, "must be a JSON object", type(found).__name__)
+        return None
+    if repeated:
+        problems.add(where, "must name every key once", f"{listed(repeated)} more than once")
+        return None
+    return found
+
+
+def listed(names: list[str]) -> str:
+    """Names as a message shows them: in backticks, the first fifty, then a count."""
+    shown = ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN])
+    more = len(names) - NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

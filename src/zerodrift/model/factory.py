@@ -1,0 +1,82 @@
+"""A model out of a function of the user's own, written `package.module:callable`.
+
+The function is called without arguments under the meta device, so that a model of any size costs no
+memory. How a module is read is left to `model/module.py`.
+
+Invariant: `sys.path` is afterwards what it was before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zerodrift.errors import ModelError, Problem, did_you_mean
+from zerodrift.model.meta import attempt, on_meta
+from zerodrift.model.module import from_module
+from zerodrift.model.spec import ModelSpec
+
+_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def is_factory(text: str) -> bool:
+    """Whether `text` has the form `package.module:callable`."""
+    return _FORM.fullmatch(text) is not None
+
+
+def from_factory(text: str) -> ModelSpec:
+    """The model that the callable returns."""
+    from torch import nn
+
+    if not is_factory(text):
+        raise ModelError(
+            str(Problem("model factory", "must be written `package.module:callable`", repr(text)))
+        )
+    with _working_folder_importable():
+        make = _find(text)
+        module = on_meta(make, text, "must return a model when it is called without arguments")
+    if not isinstance(module, nn.Module):
+        raise ModelError(str(Problem(text, "must return a torch.nn.Module", type(module).__qualname__)))
+    return from_module(module, text)
+
+
+def _find(text: str) -> Callable[[], Any]:
+    """The callable that `text` names."""
+    module_name, _, path = text.partition(":")
+    todo = "A name is looked up in the working folder and among what is installed."
+    importlib.invalidate_caches()
+    found: Any = attempt(
+        lambda: importlib.import_module(module_name), text, f"`{module_name}` must be importable", todo
+    )
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ModelError(
+                str(
+                    Problem(
+                        text, f"`{module_name}` must have `{path}`", "none", did_you_mean(name, dir(found))
+                    )
+                )
+            )
+        found = getattr(found, name)
+    if not callable(found):
+        raise ModelError(str(Problem(text, f"`{path}` must be callable", type(found).__qualname__)))
+    return found
+
+
+@contextmanager
+def _working_folder_importable() -> Iterator[None]:
+    """Searches the working folder first, as `python -m` does."""
+    folder = os.getcwd()
+    added = folder not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if added and folder in sys.path:
+            sys.path.remove(folder)

@@ -1,0 +1,162 @@
+"""The header of one safetensors file: which tensors it holds, and where their bytes are.
+
+Only the header is read, never a tensor. Everything a header promises is checked against the file's size,
+so whoever reads bytes by these offsets later can trust them. Which files make a checkpoint is decided in
+`model/safetensors.py`.
+
+Invariant: the tensors of one file tile its data region: no gap, no overlap, nothing beyond the end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+from zerodrift.dtypes import DType, from_safetensors
+from zerodrift.errors import Problems
+from zerodrift.model.document import listed, parse
+
+LENGTH_BYTES = 8
+"""A file opens with the header's length, little-endian and unsigned."""
+HEADER_LIMIT = 100_000_000
+"""Bytes; the format's own limit. A length beyond it is garbage, not a header to allocate for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a checkpoint: what it is and where its bytes are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    file: Path
+    start: int
+    """First byte, counted from the start of the file."""
+    stop: int
+    """One past the last byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one file holds."""
+
+    names: frozenset[str]
+    """Every name in it, also of tensors that were refused."""
+    tensors: tuple[Stored, ...]
+    """In the order of their bytes."""
+
+
+def read_header(path: Path, problems: Problems) -> Header | None:
+    """The header of one file; None if it cannot be read at all."""
+    found = _read(path, problems)
+    if found is None:
+        return None
+    entries, data_start, size = found
+    entries.pop("__metadata__", None)
+    tensors: list[Stored] = []
+    unknown: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        tensor = _tensor(name, entry, path, data_start, problems, unknown)
+        if tensor is not None:
+            tensors.append(tensor)
+    for text, names in unknown.items():
+        problems.add(str(path), "must hold dtypes that zerodrift knows", f"{text} in {listed(names)}")
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
+    # A tensor that was refused above leaves a gap that is not the file's fault.
+    if len(tensors) == len(entries):
+        _check_tiling(tensors, path, data_start, size, problems)
+    return Header(frozenset(entries), tuple(tensors))
+
+
+def _read(path: Path, problems: Problems) -> tuple[dict[str, Any], int, int] | None:
+    """(header, where the data begins, size of the file)."""
+    where = str(path)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if size < LENGTH_BYTES:
+                problems.add(where, "must open with a header length of 8 bytes", f"{size} bytes", _AGAIN)
+                return None
+            if length > HEADER_LIMIT:
+                must = f"must be a safetensors file, with a header of at most {HEADER_LIMIT:,} bytes"
+                problems.add(where, must, f"a header length of {length:,}")
+                return None
+            if length > size - LENGTH_BYTES:
+                problems.add(where, f"must hold its header of {length:,} bytes", f"{size:,} bytes", _AGAIN)
+                return None
+            data = file.read(length)
+    except OSError as error:
+        problems.add(where, "must be a file that can be read", error.strerror or str(error))
+        return None
+    header = parse(data, f"{where}, header", problems)
+    return None if header is None else (header, LENGTH_BYTES + length, size)
+
+
+_AGAIN = "It was cut short: copy or download it again."
+
+
+def _tensor(
+    name: str,
+    entry: Any,
+    path: Path,
+    data_start: int,
+    problems: Problems,
+    unknown: dict[str, list[str]],
+) -> Stored | None:
+    """One entry of a header, checked; a dtype that zerodrift does not know is noted in `unknown`."""
+    where = f"{path}, {name}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        problems.add(where, "must have `dtype`, `shape` and `data_offsets`", shown(entry))
+        return None
+    text, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(text, str):
+        problems.add(where, "`dtype` must be a string", shown(text))
+        return None
+    if not _counts(shape):
+        problems.add(where, "`shape` must be a list of whole numbers, 0 or more", shown(shape))
+        return None
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        must = "`data_offsets` must be a begin and an end that is not before it"
+        problems.add(where, must, shown(offsets))
+        return None
+    dtype = from_safetensors(text)
+    if dtype is None:
+        unknown.setdefault(text, []).append(name)
+        return None
+    begin, end = offsets
+    needed = math.prod(shape) * dtype.size
+    if end - begin != needed:
+        must = f"`data_offsets` must span {dtype.size} bytes for each element of {text} {shown(shape)}"
+        problems.add(where, must, f"{end - begin:,} bytes, {offsets}")
+        return None
+    return Stored(name, tuple(shape), dtype, path, data_start + begin, data_start + end)
+
+
+def _counts(value: Any) -> bool:
+    # `type` and not `isinstance`: true and false are ints in Python.
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _check_tiling(tensors: list[Stored], path: Path, data_start: int, size: int, problems: Problems) -> None:
+    reached, last = data_start, "the header"
+    for tensor in tensors:
+        if tensor.start < reached:
+            must = f"must begin after the bytes of `{last}`"
+            problems.add(f"{path}, {tensor.name}", must, f"an overlap of {reached - tensor.start:,} bytes")
+        elif tensor.start > reached:
+            must = f"must begin where the bytes of `{last}` end"
+            problems.add(f"{path}, {tensor.name}", must, f"a gap of {tensor.start - reached:,} bytes")
+        if tensor.stop >= reached:
+            reached, last = tensor.stop, tensor.name
+    where = str(path)
+    if reached > size:
+        got = f"{size:,} bytes, which ends before the end of `{last}`"
+        problems.add(where, f"must be {reached:,} bytes long, as its header says", got, _AGAIN)
+    elif reached < size:
+        got = f"{size - reached:,} bytes more"
+        problems.add(where, f"must end with its last tensor, at byte {reached:,}", got)

@@ -1,0 +1,155 @@
+"""A model out of a `config.json`, built by `transformers` without weights.
+
+What is described is what `from_pretrained(folder, dtype="auto")` would hold: the class that the config
+names, the config's dtype, and fp32 where the architecture insists on it. A quantized checkpoint is
+described unquantized, since that is what is trained; its own dtypes are in `ModelSpec.checkpoint`, under
+the names that the files use.
+
+Invariant: nothing is downloaded, no code beside the config is run, and nothing is written to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerodrift.dtypes import DType
+from zerodrift.errors import ModelError, Problem, Problems, did_you_mean
+from zerodrift.model import safetensors
+from zerodrift.model.document import read
+from zerodrift.model.meta import attempt, on_meta
+from zerodrift.model.module import from_module
+from zerodrift.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+CONFIG = "config.json"
+_INSTALL = "`transformers` must be installed to read a model's config"
+
+
+def is_installed() -> bool:
+    """Whether `transformers` can be imported; it is not imported for the answer."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
+    """The model of a folder with a `config.json`, or of a config file by itself."""
+    given = Path(path).expanduser()
+    file = given / CONFIG if given.is_dir() else given
+    problems = Problems()
+    document = read(file, problems)
+    problems.raise_as(ModelError)
+    if not is_installed():
+        raise ModelError(str(Problem(str(path), _INSTALL, "no such package", "pip install 'zerodrift[hf]'")))
+    attempt(lambda: importlib.import_module("transformers"), str(path), _INSTALL)
+    checkpoint: tuple[tuple[str, DType], ...] = ()
+    if given.is_dir() and safetensors.holds(given):
+        checkpoint = tuple((tensor.name, tensor.dtype) for tensor in safetensors.stored(given))
+    with _quiet():
+        _check_model_type(document or {}, file)
+        model = build(file, _first_floating(checkpoint))
+        spec = from_module(model, f"{path} ({type(model).__name__})")
+    return replace(spec, checkpoint=checkpoint)
+
+
+def build(file: Path, dtype: DType | None = None) -> PreTrainedModel:
+    """The model of a config file on the meta device; `dtype` is for a config that names none."""
+    config = attempt(lambda: _load(file), str(file), "must be a config that `transformers` can read")
+    if getattr(config, "dtype", None) is None:
+        config.dtype = (dtype or DType.FP32).torch
+    model = on_meta(
+        lambda: _instantiate(config), str(file), "must be a config that a model can be built from"
+    )
+    model.tie_weights()
+    _keep_in_fp32(model)
+    return model
+
+
+def _check_model_type(document: dict[str, Any], file: Path) -> None:
+    from transformers import CONFIG_MAPPING
+
+    known = list(CONFIG_MAPPING.keys())
+    model_type = document.get("model_type")
+    if model_type in known:
+        return
+    must = "`model_type` must be one that the installed `transformers` knows"
+    if not isinstance(model_type, str):
+        got = "no such key" if model_type is None else repr(model_type)
+        todo = "Is it the config of a model?"
+    else:
+        got = repr(model_type)
+        todo = did_you_mean(model_type, known) or "Upgrade `transformers`; code beside a config is not run."
+    raise ModelError(str(Problem(str(file), must, got, todo)))
+
+
+def _load(file: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
+    # Parameters do not depend on the attention kernel, and another one may need a package or a device.
+    config._attn_implementation = "eager"
+    return config
+
+
+def _instantiate(config: PretrainedConfig) -> PreTrainedModel:
+    """The class that the config names, else the causal language model of its kind, else its base model."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        klass = getattr(transformers, name, None)
+        if not (isinstance(klass, type) and issubclass(klass, transformers.PreTrainedModel)):
+            continue
+        if klass.config_class is type(config):
+            # Private, and what the auto classes call themselves. Tested with transformers 5.23.
+            return klass._from_config(config)
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    return auto.from_config(config, trust_remote_code=False)
+
+
+def _keep_in_fp32(model: PreTrainedModel) -> None:
+    """Gives fp32 to what the architecture keeps in it while loading; building alone does not.
+
+    The loader matches these patterns anywhere in a name, `*` standing for anything. The two attributes are
+    private; tested with transformers 5.23.
+    """
+    import torch
+
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if model.dtype is torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not patterns or model.dtype not in (torch.float16, torch.bfloat16):
+        return
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and kept.search(name):
+            tensor.data = tensor.data.to(torch.float32)
+
+
+def _first_floating(checkpoint: tuple[tuple[str, DType], ...]) -> DType | None:
+    return next((dtype for _, dtype in checkpoint if dtype.is_floating), None)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences warnings and logs while a model is built; what matters is raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers.utils import logging as transformers_logging
+
+        before = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(before)

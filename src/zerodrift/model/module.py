@@ -1,0 +1,181 @@
+"""A model out of a module that exists, on the meta device or with weights.
+
+The module is read as it is: nothing is unwrapped, tied, cast or moved. What cannot be described truly is
+refused: parameters without a shape, dtypes that zerodrift has no name for, and parameters that share
+memory without being one parameter.
+
+Invariant: order is that of `named_parameters`, and each Parameter object is one `ParameterSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import ModelError, Problems
+from zerodrift.model.document import listed
+from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """Parameters that are one, and all their names in the order met."""
+
+    parameters: list[nn.Parameter]
+    names: list[str]
+
+
+def from_module(module: nn.Module, source: str = "") -> ModelSpec:
+    """The model that `module` is; `source` is what titles call it, its class if nothing is given."""
+    problems = Problems()
+    groups = _groups(module)
+    buffers = list(module.named_buffers())
+    _check_initialized(groups, buffers, problems)
+    problems.raise_as(ModelError)
+    _merge_declared_ties(module, groups, problems)
+    _check_memory(groups, problems)
+    _check_dtypes(groups, buffers, problems)
+    problems.raise_as(ModelError)
+
+    classes = {path: class_name(type(owner)) for path, owner in module.named_modules(remove_duplicate=False)}
+    transient = _transient(module)
+    return ModelSpec(
+        source=source or type(module).__qualname__,
+        parameters=tuple(_parameter(group, classes) for group in groups),
+        buffers=tuple(
+            BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in transient)
+            for name, buffer in buffers
+        ),
+    )
+
+
+def class_name(klass: type) -> str:
+    """`torch.nn.modules.linear.Linear`: how rules and tables write a class."""
+    return f"{klass.__module__}.{klass.__qualname__}"
+
+
+def _parameter(group: _Shared, classes: dict[str, str]) -> ParameterSpec:
+    first = group.parameters[0]
+    paths = [name.rpartition(".")[0] for name in group.names]
+    return ParameterSpec(
+        names=tuple(group.names),
+        shape=tuple(first.shape),
+        dtype=_known(first.dtype),
+        owners=tuple(Owner(path, classes[path]) for path in paths),
+        trained=any(parameter.requires_grad for parameter in group.parameters),
+    )
+
+
+def _known(dtype: torch.dtype) -> DType:
+    found = from_torch(dtype)
+    if found is None:
+        raise AssertionError(f"{dtype} passed `_check_dtypes`")
+    return found
+
+
+def _groups(module: nn.Module) -> list[_Shared]:
+    """One entry per Parameter object, in the order in which they are met."""
+    groups: dict[int, _Shared] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), _Shared([parameter], [])).names.append(name)
+    return list(groups.values())
+
+
+def _merge_declared_ties(module: nn.Module, groups: list[_Shared], problems: Problems) -> None:
+    """Joins meta parameters that their model declares tied and has not tied yet.
+
+    A model on the meta device may tie only when its weights arrive. With weights, the objects are the
+    truth: what a declaration says of parameters that were set apart does not matter.
+    """
+    owner = {name: group for group in groups for name in group.names}
+    position = {name: number for number, name in enumerate(owner)}
+    for target, origin in _declared_ties(module):
+        one, other = owner.get(target), owner.get(origin)
+        if one is None or other is None or one is other:
+            continue
+        a, b = one.parameters[0], other.parameters[0]
+        if not (a.is_meta and b.is_meta):
+            continue
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            got = f"{tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
+            problems.add(target, f"must be like `{origin}`, which the model declares it tied to", got)
+            continue
+        kept, gone = sorted((one, other), key=lambda group: position[group.names[0]])
+        kept.parameters += gone.parameters
+        kept.names = sorted(kept.names + gone.names, key=position.__getitem__)
+        owner |= dict.fromkeys(gone.names, kept)
+        groups.remove(gone)
+
+
+def _declared_ties(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name, the name it is tied to), as models of `transformers` 5 declare it, wherever they are nested."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        declared = getattr(part, "all_tied_weights_keys", None)
+        if isinstance(declared, Mapping):
+            prefix = f"{path}." if path else ""
+            yield from ((prefix + target, prefix + origin) for target, origin in declared.items())
+
+
+def _check_initialized(
+    groups: list[_Shared], buffers: list[tuple[str, torch.Tensor]], problems: Problems
+) -> None:
+    from torch.nn.parameter import is_lazy
+
+    lazy = [group.names[0] for group in groups if is_lazy(group.parameters[0])]
+    lazy += [name for name, buffer in buffers if is_lazy(buffer)]
+    for name in lazy:
+        todo = "Run one batch through the lazy module first, or write its sizes."
+        problems.add(name, "must have a shape", "an uninitialized parameter or buffer", todo)
+
+
+def _check_dtypes(groups: list[_Shared], buffers: list[tuple[str, torch.Tensor]], problems: Problems) -> None:
+    tensors: list[tuple[str, torch.Tensor]] = [(group.names[0], group.parameters[0]) for group in groups]
+    for dtype, names in _unknown(tensors + buffers).items():
+        todo = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
+        problems.add(names[0], "must have a dtype that zerodrift knows", f"{dtype} in {listed(names)}", todo)
+
+
+def _unknown(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[str]]:
+    """Unknown dtype -> the names that have it."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in tensors:
+        if from_torch(tensor.dtype) is None:
+            found.setdefault(str(tensor.dtype), []).append(name)
+    return found
+
+
+def _check_memory(groups: list[_Shared], problems: Problems) -> None:
+    """Refuses two Parameters over one memory: they read as tied and would be updated apart.
+
+    `load_state_dict(assign=True)` makes such pairs out of tied parameters. Tensor subclasses are left out,
+    since they may have no memory to point to.
+    """
+    import torch
+
+    seen: dict[tuple[Any, int], str] = {}
+    for group in groups:
+        parameter, name = group.parameters[0], group.names[0]
+        if type(parameter.data) is not torch.Tensor or parameter.is_meta or not parameter.numel():
+            continue
+        first = seen.setdefault((parameter.device, parameter.data_ptr()), name)
+        if first != name:
+            must = f"must be the same Parameter as `{first}`, or have memory of its own"
+            todo = "Assign the one Parameter to both modules."
+            problems.add(name, must, "two Parameters over one memory", todo)
+
+
+def _transient(module: nn.Module) -> set[str]:
+    """Names of buffers that are not in the state dict."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules(remove_duplicate=False)
+        # Private; the one public way, comparing with `state_dict()`, runs hooks that may rename or gather.
+        # Tested with torch 2.13.
+        for name in part._non_persistent_buffers_set
+    }

@@ -1,0 +1,183 @@
+"""A model out of the headers of its safetensors files.
+
+Takes one file, an index, or a folder with either, and lists the tensors in natural order of their names'
+components, so `layers.2` comes before `layers.10`. What one file may look like is `model/header.py`'s
+business. Headers know neither classes, nor ties, nor which tensor is a buffer: every tensor is a parameter
+here, floating ones are trained, and `Owner.klass` is empty.
+
+Invariant: every tensor is in exactly one file, and an index, where there is one, says which.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path, PurePosixPath
+from reprlib import repr as shown
+
+from zerodrift.errors import ModelError, Problems
+from zerodrift.model.document import listed, read
+from zerodrift.model.header import Stored, read_header
+from zerodrift.model.spec import ModelSpec, Owner, ParameterSpec
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+_PREFERRED = ("model" + SUFFIX, "model" + INDEX_SUFFIX)
+"""What `transformers` would load from a folder that holds several, in its order."""
+
+
+def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
+    """The model that a `.safetensors` file, an index or a folder of them holds."""
+    tensors = stored(path)
+    parameters = tuple(
+        ParameterSpec(
+            names=(tensor.name,),
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            owners=(Owner(tensor.name.rpartition(".")[0], ""),),
+            trained=tensor.dtype.is_floating,
+        )
+        for tensor in tensors
+    )
+    checkpoint = tuple((tensor.name, tensor.dtype) for tensor in tensors)
+    return ModelSpec(str(path), parameters, checkpoint=checkpoint)
+
+
+def stored(path: str | os.PathLike[str]) -> tuple[Stored, ...]:
+    """Every tensor of a checkpoint with the place of its bytes, in natural order."""
+    problems = Problems()
+    chosen = _choose(Path(path).expanduser(), problems)
+    tensors: list[Stored] = []
+    if chosen is not None and chosen.name.endswith(INDEX_SUFFIX):
+        tensors = _indexed(chosen, problems)
+    elif chosen is not None:
+        tensors = _unindexed(sorted(chosen.glob("*" + SUFFIX)) if chosen.is_dir() else [chosen], problems)
+    problems.raise_as(ModelError)
+    tensors.sort(key=lambda tensor: natural(tensor.name))
+    return tuple(tensors)
+
+
+def holds(folder: Path) -> bool:
+    """Whether a folder has safetensors files or an index of them."""
+    return any(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in folder.iterdir())
+
+
+_Component = tuple[tuple[bool, int, str], ...]
+
+
+def natural(name: str) -> tuple[list[_Component], str]:
+    """Sort key: component by component, runs of digits by their value and before any letter."""
+    return [_component(component) for component in name.split(".")], name
+
+
+@functools.lru_cache(maxsize=4096)
+def _component(text: str) -> _Component:
+    # Cached, since the 46,000 names of a large model are made of a few hundred components.
+    return tuple((letters != "", int(digits or 0), letters) for digits, letters in _RUNS.findall(text))
+
+
+_RUNS = re.compile(r"([0-9]{1,4000})|([^0-9]+)")
+"""Python converts at most 4,300 digits to an int."""
+
+
+def _choose(path: Path, problems: Problems) -> Path | None:
+    """The file or index to read; a folder stands for all of its files."""
+    where = str(path)
+    if not path.exists():
+        problems.add(where, "must exist", "no such file or folder")
+        return None
+    if path.is_file():
+        if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+            return path
+        problems.add(where, f"must end in `{SUFFIX}` or `{INDEX_SUFFIX}`", repr(path.name))
+        return None
+    for name in _PREFERRED:
+        if (path / name).is_file():
+            return path / name
+    indexes = sorted(path.glob("*" + INDEX_SUFFIX))
+    if len(indexes) > 1:
+        got = listed([index.name for index in indexes])
+        problems.add(where, "must hold one index", got, "Give the index that you mean.")
+        return None
+    if indexes:
+        return indexes[0]
+    if not any(path.glob("*" + SUFFIX)):
+        problems.add(where, "must hold safetensors files", "a folder without any")
+        return None
+    return path
+
+
+def _unindexed(files: list[Path], problems: Problems) -> list[Stored]:
+    """All tensors of files that no index describes."""
+    tensors: list[Stored] = []
+    for file in files:
+        header = read_header(file, problems)
+        tensors += header.tensors if header is not None else ()
+    _check_once(tensors, problems)
+    return tensors
+
+
+def _indexed(index: Path, problems: Problems) -> list[Stored]:
+    """All tensors of the shards that an index names, checked against what it says."""
+    promised = _promised(index, problems)
+    tensors: list[Stored] = []
+    for shard, names in promised.items():
+        file = index.parent / shard
+        if not file.is_file():
+            got = f"no such file, and {len(names)} tensors are to be in it"
+            todo = "Copy or download it; to go without weights, give `config.json` itself."
+            problems.add(str(file), f"must exist, as `{index.name}` names it", got, todo)
+            continue
+        header = read_header(file, problems)
+        if header is None:
+            continue
+        tensors += header.tensors
+        if lacking := [name for name in names if name not in header.names]:
+            problems.add(str(file), f"must hold what `{index.name}` says", f"no {listed(lacking)}")
+        if extra := sorted(header.names - names.keys(), key=natural):
+            problems.add(str(index), f"must list every tensor of `{shard}`", f"no {listed(extra)}")
+    _check_once(tensors, problems)
+    return tensors
+
+
+def _promised(index: Path, problems: Problems) -> dict[str, dict[str, None]]:
+    """Shard -> the names that the index puts in it, in its order."""
+    document = read(index, problems)
+    if document is None:
+        return {}
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict):
+        must = "must have `weight_map`, an object of tensor name to file name"
+        problems.add(str(index), must, "no such key" if weight_map is None else type(weight_map).__name__)
+        return {}
+    promised: dict[str, dict[str, None]] = {}
+    for name, shard in weight_map.items():
+        # What is no string is put down by how it would read, which `_inside` refuses.
+        promised.setdefault(shard if isinstance(shard, str) else shown(shard), {})[name] = None
+    for shard, names in list(promised.items()):
+        if not _inside(shard):
+            must = f"must name a `{SUFFIX}` file beside it for every tensor"
+            problems.add(str(index), must, f"{shown(shard)} for {listed(list(names))}")
+            del promised[shard]
+    return promised
+
+
+def _inside(shard: str) -> bool:
+    """Whether a shard's name stays in the folder of its index."""
+    if not shard.endswith(SUFFIX):
+        return False
+    path = PurePosixPath(shard)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _check_once(tensors: list[Stored], problems: Problems) -> None:
+    first: dict[str, Path] = {}
+    twice: dict[tuple[Path, Path], list[str]] = {}
+    for tensor in tensors:
+        file = first.setdefault(tensor.name, tensor.file)
+        if file != tensor.file:
+            twice.setdefault((file, tensor.file), []).append(tensor.name)
+    for (file, other), names in twice.items():
+        todo = "Keep them in one file, or give the file that you mean."
+        problems.add(str(other), f"must not repeat tensors of `{file.name}`", listed(names), todo)

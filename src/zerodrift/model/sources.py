@@ -1,0 +1,86 @@
+"""Takes whatever a person calls "the model" and makes a ModelSpec of it.
+
+The dispatch only: each form has a file of its own. `--model X` of the command line and every function of
+the Python API that takes a model come through `describe`.
+
+Invariant: what fits no form is refused once, with the list of forms.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerodrift.errors import ModelError, Problem
+from zerodrift.model import huggingface, safetensors
+from zerodrift.model.factory import from_factory, is_factory
+from zerodrift.model.huggingface import from_hf
+from zerodrift.model.module import from_module
+from zerodrift.model.safetensors import from_safetensors
+from zerodrift.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ACCEPTED", "describe", "from_factory", "from_hf", "from_module", "from_safetensors"]
+
+ACCEPTED = (
+    "a folder with `config.json`, or a config file",
+    "a `.safetensors` file, a `.safetensors.index.json`, or a folder with either",
+    "a function that returns a model, `package.module:callable`",
+    "in Python, a torch.nn.Module or a ModelSpec",
+)
+"""What may be given as a model."""
+
+
+def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec:
+    """The ModelSpec of whatever `model` is; see ACCEPTED."""
+    if isinstance(model, ModelSpec):
+        return model
+    if isinstance(model, (str, os.PathLike)):
+        return _from_text(model)
+    # A module can only exist where torch has been imported.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return from_module(model)
+    kind = f"the class {model.__qualname__}" if isinstance(model, type) else type(model).__qualname__
+    raise _refused("model", kind, "Give an instance of it." if isinstance(model, type) else "")
+
+
+def _from_text(text: str | os.PathLike[str]) -> ModelSpec:
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _from_folder(text, path)
+    if path.is_file():
+        if path.name.endswith((safetensors.SUFFIX, safetensors.INDEX_SUFFIX)):
+            return from_safetensors(text)
+        if path.suffix == ".json":
+            return from_hf(text)
+        raise _refused(str(text), f"a file that ends in {path.suffix!r}")
+    if isinstance(text, str) and is_factory(text):
+        return from_factory(text)
+    todo = ""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(text)) and not path.parent.exists():
+        command = f"hf download {text} --local-dir {path.name}"
+        todo = f"zerodrift downloads nothing: run `{command}` and give that folder."
+    raise _refused(str(text), "no such file or folder", todo)
+
+
+def _from_folder(text: str | os.PathLike[str], folder: Path) -> ModelSpec:
+    weights = safetensors.holds(folder)
+    if (folder / huggingface.CONFIG).is_file():
+        if huggingface.is_installed() or not weights:
+            return from_hf(text)
+        spec = from_safetensors(text)
+        return replace(spec, source=f"{text} (tensor headers only: transformers is not installed)")
+    if weights:
+        return from_safetensors(text)
+    raise _refused(str(text), "a folder with neither a config nor safetensors files")
+
+
+def _refused(where: str, got: str, todo: str = "") -> ModelError:
+    return ModelError(str(Problem(where, f"must be {'; or '.join(ACCEPTED)}", got, todo)))

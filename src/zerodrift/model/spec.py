@@ -1,0 +1,79 @@
+"""Describes a model by its parameters and buffers, without torch and without a tensor.
+
+`model/sources.py` makes a `ModelSpec` from a module, an HF config or safetensors files; `policy` and
+`plan` read it. Order is the model's own: parameters appear as `named_parameters` gives them.
+
+Invariant: a parameter that several names share is one `ParameterSpec` with all its names.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from zerodrift.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A module that holds the parameter directly."""
+
+    path: str
+    """Module path, `""` for the root."""
+    klass: str
+    """Dotted class name, `torch.nn.modules.linear.Linear`; `""` where the source does not know it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter, once, with every name it has."""
+
+    names: tuple[str, ...]
+    """Full names, the first met first; more than one for tied parameters."""
+    shape: tuple[int, ...]
+    dtype: DType
+    """As the source holds it."""
+    owners: tuple[Owner, ...]
+    """One per name, in the same order."""
+    trained: bool = True
+    """`requires_grad`."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """One buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    persistent: bool = True
+    """Whether it is in the state dict."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as a plan sees it."""
+
+    source: str
+    """Where it came from, for titles and messages."""
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[BufferSpec, ...] = ()
+    checkpoint: tuple[tuple[str, DType], ...] = ()
+    """Tensor dtypes of the checkpoint that the weights come from, where there is one: decides `export`."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, tied parameters once."""
+        return sum(parameter.numel for parameter in self.parameters)

@@ -1,0 +1,1 @@
+"""Plan: what will happen. `build` makes it, `check` proves it, `cost` prices it."""

@@ -1,0 +1,207 @@
+"""Puts a plan together: `build(policy, model, mesh) -> Plan`.
+
+Policy says what the columns of a parameter are, layout says where it lies; this room joins the two, adds
+what a person should know, and has the result checked.
+
+Invariant: a plan that leaves this room has passed every check of `plan/check.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+
+from zerodrift.dtypes import DType, lost
+from zerodrift.errors import ConfigError, ModelError
+from zerodrift.mesh import MeshShape
+from zerodrift.model.spec import BufferSpec, ModelSpec
+from zerodrift.plan import check
+from zerodrift.plan.layout import Members, find_units, pack
+from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
+from zerodrift.policy.nouns import Columns, Master, Policy, Recipe
+from zerodrift.policy.parameters import ColumnsOf
+from zerodrift.policy.rules import require_matches
+
+
+def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
+    """The plan of a model under a policy on a mesh."""
+    if not model.parameters:
+        raise ModelError(f"`{model.source}`: must have parameters; got none. Is it the right file?")
+    columns = _columns(policy, model)
+    rows: list[Row] = []
+    units: list[Unit] = []
+    segments: list[Segment] = []
+    for members in find_units(model, policy.sharding.units, mesh.pipeline):
+        _add_unit(members, model, columns, mesh, rows, units, segments)
+    plan = Plan(
+        source=model.source,
+        policy=policy,
+        mesh=mesh,
+        rows=tuple(rows),
+        buffers=tuple(_buffer(buffer, policy) for buffer in model.buffers),
+        units=tuple(units),
+        segments=tuple(segments),
+        notes=tuple(_notes(policy, model, rows, segments, units, mesh.shard)),
+    )
+    check.require(plan)
+    return plan
+
+
+def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
+    """The columns of every parameter, or one error with everything that is wrong."""
+    columns_of = ColumnsOf(policy, model)
+    require_matches(policy.rules, model, columns_of.problems)
+    columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.problems.raise_as(ConfigError)
+    return columns
+
+
+def _add_unit(
+    members: Members,
+    model: ModelSpec,
+    columns: list[Columns],
+    mesh: MeshShape,
+    rows: list[Row],
+    units: list[Unit],
+    segments: list[Segment],
+) -> None:
+    """One unit: its parameters grouped by columns, each group one segment."""
+    groups: dict[object, list[int]] = {}
+    for index in members.parameters:
+        groups.setdefault(columns[index].layout, []).append(index)
+    unit = len(units)
+    first_row, first_segment = len(rows), len(segments)
+    for group in groups.values():
+        parameters = [model.parameters[index] for index in group]
+        shared = columns[group[0]]
+        sliced = shared.storage.axis != "" or shared.update is not None
+        packed = pack(parameters, mesh.shard if sliced else 1)
+        number = len(segments)
+        start = len(rows)
+        for parameter, index, offset in zip(parameters, group, packed.offsets, strict=True):
+            rows.append(
+                Row(
+                    names=parameter.names,
+                    shape=parameter.shape,
+                    source=parameter.dtype,
+                    klass=parameter.owners[0].klass,
+                    columns=columns[index],
+                    unit=unit,
+                    segment=number,
+                    offset=offset,
+                )
+            )
+        numbers = tuple(range(start, len(rows)))
+        segments.append(Segment(unit, shared, numbers, packed.numel, packed.padded))
+    units.append(
+        Unit(
+            members.name,
+            tuple(range(first_row, len(rows))),
+            tuple(range(first_segment, len(segments))),
+            members.stage,
+        )
+    )
+
+
+def _buffer(buffer: BufferSpec, policy: Policy) -> BufferRow:
+    cast = policy.buffers is not None and buffer.dtype.is_floating
+    storage = policy.buffers if cast and policy.buffers is not None else buffer.dtype
+    why = policy.buffers_why if cast or policy.buffers is None else "not a floating dtype: kept"
+    return BufferRow(buffer.name, buffer.shape, buffer.dtype, storage, why)
+
+
+# --- notes ------------------------------------------------------------------------------------------
+
+
+def moments(optimizer: Recipe | None) -> int:
+    """How many values per element an optimizer keeps; two where the config names none."""
+    if optimizer is None:
+        return 2
+    if optimizer.type in ("Lion", "Muon"):
+        return 1
+    if optimizer.type == "SGD":
+        return 1 if json.loads(optimizer.params).get("momentum") else 0
+    return 2
+
+
+def _notes(
+    policy: Policy,
+    model: ModelSpec,
+    rows: list[Row],
+    segments: list[Segment],
+    units: list[Unit],
+    shard: int,
+) -> Iterable[str]:
+    """What a person should know before the first step."""
+    trained = [row for row in rows if row.columns.update is not None]
+    if not trained:
+        yield "no parameter is trained: there is nothing to update"
+    rounded = [
+        r
+        for r in trained
+        if r.columns.update is not None
+        and r.columns.update.master is Master.SAME
+        and r.columns.storage.dtype is not DType.FP32
+    ]
+    if rounded:
+        yield (
+            f"{_count(rounded)} updated in {rounded[0].columns.storage.dtype} without an fp32 master: "
+            f"updates below half an ulp of the weight are lost"
+        )
+    narrow = [
+        r
+        for r in trained
+        if r.columns.update is not None
+        and lost(r.columns.update.accumulate.dtype, r.columns.update.reduce.wire)
+    ]
+    if narrow:
+        first = narrow[0].columns.update
+        if first is not None:
+            yield (
+                f"gradients of {_count(narrow)} are rounded once on the wire "
+                f"({first.accumulate.dtype} -> {first.reduce.wire}) and summed in {first.reduce.sum}"
+            )
+    if policy.optimizer is None and trained:
+        yield "the config names no optimizer: state is planned for one with two moments (AdamW)"
+    if policy.safe and all(not owner.klass for p in model.parameters for owner in p.owners):
+        yield (
+            "this source has no module classes, so no parameter counts as a safe module of autocast: plan "
+            "from the module or an HF config to see them"
+        )
+    across = [r for r in rows if len(r.names) > 1 and units[r.unit].name == ""]
+    if len({unit.stage for unit in units}) > 1 and across:
+        yield f"{_count(across)} tied across pipeline stages: each stage that uses one holds a copy"
+    yield from _large_units(policy, rows, units, shard)
+    padding = sum(s.padded for s in segments) - sum(s.numel for s in segments)
+    total = sum(s.numel for s in segments)
+    if padding > 0.01 * total and padding > 1 << 20:
+        yield f"padding is {padding / total:.1%} of the parameters: fewer shards waste less"
+
+
+def _large_units(policy: Policy, rows: list[Row], units: list[Unit], shard: int) -> Iterable[str]:
+    """A block so large that gathering it dwarfs what a rank keeps."""
+    if policy.sharding.stage < 2 or policy.sharding.keep_gathered != "never":
+        return
+    sizes = [sum(rows[index].numel for index in unit.rows) for unit in units if unit.name]
+    total = sum(row.numel for row in rows)
+    if not sizes or max(sizes) < LARGE_UNIT or max(sizes) * shard < LARGE_RATIO * total:
+        return
+    largest = [unit for unit in units if unit.name][sizes.index(max(sizes))]
+    shape = re.sub(r"\d+", "*", largest.name)
+    yield (
+        f"unit {largest.name} alone has {max(sizes):,} elements, {max(sizes) * shard / total:.0f} times "
+        f"what a rank owns, and is gathered whole: name finer units beside it, as in `sharding.units: "
+        f'["{shape}", "{shape}.<child>.*"]`, or spread it with expert parallelism'
+    )
+
+
+LARGE_UNIT = 100_000_000
+"""Elements from which the size of a unit is worth a word."""
+
+LARGE_RATIO = 16
+"""And only where a unit is this many times larger than a rank's share of the whole model."""
+
+
+def _count(rows: list[Row]) -> str:
+    return "1 parameter" if len(rows) == 1 else f"{len(rows):,} parameters"

@@ -1,0 +1,175 @@
+"""The executable spec of a plan: each invariant is a function that yields what breaks it.
+
+`build` runs them on every plan; a test plants a violation of each and sees it caught. A broken invariant
+is a defect of zerodrift, never of a user's config, so `require` raises AssertionError.
+
+Invariant: this file decides nothing; it only knows what must hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from zerodrift.dtypes import DType
+from zerodrift.plan.table import ALIGNMENT, Plan
+from zerodrift.policy.nouns import COLUMNS, Master
+
+Check = Callable[[Plan], Iterator[str]]
+
+
+def names_are_unique(plan: Plan) -> Iterator[str]:
+    seen: set[str] = set()
+    for row in plan.rows:
+        for name in row.names:
+            if name in seen:
+                yield f"{name} is in two rows"
+            seen.add(name)
+
+
+def rows_are_in_one_place(plan: Plan) -> Iterator[str]:
+    """Rows, segments and units tell the same story from both sides."""
+    for kind, lists in (
+        ("segment", [segment.rows for segment in plan.segments]),
+        ("unit", [unit.rows for unit in plan.units]),
+    ):
+        held = [row for rows in lists for row in rows]
+        if sorted(held) != list(range(len(plan.rows))):
+            yield f"the rows of all {kind}s are not every row once"
+        for number, rows in enumerate(lists):
+            for row in rows:
+                if 0 <= row < len(plan.rows) and getattr(plan.rows[row], kind) != number:
+                    yield f"{plan.rows[row].name} is in {kind} {number} but says otherwise"
+    held = [segment for unit in plan.units for segment in unit.segments]
+    if sorted(held) != list(range(len(plan.segments))):
+        yield "the segments of all units are not every segment once"
+    for number, segment in enumerate(plan.segments):
+        if number not in plan.units[segment.unit].segments:
+            yield f"segment {number} is not in its unit"
+
+
+def rows_do_not_overlap(plan: Plan) -> Iterator[str]:
+    for number, segment in enumerate(plan.segments):
+        end = 0
+        for row in (plan.rows[index] for index in segment.rows):
+            if row.offset < end:
+                yield f"{row.name} overlaps what precedes it in segment {number}"
+            end = row.offset + row.numel
+        if end > segment.padded:
+            yield f"segment {number} ends at {end}, beyond its {segment.padded} elements"
+        if segment.numel != sum(plan.rows[index].numel for index in segment.rows):
+            yield f"segment {number} miscounts its elements"
+
+
+def starts_are_aligned(plan: Plan) -> Iterator[str]:
+    for row in plan.rows:
+        if row.offset % ALIGNMENT:
+            yield f"{row.name} starts at {row.offset}, not on a multiple of {ALIGNMENT}"
+
+
+def slices_are_equal_blocks(plan: Plan) -> Iterator[str]:
+    """A slice never cuts a block of ALIGNMENT elements."""
+    for number, segment in enumerate(plan.segments):
+        sliced = segment.columns.storage.axis != "" or segment.columns.update is not None
+        multiple = ALIGNMENT * (plan.mesh.shard if sliced else 1)
+        if segment.padded % multiple:
+            yield f"segment {number} has {segment.padded} elements, not a multiple of {multiple}"
+
+
+def segments_are_uniform(plan: Plan) -> Iterator[str]:
+    for number, segment in enumerate(plan.segments):
+        for index in segment.rows:
+            if plan.rows[index].columns.layout != segment.columns.layout:
+                yield f"{plan.rows[index].name} differs from segment {number} in a column"
+
+
+def pins_hold_everywhere(plan: Plan) -> Iterator[str]:
+    for row in plan.rows:
+        columns = row.columns
+        if not columns.pinned:
+            continue
+        dtypes = [columns.storage.dtype, columns.gather, columns.compute]
+        if columns.update is not None:
+            update = columns.update
+            dtypes += [update.grad, update.accumulate.dtype, update.reduce.wire, update.reduce.sum]
+            dtypes += [update.state.dtype]
+            if update.master is not Master.SAME:
+                yield f"{row.name} is pinned but has a master of its own"
+        if any(dtype is not DType.FP32 for dtype in dtypes):
+            yield f"{row.name} is pinned but not fp32 in every column"
+
+
+def nothing_narrows_silently(plan: Plan) -> Iterator[str]:
+    """The contract between columns: what a later column holds, it holds whole, unless allowed."""
+    for row in plan.rows:
+        update = row.columns.update
+        if update is None:
+            continue
+        if update.grad is not row.columns.compute:
+            yield f"{row.name}: grad is not what autograd leaves"
+        if not update.accumulate.dtype.holds(update.grad) and not plan.policy.allow_narrow:
+            yield f"{row.name}: accumulate is narrower than grad without allow_narrow"
+        if not update.reduce.sum.holds(update.reduce.wire):
+            yield f"{row.name}: sum cannot hold the wire"
+        if update.master is Master.SPLIT and row.columns.storage.dtype is not DType.BF16:
+            yield f"{row.name}: a split master over {row.columns.storage.dtype}"
+        if update.master is Master.FP32 and row.columns.storage.dtype is DType.FP32:
+            yield f"{row.name}: two fp32 copies of one value"
+
+
+def axes_follow_the_stage(plan: Plan) -> Iterator[str]:
+    """The table of ZeRO stages, which are only sharding columns."""
+    stage, native = plan.policy.sharding.stage, plan.policy.backend == "native"
+    for row in plan.rows:
+        columns, update = row.columns, row.columns.update
+        if columns.storage.dtype.is_floating and native and (columns.storage.axis == "shard") != (stage == 3):
+            yield f"{row.name}: storage axis at stage {stage}"
+        if update is None:
+            continue
+        if native and (update.axis == "shard") != (stage >= 1):
+            yield f"{row.name}: master and state axis at stage {stage}"
+        if (update.accumulate.axis == "shard") != (update.reduce.when == "every"):
+            yield f"{row.name}: accumulate is sharded exactly where every micro-batch is reduced"
+
+
+def every_cell_says_why(plan: Plan) -> Iterator[str]:
+    for columns in {row.columns for row in plan.rows}:
+        wanted = {column for column, text in columns.cells().items() if text != "-"}
+        missing = [column for column in COLUMNS if column in wanted and not columns.reasons().get(column)]
+        if missing:
+            yield f"no reason for {', '.join(missing)}"
+
+
+def units_are_in_order(plan: Plan) -> Iterator[str]:
+    stages = [unit.stage for unit in plan.units]
+    if stages != sorted(stages) or set(stages) - set(range(plan.mesh.pipeline)):
+        yield "units are not in order of pipeline stages"
+    if plan.units and plan.units[0].name != "":
+        yield "the root does not come first"
+
+
+CHECKS: tuple[Check, ...] = (
+    names_are_unique,
+    rows_are_in_one_place,
+    rows_do_not_overlap,
+    starts_are_aligned,
+    slices_are_equal_blocks,
+    segments_are_uniform,
+    pins_hold_everywhere,
+    nothing_narrows_silently,
+    axes_follow_the_stage,
+    every_cell_says_why,
+    units_are_in_order,
+)
+"""Every invariant of a plan."""
+
+
+def broken(plan: Plan) -> list[str]:
+    """What does not hold, as "check: detail"; empty for a sound plan."""
+    return [f"{check.__name__}: {detail}" for check in CHECKS for detail in check(plan)]
+
+
+def require(plan: Plan) -> None:
+    """Raise AssertionError unless every invariant holds."""
+    found = broken(plan)
+    if found:
+        raise AssertionError(f"plan of {plan.source} breaks {len(found)} invariants: " + "; ".join(found[:5]))

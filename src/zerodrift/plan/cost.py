@@ -1,0 +1,220 @@
+"""What a step costs one rank: bytes at rest, at peak and on the wire, from the plan alone.
+
+The traffic is counted over `schedule.collectives`, the same list that the engine follows and a test
+compares with what was recorded, so the price cannot drift from the deed. Activations are the model's
+own and are not in the peak; the report says so.
+
+Invariant: every figure is bytes of one rank, of the most loaded pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.build import moments
+from zerodrift.plan.schedule import Collective, collectives
+from zerodrift.plan.table import Plan, Segment, Unit
+from zerodrift.policy.nouns import Master, Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Bytes between steps, by column."""
+
+    storage: int
+    buffers: int
+    accumulate: int
+    """0 where the accumulator is freed after the step."""
+    master: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        return self.storage + self.buffers + self.accumulate + self.master + self.state
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes at the worst moment of a step, without activations."""
+
+    rest: int
+    """What is there anyway."""
+    gathered: int
+    """Unsharded copies alive at once: the root and two units."""
+    accumulate: int
+    """The accumulator, where it is freed between steps."""
+    gradient: int
+    """One unit's gradient on its way into a sharded accumulator."""
+    wire: int
+    """Buffers that a reduction sends from and receives into."""
+
+    @property
+    def total(self) -> int:
+        return self.rest + self.gathered + self.accumulate + self.gradient + self.wire
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One line of the wire bill: all collectives of a step that agree in op, dtype, axis and purpose."""
+
+    op: str
+    """`all_gather`, `reduce_scatter` or `all_reduce`."""
+    purpose: str
+    """`forward`, `backward`, `reduce`, `replicate`, `norm` or `update`."""
+    dtype: str
+    axis: str
+    count: int
+    """Collectives per optimizer step."""
+    bytes: int
+    """Sent by one rank per optimizer step: ring bytes, (N - 1) / N of the buffer (twice for all_reduce)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The bill."""
+
+    micro_batches: int
+    pipeline_stage: int
+    """The most loaded one, which the figures are of."""
+    parameters: int
+    """Elements of that stage's model, tied once."""
+    padding: int
+    """Elements allocated beyond them, over all ranks of a shard group."""
+    rest: Rest
+    peak: Peak
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def wire(self) -> int:
+        """Bytes that one rank sends per optimizer step."""
+        return sum(line.bytes for line in self.traffic)
+
+    @property
+    def padding_ratio(self) -> float:
+        return self.padding / self.parameters if self.parameters else 0.0
+
+
+def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
+    """The bill of the pipeline stage with the highest peak."""
+    count = micro_batches or plan.policy.batch.accumulation
+    stages = range(max(unit.stage for unit in plan.units) + 1)
+    return max((_stage_cost(plan, stage, count) for stage in stages), key=lambda bill: bill.peak.total)
+
+
+def _stage_cost(plan: Plan, stage: int, micro_batches: int) -> Cost:
+    units = [unit for unit in plan.units if unit.stage == stage]
+    segments = [plan.segments[number] for unit in units for number in unit.segments]
+    rest = _rest(plan, segments)
+    return Cost(
+        micro_batches=micro_batches,
+        pipeline_stage=stage,
+        parameters=sum(segment.numel for segment in segments),
+        padding=sum(segment.padded - segment.numel for segment in segments),
+        rest=rest,
+        peak=_peak(plan, units, segments, rest),
+        traffic=_traffic(plan, stage, micro_batches),
+    )
+
+
+def _rest(plan: Plan, segments: Sequence[Segment]) -> Rest:
+    shard, state_values = plan.mesh.shard, moments(plan.policy.optimizer)
+    storage = accumulate = master = state = 0
+    for segment in segments:
+        columns, update = segment.columns, segment.columns.update
+        storage += _held(segment, columns.storage, shard)
+        if update is None:
+            continue
+        owned = segment.padded // (shard if update.axis else 1)
+        master += owned * MASTER_BYTES[update.master]
+        state += owned * update.state.dtype.size * state_values
+        if not plan.policy.sharding.free_accumulator:
+            accumulate += _held(segment, update.accumulate, shard)
+    buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
+    return Rest(storage, buffers, accumulate, master, state)
+
+
+def _peak(plan: Plan, units: Sequence[Unit], segments: Sequence[Segment], rest: Rest) -> Peak:
+    """The worst moment: the middle of a backward, when the last accumulators are filled."""
+    blocks = [_gathered(plan, unit) for unit in units if unit.name]
+    roots = sum(_gathered(plan, unit) for unit in units if not unit.name)
+    if plan.policy.sharding.keep_gathered == "never":
+        pairs = [sum(blocks[place : place + 2]) for place in range(len(blocks))]
+        gathered = roots + max(pairs, default=0)
+    else:
+        gathered = roots + sum(blocks)
+    trained = [segment for segment in segments if segment.columns.update is not None]
+    accumulate = 0
+    if plan.policy.sharding.free_accumulator:
+        accumulate = sum(_held(s, _accumulate(s), plan.mesh.shard) for s in trained)
+    landing = [_landing(plan, unit) for unit in units if unit.name]
+    gradient = sum(_landing(plan, unit) for unit in units if not unit.name) + max(landing, default=0)
+    wire = 0
+    if plan.mesh.shard > 1:
+        wire = max((_wire_buffers(segment) for segment in trained), default=0)
+    return Peak(rest.total, gathered, accumulate, gradient, wire)
+
+
+def _held(segment: Segment, placed: Placed, shard: int) -> int:
+    return segment.padded * placed.dtype.size // (shard if placed.axis else 1)
+
+
+def _accumulate(segment: Segment) -> Placed:
+    update = segment.columns.update
+    if update is None:
+        raise AssertionError("a frozen segment has no accumulator")
+    return update.accumulate
+
+
+def _gathered(plan: Plan, unit: Unit) -> int:
+    """Bytes of a unit's unsharded copy: what is gathered, and the cast where compute is another dtype."""
+    total = 0
+    for number in unit.segments:
+        segment = plan.segments[number]
+        columns = segment.columns
+        if columns.storage.axis:
+            total += segment.padded * columns.gather.size
+            total += segment.padded * columns.compute.size if columns.compute is not columns.gather else 0
+        elif columns.storage.dtype is not columns.compute:
+            total += segment.padded * columns.compute.size
+    return total
+
+
+def _landing(plan: Plan, unit: Unit) -> int:
+    """Bytes of a unit's whole gradient, where the accumulator holds only a slice of it."""
+    segments = [plan.segments[number] for number in unit.segments]
+    return sum(
+        segment.padded * _accumulate(segment).dtype.size
+        for segment in segments
+        if plan.mesh.shard > 1 and segment.columns.update is not None and _accumulate(segment).axis
+    )
+
+
+def _wire_buffers(segment: Segment) -> int:
+    """A reduction receives one slice per rank, and sends a cast copy where the wire is another dtype."""
+    update = segment.columns.update
+    if update is None:
+        return 0
+    copies = 1 if update.reduce.wire is update.accumulate.dtype else 2
+    return copies * segment.padded * update.reduce.wire.size
+
+
+def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
+    lines: dict[tuple[str, str, str, str], list[int]] = {}
+    for call in collectives(plan, stage, micro_batches):
+        line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
+        line[0] += 1
+        line[1] += sent(call, plan.mesh)
+    return tuple(Traffic(*key, count, size) for key, (count, size) in lines.items())
+
+
+def sent(call: Collective, mesh: MeshShape) -> int:
+    """Bytes that one rank sends for a collective carried by a ring."""
+    ranks = {"shard": mesh.shard, "replicate": mesh.replicate}[call.axis]
+    passes = 2 if call.op == "all_reduce" else 1
+    return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
+
+
+MASTER_BYTES = {Master.FP32: 4, Master.SPLIT: 2, Master.SAME: 0}
+"""Bytes per element beyond storage."""

@@ -1,0 +1,161 @@
+"""Where everything lies: units from names, segments from columns, offsets from sizes. Pure arithmetic.
+
+A *unit* is what is gathered together. Unless the config names them, units are the transformer blocks,
+found by name: the outermost numbered children that hold modules of their own (`model.layers.7`). The root
+takes the rest, and parameters that are tied across units.
+
+Invariant: every parameter is in exactly one unit, and offsets are multiples of ALIGNMENT.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zerodrift.errors import ConfigError, Problems, did_you_mean
+from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.plan.table import ALIGNMENT
+
+BlockOf = Callable[[str], str]
+"""Parameter name -> name of its block, `""` for none."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+# --- units ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """A unit before its segments are known."""
+
+    name: str
+    parameters: tuple[int, ...]
+    """Indices into `ModelSpec.parameters`."""
+    stage: int
+
+
+def find_units(model: ModelSpec, patterns: Sequence[str], stages: int) -> list[Members]:
+    """The units of a model in order of execution: per pipeline stage its root, then its blocks."""
+    block_of = _by_pattern(model, patterns) if patterns else _by_number(model)
+    blocks: dict[str, list[int]] = {}
+    rest: list[int] = []
+    for index, parameter in enumerate(model.parameters):
+        found = {block_of(name) for name in parameter.names}
+        block = found.pop() if len(found) == 1 else ""
+        if block:
+            blocks.setdefault(block, []).append(index)
+        else:
+            rest.append(index)
+    stage_of = _stages(list(blocks), stages)
+    first_block = min((members[0] for members in blocks.values()), default=0)
+    units = []
+    for stage in range(stages):
+        root = [i for i in rest if _root_stage(i, first_block, stages) == stage]
+        if root or stage == 0:
+            units.append(Members("", tuple(root), stage))
+        units += [Members(name, tuple(m), stage) for name, m in blocks.items() if stage_of[name] == stage]
+    return units
+
+
+def _root_stage(index: int, first_block: int, stages: int) -> int:
+    """Embeddings come before the blocks and belong to the first stage; norm and head to the last."""
+    return 0 if index < first_block else stages - 1
+
+
+def _stages(blocks: list[str], stages: int) -> dict[str, int]:
+    """Blocks over pipeline stages, contiguous and even by count."""
+    if stages > max(1, len(blocks)):
+        raise ConfigError(
+            f"`pipeline.stages`: must not exceed the number of blocks, {len(blocks)}; got {stages}. "
+            f"Use fewer stages, or name finer units in `sharding.units`."
+        )
+    return {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
+
+
+def _by_number(model: ModelSpec) -> BlockOf:
+    """Blocks are the outermost numbered modules that hold modules of their own."""
+    holders: set[str] = set()
+    for parameter in model.parameters:
+        for name in parameter.names:
+            holders.update(prefix for prefix, depth in _numbered(name) if depth >= 2)
+
+    def block_of(name: str) -> str:
+        return next((prefix for prefix, _ in _numbered(name) if prefix in holders), "")
+
+    return block_of
+
+
+def _numbered(name: str) -> list[tuple[str, int]]:
+    """(prefix that ends in a number, components after it), outermost first."""
+    parts = name.split(".")
+    return [
+        (".".join(parts[: place + 1]), len(parts) - place - 1)
+        for place, part in enumerate(parts[:-1])
+        if part.isdecimal()
+    ]
+
+
+def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
+    """Blocks are the modules that a pattern names; the innermost wins."""
+    compiled = [re.compile(_module_glob(pattern)) for pattern in patterns]
+    paths = {path for p in model.parameters for name in p.names for path in _ancestors(name)}
+    chosen = {path for path in paths if any(regex.match(path) for regex in compiled)}
+    problems = Problems()
+    for number, (pattern, regex) in enumerate(zip(patterns, compiled, strict=True)):
+        if not any(regex.match(path) for path in paths):
+            shapes = sorted({re.sub(r"\d+", "*", path) for path in paths})
+            hint = did_you_mean(pattern, shapes) or f"Modules here: {', '.join(shapes[:4])}."
+            problems.add(
+                f"sharding.units[{number}]",
+                f"must match a module of {model.source}",
+                f"no match for {pattern!r}",
+                hint,
+            )
+    problems.raise_as(ConfigError)
+
+    def block_of(name: str) -> str:
+        return next((path for path in _ancestors(name) if path in chosen), "")
+
+    return block_of
+
+
+def _ancestors(name: str) -> list[str]:
+    """Module paths that hold a parameter, innermost first."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _module_glob(pattern: str) -> str:
+    """A glob on module paths in which `*` stays within one component, so `layers.*` means the layers."""
+    out = []
+    for part in pattern.split("."):
+        piece = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
+        out.append(piece.replace(".*", "[^.]*"))
+    return r"(?s:" + r"\.".join(out) + r")\Z"
+
+
+# --- segments ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One segment's arithmetic."""
+
+    offsets: tuple[int, ...]
+    numel: int
+    padded: int
+
+
+def pack(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
+    """Parameters one after the other, each start aligned, the whole a multiple of `slices` blocks."""
+    offsets, end, numel = [], 0, 0
+    for parameter in parameters:
+        offsets.append(end)
+        numel += parameter.numel
+        end = round_up(end + parameter.numel, ALIGNMENT)
+    return Packed(tuple(offsets), numel, round_up(end, ALIGNMENT * slices))

@@ -1,0 +1,126 @@
+"""The order of collectives in one optimizer step, from the plan alone.
+
+The engine issues them in this order and a test compares the two lists; `cost` adds up their bytes. An
+operation is named by what it means: a `reduce_scatter` may be carried by an exchange and a local sum, it
+still moves and sums what is said here.
+
+One step of m micro-batches is: per micro-batch, gather each unit in order for the forward, again in
+reverse order for the backward (unless it was kept), reduce each unit's gradient behind it; after the
+last, sum over replicas; then the norm; then the update and what it must send.
+
+Invariant: nothing here depends on data, so all ranks of a stage issue the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from zerodrift.dtypes import DType
+from zerodrift.plan.table import Plan, Segment, Unit
+
+Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Purpose = Literal["forward", "backward", "reduce", "replicate", "norm", "update"]
+
+NORM_NUMEL = 46
+"""An exact square sum in 44 digits of 32 bits, the count of blocks that are not finite, and a checksum of
+the order in which units were gathered. Integers, so that the sum over ranks has no rounding and no order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective as every rank of the axis issues it."""
+
+    op: Op
+    purpose: Purpose
+    dtype: DType
+    numel: int
+    """Elements of the whole buffer: all slices together."""
+    axis: Literal["shard", "replicate"]
+    sum: DType | None
+    """The dtype of the sum, where there is one."""
+    segment: int
+    """Index into `Plan.segments`; -1 for the norm."""
+
+
+def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iterator[Collective]:
+    """What the ranks of pipeline stage `stage` issue in one optimizer step, in order."""
+    count = micro_batches or plan.policy.batch.accumulation
+    units = [unit for unit in plan.units if unit.stage == stage]
+    for number in range(count):
+        yield from _micro_batch(plan, units, first=number == 0, last=number == count - 1)
+    if plan.mesh.replicate > 1:
+        for unit in _backward(units):
+            yield from _over_replicas(plan, unit)
+    yield from _boundary(plan, units)
+
+
+def _micro_batch(plan: Plan, units: list[Unit], *, first: bool, last: bool) -> Iterator[Collective]:
+    keep = plan.policy.sharding.keep_gathered
+    if first or keep != "step":
+        for unit in units:
+            yield from _gather(plan, unit, "forward")
+    for unit in _backward(units):
+        if keep == "never" and unit.name:
+            yield from _gather(plan, unit, "backward")
+        yield from _reduce(plan, unit, last=last)
+
+
+def _backward(units: list[Unit]) -> list[Unit]:
+    """Blocks in reverse, the root last: its gradients are whole only when the backward ends."""
+    return [*reversed([u for u in units if u.name]), *[u for u in units if not u.name]]
+
+
+def _gather(plan: Plan, unit: Unit, purpose: Purpose) -> Iterator[Collective]:
+    if plan.mesh.shard == 1:
+        return
+    for number, segment in _segments(plan, unit):
+        if segment.columns.storage.axis:
+            dtype = segment.columns.gather
+            yield Collective("all_gather", purpose, dtype, segment.padded, "shard", None, number)
+
+
+def _reduce(plan: Plan, unit: Unit, *, last: bool) -> Iterator[Collective]:
+    if plan.mesh.shard == 1:
+        return
+    for number, segment in _segments(plan, unit):
+        update = segment.columns.update
+        if update is None or not (last or update.reduce.when == "every"):
+            continue
+        wire, total = update.reduce.wire, update.reduce.sum
+        yield Collective("reduce_scatter", "reduce", wire, segment.padded, "shard", total, number)
+
+
+def _over_replicas(plan: Plan, unit: Unit) -> Iterator[Collective]:
+    for number, segment in _segments(plan, unit):
+        update = segment.columns.update
+        if update is not None:
+            numel = segment.padded // plan.mesh.shard
+            wire, total = update.reduce.wire, update.reduce.sum
+            yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
+
+
+def _boundary(plan: Plan, units: list[Unit]) -> Iterator[Collective]:
+    """After the last micro-batch: the norm, then what the update sends."""
+    trained = [(n, s) for unit in units for n, s in _segments(plan, unit) if s.columns.update is not None]
+    if plan.mesh.shard == 1:
+        return
+    if trained:
+        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
+    for number, segment in trained:
+        update = segment.columns.update
+        if update is None:
+            continue
+        if not update.axis:
+            # Every rank updates the whole parameter, so the reduced gradient goes to every rank.
+            dtype = update.accumulate.dtype
+            yield Collective("all_gather", "update", dtype, segment.padded, "shard", None, number)
+        elif not segment.columns.storage.axis:
+            dtype = segment.columns.storage.dtype
+            yield Collective("all_gather", "update", dtype, segment.padded, "shard", None, number)
+
+
+def _segments(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment]]:
+    for number in unit.segments:
+        yield number, plan.segments[number]

@@ -1,0 +1,199 @@
+"""The plan as data: a row per parameter, a column per life of a dtype, and how it is all laid out.
+
+`policy` fills the columns, `layout` the segments, `build` puts them together; `check` states what must
+hold and the engine reads rows and makes no decision of its own. Rows that agree in every column and
+every reason share one `Columns` object, so 46,000 rows stay small.
+
+Invariant: a plan is a value. Equal inputs give equal plans, equal JSON and equal digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from zerodrift.dtypes import DType
+from zerodrift.mesh import MeshShape
+from zerodrift.policy.nouns import Columns, Policy
+from zerodrift.record import decode, encode
+
+ALIGNMENT = 256
+"""Elements. Parameters start on multiples of it, and every slice is a multiple of it, so a block of 256
+elements of one parameter is never cut: norm partials and rounding counters do not depend on the stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter."""
+
+    names: tuple[str, ...]
+    """Every name it has; more than one when tied."""
+    shape: tuple[int, ...]
+    source: DType
+    """The dtype that the model or checkpoint holds it in."""
+    klass: str
+    """Dotted class of the module that owns it, `""` if unknown."""
+    columns: Columns
+    unit: int
+    """Index into `Plan.units`."""
+    segment: int
+    """Index into `Plan.segments`."""
+    offset: int
+    """First element within the segment; a multiple of ALIGNMENT."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRow:
+    """One buffer: what it is and what it becomes."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: DType
+    storage: DType
+    why: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One flat buffer: the rows of a unit that share every column."""
+
+    unit: int
+    columns: Columns
+    """Of its first row; `why` may differ between its rows, nothing else does."""
+    rows: tuple[int, ...]
+    """Indices into `Plan.rows`, in order of offset."""
+    numel: int
+    """Elements that belong to parameters."""
+    padded: int
+    """Elements allocated: a multiple of ALIGNMENT times the ranks of the shard axis."""
+
+    @property
+    def trained(self) -> bool:
+        return self.columns.update is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is gathered together: a transformer block, or the root with all the rest."""
+
+    name: str
+    """Module path; `""` is the root."""
+    rows: tuple[int, ...]
+    segments: tuple[int, ...]
+    stage: int
+    """Pipeline stage, 0 without a pipeline."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided, before the first tensor moves."""
+
+    source: str
+    """The model's name."""
+    policy: Policy
+    mesh: MeshShape
+    rows: tuple[Row, ...]
+    buffers: tuple[BufferRow, ...]
+    units: tuple[Unit, ...]
+    """In order of execution; the root comes first."""
+    segments: tuple[Segment, ...]
+    notes: tuple[str, ...]
+    """What a person should know: warnings, choices with a cost."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest over every decision; equal on all ranks or they must not start.
+
+        What only tells a person something (where the model came from, notes) is left out.
+        """
+        decided = {key: value for key, value in self.to_json().items() if key not in ("source", "notes")}
+        text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def row(self, name: str) -> Row | None:
+        """The row of a parameter, by any of its names."""
+        index = self._index.get(name)
+        return None if index is None else self.rows[index]
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {name: number for number, row in enumerate(self.rows) for name in row.names}
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value. Columns are written once and rows point to them by number."""
+        shared: dict[Columns, int] = {}
+
+        def number(columns: Columns) -> int:
+            return shared.setdefault(columns, len(shared))
+
+        rows = [
+            [
+                list(row.names),
+                list(row.shape),
+                row.source.value,
+                row.klass,
+                number(row.columns),
+                row.unit,
+                row.segment,
+                row.offset,
+            ]
+            for row in self.rows
+        ]
+        segments = [
+            [segment.unit, number(segment.columns), list(segment.rows), segment.numel, segment.padded]
+            for segment in self.segments
+        ]
+        return {
+            "source": self.source,
+            "policy": encode(self.policy),
+            "mesh": encode(self.mesh),
+            "columns": [encode(columns) for columns in shared],
+            "row_fields": [*ROW_FIELDS],
+            "rows": rows,
+            "buffers": encode(self.buffers),
+            "units": encode(self.units),
+            "segment_fields": [*SEGMENT_FIELDS],
+            "segments": segments,
+            "notes": list(self.notes),
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Plan:
+        """The inverse of `to_json`."""
+        columns = [decode(Columns, item) for item in data["columns"]]
+        return Plan(
+            source=data["source"],
+            policy=decode(Policy, data["policy"]),
+            mesh=decode(MeshShape, data["mesh"]),
+            rows=tuple(
+                Row(tuple(names), tuple(shape), DType(source), klass, columns[number], *place)
+                for names, shape, source, klass, number, *place in data["rows"]
+            ),
+            buffers=decode(tuple[BufferRow, ...], data["buffers"]),
+            units=decode(tuple[Unit, ...], data["units"]),
+            segments=tuple(
+                Segment(unit, columns[number], tuple(rows), numel, padded)
+                for unit, number, rows, numel, padded in data["segments"]
+            ),
+            notes=tuple(data["notes"]),
+        )
+
+
+ROW_FIELDS = ("names", "shape", "source", "klass", "columns", "unit", "segment", "offset")
+SEGMENT_FIELDS = ("unit", "columns", "rows", "numel", "padded")

@@ -1,0 +1,187 @@
+"""The decisions that are not a column: sharding, clipping, averaging, loss scale, optimizer, schedule.
+
+Each function reads its keys and returns the decided value with its reason. Which dtype a parameter has is
+decided elsewhere (`columns.py`); whether a combination is supported too (`support.py`).
+
+Invariant: every function is pure and total: what cannot be meant goes to `problems`, never raises.
+"""
+
+from __future__ import annotations
+
+from zerodrift.config.schema import Config
+from zerodrift.errors import Problems, did_you_mean
+from zerodrift.mesh import MeshShape
+from zerodrift.policy.nouns import Averaging, Batch, Decision, LossScale, Mode, Recipe, Sharding
+from zerodrift.policy.numbers import Numbers
+
+OPTIMIZERS = {
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "fusedadam": "FusedAdam",
+    "cpuadam": "CPUAdam",
+    "deepspeedcpuadam": "CPUAdam",
+    "sgd": "SGD",
+    "lion": "Lion",
+    "muon": "Muon",
+}
+"""Accepted optimizer types, in lower case; the engine builds the named update."""
+
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+
+
+def sharding(
+    config: Config, stage: int, backend: str, problems: Problems
+) -> tuple[Sharding, tuple[Decision, ...]]:
+    zero, block = config.zero_optimization, config.sharding
+    keep = block.keep_gathered
+    pipeline = config.pipeline is not None and config.pipeline.stages > 1
+    if keep is not None and keep != "step" and backend == "fsdp2" and stage in (1, 2):
+        problems.add(
+            "sharding.keep_gathered",
+            "must be `step` at stages 1-2 on backend fsdp2: that is what these stages mean there",
+            keep,
+            "Leave it out, or use stage 3.",
+        )
+    if keep is not None:
+        kept_why = "`sharding.keep_gathered`"
+    elif backend == "fsdp2" and stage in (1, 2):
+        keep, kept_why = "step", "backend fsdp2: stages 1-2 gather once per step"
+    elif pipeline:
+        keep, kept_why = "step", "a pipeline uses every unit once per micro-batch: gathered once per step"
+    else:
+        keep, kept_why = "never", "default: a gathered unit is dropped after use, two are alive at once"
+    offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
+    free = block.accumulator != "keep"
+    decisions = [
+        Decision(
+            "stage",
+            str(stage),
+            "`zero_optimization.stage`" if zero.stage is not None else "default: nothing is sharded",
+        )
+    ]
+    if stage == 3 or backend == "fsdp2":
+        decisions.append(Decision("keep_gathered", keep, kept_why))
+    decisions.append(
+        Decision(
+            "accumulator",
+            "freed after the step" if free else "kept between steps",
+            "`sharding.accumulator`" if block.accumulator else "default: memory goes back to activations",
+        )
+    )
+    if offload:
+        decisions.append(
+            Decision("offload", "master and state", "`zero_optimization.offload_optimizer.device`")
+        )
+    made = Sharding(stage, block.units or (), keep, free, offload)  # type: ignore[arg-type]
+    return made, tuple(decisions)
+
+
+def clip(config: Config, numbers: Numbers) -> tuple[float, str]:
+    written = config.gradient_clipping
+    clip = numbers.number("gradient_clipping", written, 1.0)
+    if written is None:
+        return clip, "default, as in DeepSpeed; 0 is off"
+    return clip, "`gradient_clipping`"
+
+
+def averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Averaging, str]:
+    mean = config.gradient_allreduce_op != "sum"
+    factor = config.gradient_predivide_factor
+    if not mean and (config.prescale_gradients or factor not in (None, 1.0)):
+        problems.add(
+            "gradient_allreduce_op",
+            "must be `mean` where gradients are divided (`prescale_gradients`, `gradient_predivide_factor`)",
+            "sum",
+            "Remove one of the keys.",
+        )
+    if config.prescale_gradients:
+        if factor not in (None, 1.0):
+            problems.add(
+                "gradient_predivide_factor",
+                "must be left out with `prescale_gradients: true`, which divides by all ranks before",
+                str(factor),
+                "Keep one of the two keys.",
+            )
+        return Averaging(mean, float(mesh.data)), "`prescale_gradients`"
+    if factor not in (None, 1.0):
+        return Averaging(mean, float(factor or 1.0)), "`gradient_predivide_factor`"
+    return Averaging(mean, 1.0), "`gradient_allreduce_op`" if config.gradient_allreduce_op else "default"
+
+
+def loss_scale(config: Config, mode: Mode, numbers: Numbers) -> LossScale | None:
+    if not mode.scaled:
+        return None
+    block = config.fp16
+    get = (lambda name: getattr(block, name)) if block else (lambda name: None)
+    static = get("loss_scale") or 0.0
+    power = numbers.whole("fp16.initial_scale_power", get("initial_scale_power"))
+    window = numbers.whole("fp16.loss_scale_window", get("loss_scale_window"))
+    hysteresis = numbers.whole("fp16.hysteresis", get("hysteresis"))
+    return LossScale(
+        dynamic=not static,
+        initial=float(static) if static else 2.0 ** (16 if power is None else power),
+        window=1000 if window is None else window,
+        hysteresis=2 if hysteresis is None else hysteresis,
+        consecutive=bool(get("consecutive_hysteresis")),
+        minimum=numbers.number("fp16.min_loss_scale", get("min_loss_scale"), 1.0),
+    )
+
+
+def scale_decision(scale: LossScale | None, mode: Mode, config: Config) -> Decision:
+    if scale is None:
+        return Decision("loss scale", "none", f"mode {mode} has the range of fp32")
+    if not scale.dynamic:
+        return Decision("loss scale", f"static {scale.initial:g}", "`fp16.loss_scale`")
+    text = f"dynamic from {scale.initial:g}, window {scale.window}, hysteresis {scale.hysteresis}"
+    return Decision("loss scale", text, "`fp16` block" if config.fp16 else f"mode {mode}, default scaler")
+
+
+def optimizer(config: Config, numbers: Numbers, problems: Problems) -> Recipe | None:
+    if config.optimizer is None:
+        return None
+    kind = OPTIMIZERS.get(config.optimizer.type.lower())
+    if kind is None:
+        problems.add(
+            "optimizer.type",
+            f"must be one of {', '.join(dict.fromkeys(OPTIMIZERS.values()))}",
+            repr(config.optimizer.type),
+            did_you_mean(config.optimizer.type, OPTIMIZERS.values())
+            or "Any other elementwise optimizer: build it and pass it to `initialize`.",
+        )
+        return None
+    return Recipe(kind, numbers.params("optimizer.params", config.optimizer.params))
+
+
+def schedule(config: Config, numbers: Numbers, problems: Problems) -> Recipe | None:
+    if config.scheduler is None:
+        return None
+    kind = config.scheduler.type
+    if kind not in SCHEDULES:
+        problems.add(
+            "scheduler.type",
+            f"must be one of {', '.join(SCHEDULES)}",
+            repr(kind),
+            did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`.",
+        )
+        return None
+    return Recipe(kind, numbers.params("scheduler.params", config.scheduler.params))
+
+
+def batch_text(sizes: Batch, mesh: MeshShape) -> str:
+    if not sizes.micro:
+        return f"{_count(sizes.accumulation, 'micro-batch', 'micro-batches')} per step"
+    steps = _count(sizes.accumulation, "micro-batch", "micro-batches")
+    return f"{sizes.micro} x {steps} x {_count(mesh.data, 'rank', 'ranks')} = {sizes.train}"
+
+
+def averaging_text(averaging: Averaging, mesh: MeshShape) -> str:
+    if not averaging.mean:
+        return "sum over ranks"
+    ranks = _count(mesh.data, "rank", "ranks")
+    if averaging.before == 1.0:
+        return f"mean over {ranks}, divided after the sum"
+    return f"mean over {ranks}, divided by {averaging.before:g} before the sum"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

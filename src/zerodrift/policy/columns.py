@@ -1,0 +1,299 @@
+"""From what is demanded of a parameter to all of its columns, each with a reason.
+
+What the config left open is filled in here, in one order: storage, compute, gather, accumulate, reduce,
+master, state, export. Every default is stated with its reason, every column that cannot be had is a
+problem that names the key which asked for it. [Note: defaults] at the end of `complete` is the place to
+read what zerodrift does when nobody says anything.
+
+Invariant: `complete` is a pure function of its arguments, and what it returns needs no further decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zerodrift.dtypes import DType, lost
+from zerodrift.errors import Problems
+from zerodrift.policy.nouns import (
+    COLUMNS,
+    Axis,
+    Columns,
+    Master,
+    Mode,
+    Placed,
+    Reduce,
+    State,
+    Update,
+)
+from zerodrift.policy.rules import Demands
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What columns depend on besides the parameter's own demands."""
+
+    mode: Mode
+    backend: Literal["native", "fsdp2"]
+    stage: int
+    allow_narrow: bool
+    beta2: float | None
+    """Decay of the second moment, where the config's optimizer has one; bounds how it may be rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What columns depend on in the parameter itself."""
+
+    source: DType
+    trained: bool
+    safe: bool
+    """Autocast: every module that owns it is in the safe list."""
+    checkpoint: DType | None
+    """Its dtype in the checkpoint that the weights come from."""
+    matrix: bool
+    """Two dimensions or more."""
+
+
+def complete(
+    asked: Demands,
+    setting: Setting,
+    subject: Subject,
+    pinned: bool,
+    output: Literal["", "keep", "input"],
+    problems: Problems,
+) -> Columns:
+    """Every column of a parameter."""
+    if not subject.source.is_floating:
+        return _kept(subject.source, output)
+    fill = _Filler(asked, setting, subject, problems)
+    storage = fill.storage()
+    compute = fill.compute()
+    gather = fill.gather(storage, compute)
+    update = fill.update(storage, compute) if subject.trained else None
+    export = fill.export(compute)
+    kept = output or ("keep" if subject.matrix else "input")
+    why = tuple((column, fill.why[column]) for column in COLUMNS if column in fill.why)
+    return Columns(Placed(storage, fill.storage_axis), gather, compute, update, export, kept, pinned, why)
+
+
+def _kept(dtype: DType, output: Literal["", "keep", "input"]) -> Columns:
+    """An integer or boolean parameter: it stays what it is."""
+    reason = f"{dtype} is not a floating dtype: kept as it is"
+    why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
+    return Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output or "keep", False, why)
+
+
+class _Filler:
+    """Fills one parameter's columns in order and remembers each reason."""
+
+    def __init__(self, asked: Demands, setting: Setting, subject: Subject, problems: Problems) -> None:
+        self.asked = asked
+        self.setting = setting
+        self.subject = subject
+        self.problems = problems
+        self.why: dict[str, str] = {}
+        self.storage_axis: Axis = "shard" if setting.stage == 3 or setting.backend == "fsdp2" else ""
+
+    def _take(self, column: str, default: DType, reason: str) -> DType:
+        """The demanded dtype of a column, or the default; remembers why."""
+        value, why = self.asked.get(column, (default.value, reason))
+        self.why[column] = why
+        return DType(value)
+
+    def _place(self, column: str) -> str:
+        """The key that asked for a column, for messages; the mode if nothing did."""
+        return self.asked[column][1] if column in self.asked else "precision.mode"
+
+    def storage(self) -> DType:
+        mode, source = self.setting.mode, self.subject.source
+        if mode.autocast:
+            default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
+        elif self.setting.backend == "fsdp2" and mode is not Mode.FP32:
+            default, reason = (
+                DType.FP32,
+                "backend fsdp2: fully_shard updates storage, so storage is the master",
+            )
+        else:
+            default, reason = mode.dtype, f"mode {mode}"
+        if not self.subject.trained and source is not default and default.holds(source):
+            default, reason = source, f"frozen: {source} as it came, widening would add no bits"
+        return self._take("storage", default, reason)
+
+    def compute(self) -> DType:
+        mode = self.setting.mode
+        default, reason = mode.dtype, f"mode {mode}"
+        if mode.autocast and self.subject.safe:
+            reason = "autocast: every module that owns it is in the safe list"
+        elif mode.autocast:
+            default, reason = DType.FP32, "autocast: not a safe module, each op's autocast rule decides"
+        compute = self._take("compute", default, reason)
+        if compute is DType.FP16 and not mode.scaled and self.subject.trained:
+            self.problems.add(
+                self._place("compute"),
+                "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish",
+                f"mode {mode}",
+                "Use mode fp16, or bf16 here.",
+            )
+        return compute
+
+    def gather(self, storage: DType, compute: DType) -> DType:
+        if not self.storage_axis:
+            reason = f"stage {self.setting.stage}: storage is whole, an updated slice travels as stored"
+            gather = self._take("gather", storage, reason)
+            if gather is not storage:
+                self.problems.add(
+                    self._place("gather"),
+                    f"`gather` must be {storage} at stage {self.setting.stage}, where storage is whole and "
+                    f"an updated slice travels as stored",
+                    str(gather),
+                    "Leave `gather` out, or use stage 3.",
+                )
+            return gather
+        narrow = storage if compute.holds(storage) else compute
+        gather = self._take("gather", narrow, "the narrower of storage and compute")
+        if gather not in (storage, compute):
+            self.problems.add(
+                self._place("gather"),
+                f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})",
+                str(gather),
+                "Another dtype would round what neither end asks for.",
+            )
+        return gather
+
+    def update(self, storage: DType, compute: DType) -> Update:
+        grad = self._take("grad", compute, "autograd leaves it in the compute dtype")
+        if grad is not compute:
+            self.problems.add(
+                self._place("grad"),
+                f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it",
+                str(grad),
+                "Set `accumulate` for the dtype that gradients are summed in.",
+            )
+        accumulate = self._accumulate(compute)
+        reduce = self._reduce(accumulate)
+        axis: Axis = "shard" if self.setting.stage >= 1 else self.storage_axis
+        return Update(
+            grad=grad,
+            accumulate=Placed(accumulate, "shard" if reduce.when == "every" else ""),
+            reduce=reduce,
+            master=self._master(storage),
+            state=self._state(),
+            axis=axis,
+        )
+
+    def _accumulate(self, compute: DType) -> DType:
+        dtype = self._take(
+            "accumulate", DEFAULT_ACCUMULATE, "default: micro-batches are summed in fp32 in every mode"
+        )
+        self._allow("accumulate", dtype, compute)
+        return dtype
+
+    def _reduce(self, accumulate: DType) -> Reduce:
+        mode, stage = self.setting.mode, self.setting.stage
+        if mode.autocast and self.subject.safe:
+            default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
+        else:
+            default, reason = accumulate, "default: what was accumulated travels unrounded"
+        wire = self._take("reduce.wire", default, reason)
+        if "reduce.wire" in self.asked:
+            self._allow("reduce.wire", wire, accumulate)
+        total = self._take("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
+        if not total.holds(wire):
+            self.problems.add(
+                self._place("reduce.sum"),
+                f"`reduce.sum` must hold what is on the wire, {wire}",
+                str(total),
+                "Use the wire's dtype or fp32.",
+            )
+        every = stage >= 2
+        default_when = "every" if every else "last"
+        reason = f"stage {stage}: " + (
+            "the accumulator is sharded, so each micro-batch is reduced" if every else "reduced once per step"
+        )
+        when, why = self.asked.get("reduce.when", (default_when, reason))
+        wire_why, sum_why = self.why.pop("reduce.wire"), self.why.pop("reduce.sum")
+        self.why["accumulate"] += f"; {'sharded' if when == 'every' else 'whole'}, reduce.when is {when}"
+        parts = {f"wire {wire}": wire_why, f"sum {total}": sum_why, f"when {when}": why}
+        if wire_why == sum_why:
+            parts = {f"wire and sum {wire}": wire_why, f"when {when}": why}
+        self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
+        return Reduce(wire, total, when)  # type: ignore[arg-type]
+
+    def _allow(self, column: str, dtype: DType, of: DType) -> None:
+        """A column of the gradient must not lose what the column before it held, unless allowed."""
+        if not lost(of, dtype):
+            return
+        where = self._place(column)
+        name = column.partition(".")[0]
+        found = gradient_dtype(self.setting.mode, dtype)
+        if found.status == "no":
+            self.problems.add(
+                where, f"`{name}` must not be {dtype} in mode {self.setting.mode}: {found.reason}"
+            )
+        elif column == "accumulate" and not self.setting.allow_narrow:
+            losses = " and ".join(lost(of, dtype))
+            self.problems.add(
+                where,
+                f"`accumulate` must hold what is computed, {of}: {dtype} loses {losses}",
+                str(dtype),
+                "Say `precision.allow_narrow: true` if that is what you want.",
+            )
+
+    def _master(self, storage: DType) -> Master:
+        mode = self.setting.mode
+        if storage is DType.FP32:
+            self.asked_master_is_storage()
+            return Master.SAME
+        default = Master.SPLIT if storage is DType.BF16 else Master.FP32
+        reason = {
+            Master.SPLIT: "bf16 storage holds the high half: exact fp32 in 16 more bits",
+            Master.FP32: f"{storage} storage cannot hold half of an fp32 value: a copy in fp32",
+        }[default]
+        value, why = self.asked.get("master", (default.value, reason))
+        self.why["master"] = why
+        master = Master(value)
+        if master is Master.SPLIT and storage is not DType.BF16:
+            self.problems.add(
+                why,
+                "`master: split` needs bf16 storage, whose bits are the high half of an fp32 value",
+                f"storage {storage} in mode {mode}",
+                "Use `master: fp32`.",
+            )
+        return master
+
+    def asked_master_is_storage(self) -> None:
+        """fp32 storage is its own master; a second copy in fp32 would be the same bits."""
+        why = "storage is fp32: it is its own master"
+        value, asked = self.asked.get("master", ("same", ""))
+        self.why["master"] = why if value == "same" and not asked else f"{asked}; {why}"
+
+    def _state(self) -> State:
+        value, why = self.asked.get("state", ("fp32", "default: moments in fp32"))
+        self.why["state"] = why
+        state = State(value)
+        beta2 = self.setting.beta2
+        if state is State.BF16 and beta2 is not None and beta2 > MAX_NEAREST_BETA2:
+            self.problems.add(
+                why,
+                f"`state: bf16` needs a beta2 of at most {MAX_NEAREST_BETA2}: above it the decay of the "
+                f"second moment is less than half an ulp, and it can never shrink",
+                f"beta2 {beta2}",
+                "Use `state: bf16-stochastic`, or lower beta2.",
+            )
+        return state
+
+    def export(self, compute: DType) -> DType:
+        checkpoint = self.subject.checkpoint
+        if checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
+            return self._take("export", checkpoint, "the dtype of the source checkpoint")
+        if checkpoint is not None:
+            return self._take(
+                "export", compute, f"compute: {checkpoint} of the source means nothing by itself"
+            )
+        return self._take("export", compute, "no source checkpoint: the compute dtype")
+
+
+MAX_NEAREST_BETA2 = 0.98
+"""Above it, rounding a bf16 second moment to nearest freezes it: (1 - beta2) is under half an ulp."""

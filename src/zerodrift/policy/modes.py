@@ -1,0 +1,162 @@
+"""Which mode a config means: the one rule for `auto`, and for flags that do not go together.
+
+The rule is a table of flags, the same on every backend; `docs/auto.md` shows it and a test walks through
+it row by row. Nothing else in zerodrift reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
+
+Invariant: the outcome depends on the written flags only, never on a device, a backend or a model.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from zerodrift.config.schema import Config
+from zerodrift.dtypes import DType
+from zerodrift.errors import Problems
+from zerodrift.policy.nouns import Decision, Mode
+
+Flag = Literal["absent", "auto", "true", "false"]
+
+RULE: tuple[tuple[str, str, str, str], ...] = (
+    ("true", "not true", "bf16", "`bf16.enabled` is true"),
+    ("not true", "true", "fp16", "`fp16.enabled` is true"),
+    ("true", "true", "error", "both flags are true"),
+    ("auto", "auto", "bf16", "both are auto: bf16 needs no loss scale"),
+    ("auto", "absent", "bf16", "bf16 is auto and nothing rules it out"),
+    ("absent", "auto", "bf16", "mixed precision is asked for and bf16 is not ruled out"),
+    ("auto", "false", "bf16", "fp16 is ruled out and bf16 is auto"),
+    ("false", "auto", "fp32", "bf16 is ruled out, and fp16 is never chosen by itself"),
+    ("false", "false", "fp32", "both are ruled out"),
+    ("absent", "absent", "fp32", "nothing asks for mixed precision"),
+    ("false", "absent", "fp32", "bf16 is ruled out and nothing asks for fp16"),
+    ("absent", "false", "fp32", "nothing asks for mixed precision"),
+)
+"""(bf16.enabled, fp16.enabled, mode, reason): the documented rule. With `precision.mode: auto` an absent
+flag counts as auto; `choose` below computes the same from the flags."""
+
+
+def flag(value: bool | str | None) -> Flag:
+    """How a tri-state key was written."""
+    if value is None:
+        return "absent"
+    if value == "auto":
+        return "auto"
+    return "true" if value else "false"
+
+
+def from_flags(bf16: Flag, fp16: Flag, asks: bool) -> tuple[Mode | None, str]:
+    """The mode and its reason; None when both are true. `asks`: `precision.mode` is `auto`."""
+    if bf16 == "true" and fp16 == "true":
+        return None, "both `bf16.enabled` and `fp16.enabled` are true"
+    if bf16 == "true":
+        return Mode.BF16, "`bf16.enabled` is true"
+    if fp16 == "true":
+        return Mode.FP16, "`fp16.enabled` is true"
+    asked = [name for name, on in (("bf16.enabled", bf16), ("fp16.enabled", fp16)) if on == "auto"]
+    asked += ["precision.mode"] if asks else []
+    if not asked:
+        return Mode.FP32, "nothing asks for mixed precision"
+    auto = " and ".join(f"`{key}`" for key in asked) + (" is auto" if len(asked) == 1 else " are auto")
+    if bf16 == "false":
+        return Mode.FP32, f"{auto}, but `bf16.enabled` is false, and fp16 is never chosen by itself"
+    return Mode.BF16, f"{auto} and bf16 is not ruled out"
+
+
+def choose(config: Config, problems: Problems) -> Decision:
+    """The mode of a config, its reason in `why`; contradictions go to `problems`."""
+    bf16 = flag(config.bf16.enabled if config.bf16 else None)
+    fp16 = flag(config.fp16.enabled if config.fp16 else None)
+    written = config.precision.mode
+    autocast = config.torch_autocast
+    if autocast is not None and autocast.enabled:
+        return _autocast(config, bf16, fp16, problems)
+    if written is None or written == "auto":
+        mode, why = from_flags(bf16, fp16, asks=written == "auto")
+        if mode is None:
+            problems.add(
+                "bf16.enabled",
+                "must not be true together with `fp16.enabled`",
+                "true and true",
+                "Keep one of the two.",
+            )
+            mode = Mode.BF16
+        return Decision("precision.mode", str(mode), why)
+    mode = Mode(written)
+    _contradictions(config, mode, bf16, fp16, problems)
+    return Decision("precision.mode", str(mode), "`precision.mode`")
+
+
+def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems: Problems) -> None:
+    """`precision.mode` says one thing; the DeepSpeed flags must not say another."""
+    for key, state, own in (("bf16.enabled", bf16, Mode.BF16), ("fp16.enabled", fp16, Mode.FP16)):
+        contradicts = (state == "true" and mode is not own) or (state == "false" and mode is own)
+        if contradicts:
+            problems.add(
+                key,
+                f"must agree with `precision.mode`, which is {mode}",
+                state,
+                f"Remove `{key}` or `precision.mode`.",
+            )
+    autocast = config.torch_autocast
+    if mode.autocast and autocast is not None:
+        if autocast.enabled is False:
+            problems.add(
+                "torch_autocast.enabled",
+                f"must agree with `precision.mode`, which is {mode}",
+                "false",
+                "Remove one of the two keys.",
+            )
+        if autocast.dtype is not None and autocast.dtype is not mode.dtype:
+            problems.add(
+                "torch_autocast.dtype",
+                f"must agree with `precision.mode`, which is {mode}",
+                str(autocast.dtype),
+                "Remove one of the two keys.",
+            )
+
+
+def _autocast(config: Config, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:
+    """`torch_autocast.enabled` is true."""
+    block = config.torch_autocast
+    if block is None:
+        raise AssertionError("called without a torch_autocast block")
+    dtype = block.dtype or DType.BF16
+    why = "`torch_autocast.enabled` is true"
+    if block.dtype is None:
+        why += "; its `dtype` is not given: bf16, which needs no loss scale"
+    if dtype is DType.FP32:
+        problems.add("torch_autocast.dtype", "must be bf16 or fp16", "fp32", "For fp32, turn autocast off.")
+        dtype = DType.BF16
+    mode = Mode(f"autocast-{dtype}")
+    written = config.precision.mode
+    if written not in (None, "auto", mode.value):
+        problems.add(
+            "precision.mode",
+            f"must agree with `torch_autocast`, which says {mode}",
+            written,
+            "Remove `precision.mode` or the `torch_autocast` block.",
+        )
+    for key, state, own in (("bf16", bf16, DType.BF16), ("fp16", fp16, DType.FP16)):
+        if state != "true":
+            continue
+        if low_masters(config, own) and own is dtype:
+            why += f"; `{key}.enabled` only sets the dtype of parameters, masters and accumulator"
+            continue
+        problems.add(
+            f"{key}.enabled",
+            "must not be true together with `torch_autocast.enabled`",
+            "true and true",
+            f"Autocast keeps parameters in fp32: set `{key}.enabled` to false. Only with "
+            f"`{key}.{key}_master_weights_and_grads: true` and the same autocast dtype may both be on: "
+            f"then the flag sets the dtype of parameters, masters and accumulator.",
+        )
+    return Decision("precision.mode", str(mode), why)
+
+
+def low_masters(config: Config, dtype: DType) -> bool:
+    """Whether `bf16`/`fp16` is on and asks for masters and accumulator in its own dtype."""
+    if dtype is DType.BF16:
+        block = config.bf16
+        return block is not None and block.enabled is True and bool(block.bf16_master_weights_and_grads)
+    fp16 = config.fp16
+    return fp16 is not None and fp16.enabled is True and bool(fp16.fp16_master_weights_and_grads)

@@ -1,0 +1,279 @@
+"""The words of a policy: modes, columns, rules, and every decision that is not a dtype.
+
+These are values: `resolve` makes them from a config, `columns` applies them to one parameter, the plan
+carries them, the engine obeys them. See section 2 of `docs/architecture.md` for the columns.
+
+Invariant: nothing here is undecided. `None` means "there is none" (a frozen parameter has no update, a
+run without fp16 has no loss scale), never "to be filled in".
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zerodrift.dtypes import DType
+
+COLUMNS = ("storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state", "export")
+"""The columns, in the order in which every table shows them."""
+
+
+class Mode(enum.Enum):
+    """The recipe that the columns start from."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    AUTOCAST_BF16 = "autocast-bf16"
+    AUTOCAST_FP16 = "autocast-fp16"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the forward runs under `torch.autocast`."""
+        return self in (Mode.AUTOCAST_BF16, Mode.AUTOCAST_FP16)
+
+    @property
+    def dtype(self) -> DType:
+        """The low dtype of the mode (fp32 for `fp32`)."""
+        return DType(self.value.removeprefix("autocast-"))
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled: wherever gradients pass through fp16."""
+        return self.dtype is DType.FP16
+
+
+class Master(enum.Enum):
+    """What the optimizer updates."""
+
+    FP32 = "fp32"
+    """A copy in fp32."""
+    SPLIT = "split"
+    """Exact fp32: bf16 storage holds the high half, 16 extra bits the low half."""
+    SAME = "same"
+    """Storage itself."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class State(enum.Enum):
+    """The optimizer's moments, and how they are rounded."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    BF16_STOCHASTIC = "bf16-stochastic"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def dtype(self) -> DType:
+        return DType.FP32 if self is State.FP32 else DType.BF16
+
+
+Axis = Literal["", "shard"]
+"""Where a column lives: `""` is whole on every rank, `"shard"` is an equal slice per rank of that axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A dtype, and the axis it is sharded on."""
+
+    dtype: DType
+    axis: Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """How gradients travel and are summed over ranks."""
+
+    wire: DType
+    sum: DType
+    when: Literal["last", "every"]
+    """Once, after the last micro-batch, or after every one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The columns that only a trained parameter has."""
+
+    grad: DType
+    accumulate: Placed
+    reduce: Reduce
+    master: Master
+    state: State
+    axis: Axis
+    """Where master and state live."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Every column of one parameter. Rows that agree share one object."""
+
+    storage: Placed
+    gather: DType
+    compute: DType
+    update: Update | None
+    """None for a frozen parameter."""
+    export: DType
+    output: Literal["keep", "input"]
+    """What a module returns whose parameters are all pinned."""
+    pinned: bool
+    """Whether a rule holds this parameter to fp32 in every column."""
+    why: tuple[tuple[str, str], ...]
+    """(column, reason), a pair for every column that the parameter has, in the order of COLUMNS."""
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What rows of one segment must share: everything but the reasons, export and output."""
+        return (self.storage, self.gather, self.compute, self.update)
+
+    def cells(self) -> dict[str, str]:
+        """Column -> how it is written in tables; `-` where a frozen parameter has none."""
+        shown = {
+            "storage": _placed(self.storage),
+            "gather": str(self.gather),
+            "compute": str(self.compute),
+            "export": str(self.export),
+        }
+        update = self.update
+        if update is not None:
+            reduce = update.reduce
+            wire = str(reduce.wire) if reduce.wire is reduce.sum else f"{reduce.wire}>{reduce.sum}"
+            shown |= {
+                "grad": str(update.grad),
+                "accumulate": _placed(update.accumulate),
+                "reduce": wire,
+                "master": f"{update.master}{'/' if update.axis else ''}",
+                "state": f"{update.state}{'/' if update.axis else ''}",
+            }
+        return {column: shown.get(column, "-") for column in COLUMNS}
+
+    def reasons(self) -> dict[str, str]:
+        return dict(self.why)
+
+
+def _placed(placed: Placed) -> str:
+    return f"{placed.dtype}{'/' if placed.axis else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A choice that is not a column: which key, what it became, and why."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An ordered rule, ready to match."""
+
+    kind: Literal["glob", "class", "glob+class", "substring"]
+    pattern: str
+    """Glob or substring on the name; `""` for a pure class rule."""
+    klass: str
+    """Dotted class, `""` for a pure name rule."""
+    sets: tuple[tuple[str, str], ...]
+    """(column or `reduce.wire`, ...; value) pairs, in the order of COLUMNS."""
+    pin: bool
+    output: Literal["", "keep", "input"]
+    """`""` leaves it to the shape: a matrix keeps, a vector returns its input's dtype."""
+    why: str
+    """The key and pattern that a report shows: `precision.rules[1]: '*.router.*'`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """The multiplier of the loss."""
+
+    dynamic: bool
+    initial: float
+    window: int
+    hysteresis: int
+    consecutive: bool
+    minimum: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The three batch numbers. `micro` and `train` are 0 where the caller's own loader decides them."""
+
+    micro: int
+    """Samples per forward on one rank."""
+    accumulation: int
+    """Micro-batches per optimizer step."""
+    train: int
+    """Samples per optimizer step over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """How a sum over ranks becomes a gradient."""
+
+    mean: bool
+    """Divide by the data-parallel ranks, or only sum."""
+    before: float
+    """Divisor applied before the reduction; what is left of the division comes after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How parameters spread over ranks and how long copies live."""
+
+    stage: Literal[0, 1, 2, 3]
+    """For titles and messages; the columns carry its meaning."""
+    units: tuple[str, ...]
+    """Globs on module paths; empty means that blocks are found."""
+    keep_gathered: Literal["never", "micro-batch", "step"]
+    free_accumulator: bool
+    offload: bool
+    """Master and state rest in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """An optimizer or a schedule to build: its type and arguments as JSON text, so that it can be hashed."""
+
+    type: str
+    params: str
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is meant."""
+
+    mode: Mode
+    backend: Literal["native", "fsdp2"]
+    demands: tuple[tuple[str, str, str], ...]
+    """(column, value, why): the columns that the config sets for every parameter."""
+    rules: tuple[Rule, ...]
+    safe: tuple[str, ...]
+    """Autocast: classes whose parameters travel in the low dtype; empty otherwise."""
+    buffers: DType | None
+    """Cast floating buffers to this; None keeps them."""
+    buffers_why: str
+    allow_narrow: bool
+    sharding: Sharding
+    batch: Batch
+    averaging: Averaging
+    clip: float
+    """Global norm to clip to; 0 is off."""
+    loss_scale: LossScale | None
+    skip_nonfinite: bool
+    """Skip the step when a gradient is not finite, instead of raising."""
+    optimizer: Recipe | None
+    schedule: Recipe | None
+    print_every: int
+    decisions: tuple[Decision, ...]
+    """Every choice that is not a column, with its reason."""
+    ignored: tuple[tuple[str, str], ...]
+    """(key, reason): written keys that do nothing here."""
+    used: tuple[str, ...]
+    """Written keys that decided something."""

@@ -1,0 +1,109 @@
+"""The columns of every parameter of a model under one policy.
+
+Rules are matched per name, columns are completed once per distinct question, and equal answers are one
+object, so 46,000 parameters cost a few dozen completions.
+
+Invariant: the answer depends on the policy, the parameter and its checkpoint dtype, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, Literal
+
+from zerodrift import dtypes
+from zerodrift.dtypes import DType
+from zerodrift.errors import Problems
+from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.policy import rules
+from zerodrift.policy.columns import Setting, Subject, complete
+from zerodrift.policy.nouns import Columns, Policy, Recipe, Rule
+
+Output = Literal["", "keep", "input"]
+
+
+class ColumnsOf:
+    """Answers `columns(parameter)` for one policy; equal questions get the same object back."""
+
+    def __init__(self, policy: Policy, model: ModelSpec) -> None:
+        self._rules = policy.rules
+        self._base: rules.Demands = {column: (value, why) for column, value, why in policy.demands}
+        self._safe = policy.safe
+        self._checkpoint = _Checkpoint(model.checkpoint)
+        self._setting = Setting(
+            policy.mode, policy.backend, policy.sharding.stage, policy.allow_narrow, _beta2(policy.optimizer)
+        )
+        self._known: dict[Any, Columns] = {}
+        self.problems = Problems()
+
+    def __call__(self, parameter: ParameterSpec) -> Columns:
+        asked, matched = rules.demands(self._base, self._rules, parameter)
+        output: Output = next((rule.output for rule in reversed(matched) if rule.output), "")
+        pinned = _is_pinned(asked, matched)
+        subject = Subject(
+            parameter.dtype,
+            parameter.trained,
+            self._is_safe(parameter),
+            self._checkpoint.dtype(parameter),
+            len(parameter.shape) > 1,
+        )
+        key = (tuple(asked.items()), output, pinned, subject)
+        found = self._known.get(key)
+        if found is None:
+            found = complete(asked, self._setting, subject, pinned, output, self.problems)
+            self._known[key] = found
+        return found
+
+    def _is_safe(self, parameter: ParameterSpec) -> bool:
+        """Low precision only if every module that owns the parameter is in the safe list."""
+        return bool(self._safe) and all(_in_safe_list(owner.klass, self._safe) for owner in parameter.owners)
+
+
+class _Checkpoint:
+    """The dtype of a parameter in the checkpoint that the weights come from."""
+
+    def __init__(self, tensors: tuple[tuple[str, DType], ...]) -> None:
+        self._tensors = dict(tensors)
+
+    def dtype(self, parameter: ParameterSpec) -> DType | None:
+        for name in parameter.names:
+            if name in self._tensors:
+                return self._tensors[name]
+        found = {dtype for owner in parameter.owners for dtype in self._below.get(owner.path, ())}
+        return dtypes.widest(tuple(found)) if found else None
+
+    @functools.cached_property
+    def _below(self) -> dict[str, set[DType]]:
+        """Module path -> dtypes of the tensors below it: a model may hold merged what a file holds apart
+        (`experts.gate_up_proj` for `experts.0.gate_proj.weight` and the rest)."""
+        below: dict[str, set[DType]] = {}
+        for name, dtype in self._tensors.items():
+            path = name
+            while "." in path:
+                path = path.rpartition(".")[0]
+                below.setdefault(path, set()).add(dtype)
+        return below
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_safe_list(klass: str, safe: tuple[str, ...]) -> bool:
+    return any(rules.is_class(klass, wanted) for wanted in safe)
+
+
+def _is_pinned(asked: rules.Demands, matched: tuple[Rule, ...]) -> bool:
+    """A pin holds as long as no later rule narrowed one of its columns."""
+    return any(rule.pin for rule in matched) and all(
+        asked.get(column, ("", ""))[0] == value for column, value in rules.PIN if column != "export"
+    )
+
+
+def _beta2(optimizer: Recipe | None) -> float | None:
+    """The second moment's decay, if the config names an optimizer that has one."""
+    if optimizer is None or "Adam" not in optimizer.type:
+        return None
+    betas = json.loads(optimizer.params).get("betas", (0.9, 0.999))
+    try:
+        return float(betas[1])
+    except (TypeError, ValueError, IndexError):
+        return None

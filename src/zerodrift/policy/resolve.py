@@ -1,0 +1,215 @@
+"""From what was written to what is meant: `resolve(config, mesh) -> Policy`.
+
+Here end `zero_optimization.stage`, `"auto"`, `bf16.enabled` and every other way of saying a thing twice.
+Two keys that say the same agree or are an error that names both. Numeric `"auto"` values come from the
+caller or are an error that says what to pass. The columns of each parameter follow in `parameters.py`.
+
+Invariant: pure. No process group, no device, no environment variable is looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from zerodrift import mesh as meshes
+from zerodrift.config.schema import Config
+from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError, Problems
+from zerodrift.mesh import MeshShape
+from zerodrift.policy import batch, choices, modes, rules
+from zerodrift.policy.nouns import Decision, Mode, Policy
+from zerodrift.policy.numbers import AutoValues, Numbers
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
+
+SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+"""Whose parameters autocast takes in the low dtype: DeepSpeed's default list."""
+
+
+def mesh_for(config: Config, world_size: int) -> MeshShape:
+    """The mesh that a config means on `world_size` ranks."""
+    pipeline = config.pipeline.stages if config.pipeline else 1
+    shard = config.zero_optimization.mics_shard_size or 0
+    replicate = config.sharding.replicate or 0
+    if config.backend == "fsdp2" and (config.zero_optimization.stage or 0) == 0:
+        if replicate or shard > 0:
+            raise ConfigError(
+                "`sharding.replicate`: must be left out at stage 0 on backend fsdp2, where every rank "
+                "replicates; got a hybrid mesh. Use stage 1, 2 or 3."
+            )
+        replicate = max(1, world_size // pipeline)
+    return meshes.fit(world_size, replicate, max(0, shard), pipeline)
+
+
+def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> Policy:
+    """What a config means on a mesh. `auto` stands in for numeric "auto" values, by dotted key."""
+    problems = Problems()
+    numbers = Numbers(auto or {}, problems)
+    mode_decision = modes.choose(config, problems)
+    mode = Mode(mode_decision.value)
+    precision = config.precision
+    backend: Literal["native", "fsdp2"] = config.backend or "native"
+    stage = config.zero_optimization.stage or 0
+    optimizer = choices.optimizer(config, numbers, problems)
+    demands = _demands(config, mode, problems)
+    _check_param_dtype(config, mode, problems)
+    allow_narrow = bool(precision.allow_narrow)
+    _check_supported(demands, mode, mesh, stage, backend, allow_narrow, problems)
+    sizes, sizes_why = batch.arithmetic(
+        numbers.whole(batch.TRAIN, config.train_batch_size),
+        numbers.whole(batch.MICRO, config.train_micro_batch_size_per_gpu),
+        numbers.whole(batch.STEPS, config.gradient_accumulation_steps),
+        mesh.data,
+        problems,
+    )
+    clip, clip_why = choices.clip(config, numbers)
+    averaging, averaging_why = choices.averaging(config, mesh, problems)
+    scale = choices.loss_scale(config, mode, numbers)
+    buffers, buffers_why = _buffers(config, problems)
+    sharding, sharding_decisions = choices.sharding(config, stage, backend, problems)
+    safe = _safe_modules(config, mode)
+    schedule = choices.schedule(config, numbers, problems)
+    print_every = int(numbers.number("steps_per_print", config.steps_per_print, 10))
+    numbers.require_all_used()
+    problems.raise_as(ConfigError)
+    decisions = (
+        mode_decision,
+        Decision("backend", backend, "`backend`" if config.backend else "default"),
+        *sharding_decisions,
+        Decision("batch", choices.batch_text(sizes, mesh), sizes_why),
+        Decision("gradient_clipping", f"{clip:g}" if clip else "off", clip_why),
+        Decision("averaging", choices.averaging_text(averaging, mesh), averaging_why),
+        choices.scale_decision(scale, mode, config),
+        *_safe_decision(safe, config),
+    )
+    return Policy(
+        mode=mode,
+        backend=backend,
+        demands=tuple((column, value, why) for column, (value, why) in demands.items()),
+        rules=rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ()),
+        safe=safe,
+        buffers=buffers,
+        buffers_why=buffers_why,
+        allow_narrow=allow_narrow,
+        sharding=sharding,
+        batch=sizes,
+        averaging=averaging,
+        clip=clip,
+        loss_scale=scale,
+        skip_nonfinite=not (config.bf16 and config.bf16.check_grad_overflow is False),
+        optimizer=optimizer,
+        schedule=schedule,
+        print_every=print_every,
+        decisions=decisions,
+        ignored=tuple((key.path, key.because) for key in config.keys if key.status == "ignored"),
+        used=tuple(key.path for key in config.keys if key.status == "used"),
+    )
+
+
+# --- one key, one meaning ---------------------------------------------------------------------------
+
+
+def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
+    """The columns that the config sets for all parameters, whatever dialect said so."""
+    said: list[tuple[str, str, str]] = []
+    for column, value in rules.column_values(config.precision):
+        said.append((column, value, f"precision.{column}"))
+    types = config.data_types
+    for key, dtype in (
+        ("gradient_accumulation_dtype", config.gradient_accumulation_dtype),
+        ("data_types.grad_accum_dtype", types.grad_accum_dtype if types else None),
+    ):
+        if dtype is not None:
+            said.append(("accumulate", str(dtype), key))
+    if config.communication_data_type is not None:
+        said.append(("reduce.wire", str(config.communication_data_type), "communication_data_type"))
+    said += _low_precision_flags(config, mode)
+    demands: rules.Demands = {}
+    for column, value, key in said:
+        if column in demands and demands[column][0] != value:
+            problems.add(
+                key,
+                f"must agree with `{demands[column][1]}`, which says {demands[column][0]} for `{column}`",
+                value,
+                "Keep one of the two keys.",
+            )
+            continue
+        demands.setdefault(column, (value, key))
+    return demands
+
+
+def _low_precision_flags(config: Config, mode: Mode) -> list[tuple[str, str, str]]:
+    """`bf16_master_weights_and_grads`, `fp16_master_...` and `bf16_optimizer_states`, where they are on."""
+    said = []
+    for dtype in (DType.BF16, DType.FP16):
+        if mode.dtype is dtype and modes.low_masters(config, dtype):
+            key = f"{dtype}.{dtype}_master_weights_and_grads"
+            said += [("master", "same", key), ("accumulate", str(dtype), key)]
+            if mode.autocast:
+                said += [("storage", str(dtype), key), ("compute", str(dtype), key)]
+    if config.bf16 is not None and config.bf16.bf16_optimizer_states:
+        said.append(("state", "bf16-stochastic", "bf16.bf16_optimizer_states"))
+    return said
+
+
+def _check_param_dtype(config: Config, mode: Mode, problems: Problems) -> None:
+    dtype = config.data_types.param_dtype if config.data_types else None
+    expected = DType.FP32 if mode.autocast else mode.dtype
+    if dtype is not None and dtype is not expected:
+        problems.add(
+            "data_types.param_dtype",
+            f"must agree with mode {mode}, whose parameters are {expected}",
+            str(dtype),
+            "Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`.",
+        )
+
+
+def _check_supported(
+    demands: rules.Demands,
+    mode: Mode,
+    mesh: MeshShape,
+    stage: int,
+    backend: Literal["native", "fsdp2"],
+    allow_narrow: bool,
+    problems: Problems,
+) -> None:
+    """The support table, asked about this config."""
+    value, key = demands.get("accumulate", (str(DEFAULT_ACCUMULATE), "precision.mode"))
+    found = verdict(mode, DType(value), mesh.pipeline > 1, stage, backend)
+    lifted = "compute" in demands and demands["compute"][0] == value
+    if found.status == "no" or (found.status == "narrow" and not allow_narrow and not lifted):
+        where = f"at stage {stage}, backend {backend}"
+        problems.add(key, f"accumulate {value} in mode {mode} {where} is not supported: {found.reason}")
+
+
+def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
+    ours = config.precision.buffers
+    theirs = config.data_types.buffer_dtype if config.data_types else None
+    if ours is not None and theirs is not None and ours != theirs:
+        problems.add(
+            "data_types.buffer_dtype",
+            f"must agree with `precision.buffers`, which says {ours}",
+            str(theirs),
+            "Keep one of the two keys.",
+        )
+    if isinstance(ours, DType):
+        return ours, "precision.buffers"
+    if ours is None and theirs is not None:
+        return theirs, "data_types.buffer_dtype"
+    return None, "precision.buffers" if ours == "keep" else "default: buffers are kept as the model made them"
+
+
+def _safe_modules(config: Config, mode: Mode) -> tuple[str, ...]:
+    if not mode.autocast:
+        return ()
+    block = config.torch_autocast
+    given = block.lower_precision_safe_modules if block else None
+    return SAFE_MODULES if given is None else given
+
+
+def _safe_decision(safe: tuple[str, ...], config: Config) -> tuple[Decision, ...]:
+    if not safe:
+        return ()
+    block = config.torch_autocast
+    given = block is not None and block.lower_precision_safe_modules is not None
+    why = "`torch_autocast.lower_precision_safe_modules`" if given else "default list"
+    return (Decision("safe modules", ", ".join(name.rpartition(".")[2] for name in safe), why),)

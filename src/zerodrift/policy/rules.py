@@ -1,0 +1,196 @@
+"""Ordered rules: what they match, and what several matches of one parameter add up to.
+
+The last match wins, cell by cell. A tied parameter is asked under each of its names and gets the widest
+demand of each column. Values stay text here; `columns.py` gives them types and completes them.
+
+Invariant: a rule that matches nothing is an error, so a misspelt pattern cannot pass for a decision.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from zerodrift import dtypes
+from zerodrift.config import schema
+from zerodrift.dtypes import DType
+from zerodrift.errors import Problems, nearest
+from zerodrift.model.spec import ModelSpec, Owner, ParameterSpec
+from zerodrift.policy.nouns import Rule
+
+PIN: tuple[tuple[str, str], ...] = (
+    ("storage", "fp32"),
+    ("gather", "fp32"),
+    ("compute", "fp32"),
+    ("accumulate", "fp32"),
+    ("reduce.wire", "fp32"),
+    ("reduce.sum", "fp32"),
+    ("master", "same"),
+    ("state", "fp32"),
+    ("export", "fp32"),
+)
+"""What `pin: fp32` stands for: the parameter is never rounded, anywhere."""
+
+_PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
+
+Demands = dict[str, tuple[str, str]]
+"""column -> (value, why)."""
+
+
+def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str], ...]:
+    """The columns that a block sets, as (column, value) text pairs; `reduce` in its three parts."""
+    found = [(name, str(value)) for name in _PLAIN if (value := getattr(block, name)) is not None]
+    reduce = block.reduce
+    if isinstance(reduce, DType):
+        found += [("reduce.wire", str(reduce))]
+    elif reduce is not None:
+        for part in ("wire", "sum", "when"):
+            if (value := getattr(reduce, part)) is not None:
+                found.append((f"reduce.{part}", str(value)))
+    return tuple(found)
+
+
+def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[Rule, ...]:
+    """The ordered rules of a config: DeepSpeed's pinned substrings first, then ours, so ours win."""
+    made = [
+        Rule(
+            "substring",
+            text,
+            "",
+            PIN,
+            True,
+            "",
+            f"zero_optimization.fp32_pinned_parameters[{number}]: '{text}'",
+        )
+        for number, text in enumerate(substrings)
+    ]
+    return (*made, *(_from_block(number, rule) for number, rule in enumerate(rules)))
+
+
+def _from_block(number: int, block: schema.Rule) -> Rule:
+    sets = dict(PIN) if block.pin is not None else {}
+    sets |= dict(column_values(block))
+    pattern, klass = block.match or "", block.klass or ""
+    kind = "glob+class" if pattern and klass else "glob" if pattern else "class"
+    shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
+    pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
+    return Rule(
+        kind,  # type: ignore[arg-type]
+        pattern,
+        klass,
+        tuple(sets.items()),
+        pinned,
+        block.output or "",
+        f"precision.rules[{number}]: {shown}",
+    )
+
+
+def is_class(klass: str, wanted: str) -> bool:
+    """Whether the dotted class `klass` is the one that `wanted` names.
+
+    `torch.nn.Linear` names `torch.nn.modules.linear.Linear`: the class is looked up where a user imports
+    it from, a parent package of where it is defined. A bare `Linear` names any class of that name.
+    """
+    package, _, name = klass.rpartition(".")
+    wanted_package, _, wanted_name = wanted.rpartition(".")
+    if name != wanted_name:
+        return False
+    return not wanted_package or package == wanted_package or package.startswith(wanted_package + ".")
+
+
+@functools.lru_cache(maxsize=256)
+def _glob(pattern: str) -> Callable[[str], re.Match[str] | None]:
+    return re.compile(fnmatch.translate(pattern)).match
+
+
+def matches(rule: Rule, name: str, owner: Owner) -> bool:
+    """Whether a rule applies to a parameter under one of its names."""
+    if rule.kind == "substring":
+        return rule.pattern in name
+    if rule.pattern and not _glob(rule.pattern)(name):
+        return False
+    return not rule.klass or is_class(owner.klass, rule.klass)
+
+
+def demands(
+    base: Demands, rules: Sequence[Rule], parameter: ParameterSpec
+) -> tuple[Demands, tuple[Rule, ...]]:
+    """What is demanded of a parameter, and the rules that matched it, over all its names."""
+    each: list[Demands] = []
+    matched: dict[Rule, None] = {}
+    for name, owner in zip(parameter.names, parameter.owners, strict=True):
+        mine = dict(base)
+        for rule in rules:
+            if matches(rule, name, owner):
+                matched[rule] = None
+                mine |= {column: (value, rule.why) for column, value in rule.sets}
+        each.append(mine)
+    return functools.reduce(_wider, each), tuple(matched)
+
+
+_WIDTH = {"same": 0, "split": 1, "bf16-stochastic": 2, "last": 0, "every": 1}
+
+
+def _wider(left: Demands, right: Demands) -> Demands:
+    """Per column the wider of two demands: what one name needs, the tied name gets too."""
+    out = dict(left)
+    for column, (value, why) in right.items():
+        if column not in out:
+            out[column] = (value, why)
+            continue
+        mine = out[column]
+        if value == mine[0]:
+            continue
+        wide = _widest_value(mine[0], value)
+        reason = why if wide == value else mine[1] if wide == mine[0] else f"{mine[1]}; {why}"
+        out[column] = (wide, f"{reason} (widest of tied names)")
+    return out
+
+
+def _widest_value(left: str, right: str) -> str:
+    if left in DType._value2member_map_ and right in DType._value2member_map_:
+        return str(dtypes.widest((DType(left), DType(right))))
+    if "fp32" in (left, right):
+        return "fp32"
+    return max(left, right, key=lambda value: _WIDTH.get(value, 0))
+
+
+def require_matches(rules: Iterable[Rule], model: ModelSpec, problems: Problems) -> None:
+    """Every rule must match some parameter; those that do not are named with the nearest names."""
+    pending = list(rules)
+    for parameter in model.parameters:
+        if not pending:
+            return
+        names = list(zip(parameter.names, parameter.owners, strict=True))
+        pending = [rule for rule in pending if not any(matches(rule, *name) for name in names)]
+    for rule in pending:
+        problems.add(rule.why, f"must match a parameter of {model.source}", "no match", _hint(rule, model))
+
+
+def _hint(rule: Rule, model: ModelSpec) -> str:
+    classes = sorted({owner.klass for p in model.parameters for owner in p.owners if owner.klass})
+    if rule.klass and not classes:
+        return "This source has no module classes: plan from the module or an HF config instead."
+    if rule.klass and not any(is_class(klass, rule.klass) for klass in classes):
+        found = nearest(rule.klass, classes) or nearest(rule.klass.rpartition(".")[2], classes)
+        return f"Classes here: {', '.join(found or classes[:4])}."
+    names = [name for parameter in model.parameters for name in parameter.names]
+    shapes = {re.sub(r"\d+", "*", name): None for name in names}
+    core = rule.pattern.strip("*")
+    words = [word for word in re.split(r"[.*]+", core) if word]
+    inside = [name for name in shapes if words and all(word in name for word in words)]
+    close = inside or nearest(core, shapes, count=3) or _by_word(words, shapes) or list(shapes)
+    return "Nearest: " + ", ".join(f"`{name}`" for name in close[:3]) + "."
+
+
+def _by_word(words: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Names that have a component close to a word of the pattern that is nobody's component."""
+    names = list(names)
+    parts = {part for name in names for part in name.split(".")}
+    for word in (word for word in reversed(words) if word not in parts):
+        found = nearest(word, parts, count=3)
+        if found:
+            return [name for name in names if any(part in name.split(".") for part in found)]
+    return []

@@ -1,0 +1,123 @@
+"""Which combinations are supported, and why the others are not: one list of refusals.
+
+`resolve` asks it about the config at hand, `zerodrift support` about every cell, so the printed table
+cannot differ from what happens. The rules about single columns (a split master needs bf16 storage, and
+the like) are in `columns.py`.
+
+Invariant: every cell is `yes`, `narrow` (yes, once `precision.allow_narrow` is true) or `no` with a reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from zerodrift.dtypes import DType, lost
+from zerodrift.policy.nouns import Mode
+
+Status = Literal["yes", "narrow", "no"]
+Backend = Literal["native", "fsdp2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a combination is supported."""
+
+    status: Status
+    reason: str = ""
+    """Empty for `yes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupportCell:
+    """One cell of the table."""
+
+    mode: str
+    accumulate: str
+    """`default`, `fp32`, `bf16` or `fp16`."""
+    pipeline: bool
+    stage: int
+    backend: Backend
+    status: Status
+    reason: str
+
+
+def gradient_dtype(mode: Mode, dtype: DType) -> Verdict:
+    """Whether gradients of a mode may pass through `dtype`, in the accumulator or on the wire."""
+    if mode.dtype is DType.BF16 and dtype is DType.FP16:
+        return Verdict(
+            "no",
+            "fp16 ends at 65504 and 6e-8: bf16 gradients overflow and vanish in it, and no loss scale "
+            "protects them",
+        )
+    widest = DType.FP32 if mode.autocast else mode.dtype
+    losses = lost(widest, dtype)
+    if not losses:
+        return Verdict("yes")
+    where = "parameters outside the safe modules" if mode.autocast else "gradients"
+    return Verdict(
+        "narrow",
+        f"{where} are {widest}, {dtype} loses {' and '.join(losses)}: needs `precision.allow_narrow: true`",
+    )
+
+
+def verdict(mode: Mode, accumulate: DType, pipeline: bool, stage: int, backend: Backend) -> Verdict:
+    """Whether this accumulate dtype is supported in this place."""
+    narrow = gradient_dtype(mode, accumulate)
+    if narrow.status == "no" or backend == "native":
+        return narrow
+    return _fsdp2(mode, accumulate, pipeline, stage, narrow)
+
+
+def _fsdp2(mode: Mode, accumulate: DType, pipeline: bool, stage: int, narrow: Verdict) -> Verdict:
+    """What `fully_shard` cannot say, in the order in which a user can mend it."""
+    if pipeline and stage == 3:
+        return Verdict(
+            "no",
+            "torch's pipeline schedules lose weight gradients over parameters that fully_shard reshards "
+            "within a step: use stage 2, which keeps them gathered, or the native backend",
+        )
+    if accumulate is DType.FP32:
+        return narrow
+    if stage >= 2:
+        return Verdict(
+            "no",
+            "fully_shard sums micro-batches in its sharded parameters' dtype, fp32 here: use "
+            "`accumulate: fp32`, or the native backend",
+        )
+    if mode.autocast or mode is Mode.FP32:
+        return Verdict(
+            "no",
+            "fully_shard accumulates fp32 parameters' gradients in fp32: use `accumulate: fp32`, or the "
+            "native backend",
+        )
+    if lost(mode.dtype, accumulate):
+        return Verdict(
+            "no",
+            f"fully_shard accumulates {mode.dtype} gradients in {mode.dtype} or wider: use "
+            f"`accumulate: fp32`, or the native backend",
+        )
+    return narrow
+
+
+def table() -> tuple[SupportCell, ...]:
+    """Every (mode, accumulate, pipeline, stage, backend), in that order."""
+    backends: tuple[Backend, ...] = ("native", "fsdp2")
+    choices: tuple[tuple[str, DType], ...] = (
+        ("default", DEFAULT_ACCUMULATE),
+        ("fp32", DType.FP32),
+        ("bf16", DType.BF16),
+        ("fp16", DType.FP16),
+    )
+    cells = []
+    for mode, (label, dtype), pipeline, stage, backend in product(
+        Mode, choices, (False, True), range(4), backends
+    ):
+        found = verdict(mode, dtype, pipeline, stage, backend)
+        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, found.status, found.reason))
+    return tuple(cells)
+
+
+DEFAULT_ACCUMULATE = DType.FP32
+"""In every mode: a sum over micro-batches costs bits in anything narrower."""

@@ -1,0 +1,52 @@
+"""Nouns as JSON text: the same figures as the other renderers, for machines.
+
+Keys keep their order, and the items of a top-level list stand on a line each, so two plans can be
+compared with a line diff.
+
+Invariant: the text of a plan is what `Plan.from_json` reads, and more keys that it ignores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from zerodrift.plan.cost import Cost
+from zerodrift.plan.table import Plan
+from zerodrift.policy.support import SupportCell
+from zerodrift.record import encode
+from zerodrift.report.explain import Explanation
+
+
+def plan_json(plan: Plan, cost: Cost) -> str:
+    """The plan, its digest and what it costs."""
+    totals = {"rest": cost.rest.total, "peak": cost.peak.total, "wire": cost.wire}
+    bill = encode(cost) | {"totals": totals, "padding_ratio": cost.padding_ratio}
+    return _text({"digest": plan.digest, **plan.to_json(), "cost": bill})
+
+
+def explanation_json(found: Explanation, plan: Plan) -> str:
+    """One parameter."""
+    return _text({"digest": plan.digest, "source": plan.source, "parameter": encode(found)})
+
+
+def rows_json(found: Iterable[Explanation], plan: Plan) -> str:
+    """Some parameters."""
+    return _text({"digest": plan.digest, "source": plan.source, "parameters": encode(list(found))})
+
+
+def support_json(cells: Sequence[SupportCell]) -> str:
+    """The support table, a cell a line."""
+    return _text({"cells": encode(list(cells))})
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    entries = []
+    for key, value in document.items():
+        if isinstance(value, list) and value:
+            items = ",\n".join(f"  {json.dumps(item)}" for item in value)
+            entries.append(f"{json.dumps(key)}: [\n{items}\n]")
+        else:
+            entries.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"

@@ -1,0 +1,108 @@
+"""Everything that the plan says about one parameter.
+
+Pure: `terminal` sets it as text, `as_json` as JSON, and `engine.explain` returns it.
+
+Invariant: the slices of a parameter cover it exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import COLUMNS
+from zerodrift.report import names, summary
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One column of one parameter."""
+
+    column: str
+    value: str
+    """As the table writes it."""
+    words: str
+    """The value in words: what is sharded, when gradients are reduced."""
+    why: str
+    """The config key or the rule that set it; empty where a frozen parameter has no such column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one rank of the shard axis owns of a parameter, in elements of the flattened parameter."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One row of the plan, with everything that the plan knows about it."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    numel: int
+    source: str
+    """The dtype that the model or checkpoint holds it in."""
+    klass: str
+    """Dotted class of the module that owns it, `""` if unknown."""
+    kind: str
+    """`pinned`, `frozen`, both, or `""`."""
+    output: str
+    """What its module returns if all of the module's parameters are pinned: `keep` or `input`."""
+    unit: str
+    """Module path of what it is gathered with; `""` is the root."""
+    pipeline_stage: int
+    segment: int
+    offset: int
+    """First element within the segment."""
+    shard: int
+    """Ranks of the shard axis."""
+    slices: tuple[Slice, ...]
+    """Of the columns that are sharded; ranks that own nothing of it are left out."""
+    cells: tuple[Cell, ...]
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The columns that live in slices."""
+        return tuple(cell.column for cell in self.cells if cell.value.endswith("/"))
+
+
+def explain(plan: Plan, name: str) -> Explanation:
+    """The row of a parameter, by any of its names; ModelError with the nearest names if there is none."""
+    return explain_row(plan, names.index_of(plan, name))
+
+
+def explain_row(plan: Plan, index: int) -> Explanation:
+    """The row at an index of `Plan.rows`."""
+    row = plan.rows[index]
+    values, words, why = row.columns.cells(), summary.spelled(row.columns), row.columns.reasons()
+    return Explanation(
+        names=row.names,
+        shape=row.shape,
+        numel=row.numel,
+        source=str(row.source),
+        klass=row.klass,
+        kind=summary.kind(row.columns),
+        output=row.columns.output,
+        unit=plan.units[row.unit].name,
+        pipeline_stage=plan.units[row.unit].stage,
+        segment=row.segment,
+        offset=row.offset,
+        shard=plan.mesh.shard,
+        slices=_slices(plan, row),
+        cells=tuple(Cell(column, values[column], words[column], why.get(column, "")) for column in COLUMNS),
+    )
+
+
+def _slices(plan: Plan, row: Row) -> tuple[Slice, ...]:
+    """Each rank owns one equal contiguous slice of the segment; this is the parameter's part of each."""
+    each = plan.segments[row.segment].padded // plan.mesh.shard
+    found = []
+    for rank in range(plan.mesh.shard):
+        start = max(rank * each - row.offset, 0)
+        stop = min((rank + 1) * each - row.offset, row.numel)
+        if start < stop:
+            found.append(Slice(rank, start, stop))
+    return tuple(found)

@@ -1,0 +1,63 @@
+"""How numbers are written: elements, bytes and percentages, three significant digits each.
+
+Every renderer asks here, so that a figure reads the same in the terminal, on the page and in an error.
+
+Invariant: a figure that is not zero never reads as zero, and a part never reads as the whole.
+"""
+
+from __future__ import annotations
+
+import math
+
+_COUNTS = ("", "K", "M", "B", "T", "Q")
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def elements(count: int) -> str:
+    """`4096`, `131M`, `46.7B`: exact below ten thousand."""
+    if count < 10_000:
+        return str(count)
+    value, suffix = _scaled(count, 1000.0, _COUNTS)
+    return f"{value}{suffix}"
+
+
+def size(count: int) -> str:
+    """Bytes: `512 B`, `1.46 GiB`."""
+    if count < 1000:
+        return f"{count} B"
+    value, suffix = _scaled(count, 1024.0, _SIZES)
+    return f"{value} {suffix}"
+
+
+def percent(ratio: float) -> str:
+    """`0.0123%`, `97.3%`, `99.98%`: as many digits as the smaller side of the split needs."""
+    if ratio in (0.0, 1.0):
+        return f"{ratio:.0%}"
+    if ratio <= 0.5 or ratio > 1.0:
+        return f"{significant(100 * ratio)}%"
+    digits = max(1, -math.floor(math.log10(100 * (1 - ratio))))
+    return f"{100 * ratio:.{digits}f}%"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits, never in exponent form; digits before the point all stay."""
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    rounded = round(value, decimals)
+    # 9.996 rounds to 10.00, which has one digit too many.
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:.{decimals}f}"
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    """`4096 x 14336`; a parameter without dimensions is a `scalar`."""
+    return " x ".join(map(str, sizes)) if sizes else "scalar"
+
+
+def _scaled(count: int, base: float, suffixes: tuple[str, ...]) -> tuple[str, str]:
+    """Three significant digits and the smallest suffix with less than four digits before the point."""
+    value, index = float(count), 0
+    while round(value) >= 1000 and index + 1 < len(suffixes):
+        value, index = value / base, index + 1
+    return significant(value), suffixes[index]

@@ -1,0 +1,72 @@
+"""The pieces that every text report is set with: a title, sections, columns that wrap, the final print.
+
+Nothing here knows what a plan is.
+
+Invariant: what `printed` returns has no line wider than WIDTH, and no colour codes unless asked for.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 100
+"""Columns of every text report, whatever the terminal: a report can be compared and pasted."""
+
+DIGEST_SHOWN = 12
+"""Hex digits of the digest in a title; JSON and the foot of the page have all of them."""
+
+
+def title(verb: str, digest: str) -> RenderableType:
+    left = Text().append("zerodrift", style="bold").append(f" {verb}")
+    right = Text().append("digest ", style="dim").append(digest[:DIGEST_SHOWN])
+    gap = " " * (WIDTH - len(left) - len(right))
+    return Group(left.append(gap).append_text(right), Rule(style="dim"))
+
+
+def section(name: str, detail: str = "") -> Text:
+    text = Text("\n").append(name, style="bold")
+    return text.append(f"   {detail}", style="dim") if detail else text
+
+
+def pairs(facts: Iterable[tuple[str, str]], *, bold: bool = False) -> RenderableType:
+    return grid(list(facts), most=(12,), styles=("bold" if bold else "dim",))
+
+
+def grid(rows: Sequence[Sequence[str]], most: Sequence[int], styles: Sequence[str]) -> RenderableType:
+    """Columns as wide as they need and at most `most`; the last takes the rest of the line and wraps."""
+    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    used = 0
+    for index, limit in enumerate(most):
+        width = min(limit, max((len(row[index]) for row in rows), default=0))
+        table.add_column(width=width, overflow="fold", style=styles[index])
+        used += width + 2
+    table.add_column(width=WIDTH - used, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(text) for text in row))
+    return table
+
+
+def printed(parts: Iterable[RenderableType], color: bool) -> str:
+    """The parts as one text; plain text carries no blanks at line ends."""
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=WIDTH,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        force_jupyter=False,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    console.print(*parts, sep="\n")
+    text = out.getvalue().replace("\N{NO-BREAK SPACE}", " ")
+    return text if color else "\n".join(line.rstrip() for line in text.splitlines()) + "\n"

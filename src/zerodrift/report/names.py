@@ -1,0 +1,85 @@
+"""Finds parameters by name or glob, and names the nearest when there is none.
+
+Globs are those of `precision.rules`: on the full name, `*` also crosses dots. Comparing a misspelt name
+with tens of thousands of others letter by letter takes seconds, so components are compared instead: a
+model has few different ones.
+
+Invariant: nothing found is an error that offers names which exist.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+
+from zerodrift.errors import ModelError, Problem, nearest
+from zerodrift.plan.table import Plan
+from zerodrift.report.rows import template
+
+_OFFERED = 3
+"""Names in a message."""
+
+
+def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
+    """Indices of the rows that a glob matches by any of their names; `where` names the argument."""
+    match = re.compile(fnmatch.translate(pattern)).match
+    found = tuple(index for index, row in enumerate(plan.rows) if any(map(match, row.names)))
+    if not found:
+        wider = f"*{pattern.strip('*.')}*"
+        names = (name for row in plan.rows for name in row.names)
+        if any(fnmatch.fnmatchcase(name, wider) for name in names):
+            todo = f"A glob matches the full name: try `{wider}`."
+        else:
+            todo = _offer(plan, pattern) or "A glob matches the full name: try `*` at both ends."
+        raise ModelError(str(Problem(where, f"must match a parameter of {plan.source}", repr(pattern), todo)))
+    return found
+
+
+def index_of(plan: Plan, name: str) -> int:
+    """The row of a parameter, by any of its names."""
+    for index, row in enumerate(plan.rows):
+        if name in row.names:
+            return index
+    todo = _offer(plan, name) or "`zerodrift plan` lists all of them."
+    raise ModelError(str(Problem(name, f"must be a parameter of {plan.source}", "no such name", todo)))
+
+
+def _offer(plan: Plan, query: str) -> str:
+    """A sentence with names or patterns near the query; empty when nothing is near."""
+    names = [name for row in plan.rows for name in row.names]
+    found = _mended(query, names) or _containing(query, names) or _alike(query, names)
+    if not found:
+        return ""
+    return "Did you mean " + " or ".join(f"`{name}`" for name in found[:_OFFERED]) + "?"
+
+
+def _mended(query: str, names: list[str]) -> list[str]:
+    """The query with each unknown component replaced by the nearest known one, if that matches anything."""
+    known = {part for name in names for part in name.split(".")}
+    words = {part for part in known if not part.isdecimal()}
+    parts = []
+    for part in query.split("."):
+        plain = part.strip("*")
+        near = nearest(plain, words) if plain and plain not in known else []
+        parts.append(part.replace(plain, near[0]) if near else part)
+    mended = ".".join(parts)
+    return [mended] if mended != query and fnmatch.filter(names, mended) else []
+
+
+def _containing(query: str, names: list[str]) -> list[str]:
+    """Names that the query is a part of: the first, one in the middle, the last."""
+    word = query.strip("*.")
+    if not word or "*" in word:
+        return []
+    found = [name for name in names if word in name]
+    if not found:
+        return []
+    return list(dict.fromkeys([found[0], found[len(found) // 2], found[-1]]))
+
+
+def _alike(query: str, names: list[str]) -> list[str]:
+    """First names of the templates that look like the query."""
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(template(name), name)
+    return [first[text] for text in nearest(template(query), first, count=_OFFERED)]

@@ -1,0 +1,279 @@
+"""What a report says about a plan besides its table: facts, reasons, marks, the parts of a bill.
+
+Words are chosen here once; `terminal` and `page` only set them. Nothing is computed that the plan or the
+cost does not already hold.
+
+Invariant: every reason of every column set is in `reasons`, once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zerodrift.plan.cost import Cost
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import COLUMNS, Columns, Recipe
+from zerodrift.report import figures
+from zerodrift.report.rows import ColumnSet, Table
+
+WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"}
+"""`reduce.when` in words."""
+
+OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}
+"""`output` in words: what a module returns whose parameters are all pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Where a reason holds: these column sets, in these cells."""
+
+    letters: tuple[str, ...]
+    where: str
+    """The letters as a table writes them, runs shortened: `A C-F`."""
+    cells: tuple[tuple[str, str], ...]
+    """(column, cell text) pairs, in the order of COLUMNS."""
+    every: bool
+    """Whether these are all the columns that the sets have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One distinct reason, and everything that it set."""
+
+    text: str
+    uses: tuple[Use, ...]
+
+
+# --- the head of a report -----------------------------------------------------------------------------
+
+
+def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(label, value) pairs that say which plan this is."""
+    policy = plan.policy
+    pairs = [
+        ("model", plan.source),
+        ("parameters", _parameters(plan)),
+        ("mode", str(policy.mode)),
+        ("stage", _stage(plan)),
+        ("mesh", f"{plan.mesh} ({several(plan.mesh.world, 'rank')})" if plan.mesh.world > 1 else "1 rank"),
+        ("backend", policy.backend),
+    ]
+    for label, recipe in (("optimizer", policy.optimizer), ("schedule", policy.schedule)):
+        if recipe is not None:
+            pairs.append((label, _recipe(recipe)))
+    return tuple(pairs)
+
+
+def _recipe(recipe: Recipe) -> str:
+    """`AdamW, lr 0.0001, betas [0.9, 0.95]`."""
+    params = json.loads(recipe.params) if recipe.params else {}
+    return ", ".join([recipe.type, *(f"{key} {value}" for key, value in params.items())])
+
+
+def _parameters(plan: Plan) -> str:
+    total = sum(row.numel for row in plan.rows)
+    text = f"{figures.elements(total)} in {several(len(plan.rows), 'tensor')}"
+    pinned = sum(row.numel for row in plan.rows if row.columns.pinned)
+    frozen = sum(row.numel for row in plan.rows if row.columns.update is None)
+    parts = [
+        f"{figures.elements(count)} {word}"
+        for word, count in (("pinned", pinned), ("frozen", frozen))
+        if count
+    ]
+    return ", ".join([text, *parts])
+
+
+def _stage(plan: Plan) -> str:
+    """The stage, and what it means: the columns that are sharded."""
+    cells = [row.columns.cells() for row in {id(row.columns): row for row in plan.rows}.values()]
+    sharded = [column for column in COLUMNS if any(cell[column].endswith("/") for cell in cells)]
+    return f"{plan.policy.sharding.stage}: {_list(sharded) if sharded else 'nothing is'} sharded"
+
+
+def layout(plan: Plan) -> str:
+    """Units and segments, in a clause."""
+    return f"{several(len(plan.units), 'unit')}, {several(len(plan.segments), 'segment')}"
+
+
+# --- lines and sets -----------------------------------------------------------------------------------
+
+
+def kind(columns: Columns) -> str:
+    """What sets these columns apart: `pinned`, `frozen`, both, or nothing."""
+    words = (("pinned", columns.pinned), ("frozen", columns.update is None))
+    return ", ".join(word for word, holds in words if holds)
+
+
+def share(item: ColumnSet, table: Table) -> str:
+    """A column set's part of the plan's elements."""
+    total = sum(each.numel for each in table.sets)
+    return figures.percent(item.numel / total) if total else "0%"
+
+
+def amount(item: ColumnSet, table: Table) -> str:
+    """How much of the plan has these columns, in a clause."""
+    elements = figures.elements(item.numel)
+    return f"{several(item.tensors, 'parameter')}, {elements} elements, {share(item, table)}"
+
+
+def spelled(columns: Columns) -> dict[str, str]:
+    """Column -> its value in words, where a table has only room for a mark."""
+    update = columns.update
+    words = {column: text.replace("/", ", sharded") for column, text in columns.cells().items()}
+    if update is None:
+        return {column: "none, frozen" if text == "-" else text for column, text in words.items()}
+    reduce = update.reduce
+    words["reduce"] = f"{reduce.wire} on the wire, summed in {reduce.sum}, {WHEN[reduce.when]}"
+    return words
+
+
+def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(mark, meaning) pairs for the marks that occur in the table."""
+    sets = table.shown()
+    cells = [text for item in sets for text in item.columns.cells().values()]
+    updates = [item.columns.update for item in sets]
+    found = []
+    if any(text.endswith("/") for text in cells):
+        found.append(("/", f"sharded over {several(plan.mesh.shard, 'rank')}; without it whole on each"))
+    if any(">" in text for text in cells):
+        found.append((">", "left of it the dtype on the wire, right of it the dtype of the sum"))
+    if any(item.columns.pinned for item in sets):
+        found.append(("pinned", "never rounded, in any column"))
+        found.append(("output", _output(sets)))
+    if any(update is None for update in updates):
+        found.append(("frozen", "not trained: columns marked - do not exist"))
+    if any(update is not None for update in updates):
+        found.append(("reduce", _when(sets)))
+    if any(line.count > 1 for line in table.lines):
+        found.append(("xN", "the pattern stands for N parameters of that shape; elements are their sum"))
+    if any(":" in line.pattern for line in table.lines):
+        found.append((":", "0-10:2 is every second number from 0 to 10"))
+    if any(line.also for line in table.lines):
+        found.append(("=", "tied: other names of the same parameter"))
+    return tuple(found)
+
+
+def _when(sets: Iterable[ColumnSet]) -> str:
+    """When gradients are reduced."""
+    updates = [(item.letter, item.columns.update) for item in sets]
+    return _by_set((letter, WHEN[update.reduce.when]) for letter, update in updates if update is not None)
+
+
+def _output(sets: Iterable[ColumnSet]) -> str:
+    """What modules return whose parameters are all pinned."""
+    pinned = [(item.letter, OUTPUT[item.columns.output]) for item in sets if item.columns.pinned]
+    return f"a module that is pinned as a whole returns {_by_set(pinned)}"
+
+
+def _by_set(pairs: Iterable[tuple[str, str]]) -> str:
+    """(letter, text) pairs as a clause: the text alone where all sets agree."""
+    found: dict[str, list[str]] = {}
+    for letter, text in pairs:
+        found.setdefault(text, []).append(letter)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(letters)}: {text}" for text, letters in found.items())
+
+
+def reasons(sets: Sequence[ColumnSet]) -> tuple[Reason, ...]:
+    """Each distinct reason once, with the cells that it set, in the order of sets and columns."""
+    order = [item.letter for item in sets]
+    found: dict[str, dict[tuple[tuple[tuple[str, str], ...], bool], list[str]]] = {}
+    for item in sets:
+        cells = item.columns.cells()
+        mine: dict[str, list[tuple[str, str]]] = {}
+        for column, text in item.columns.why:
+            mine.setdefault(text, []).append((column, cells[column]))
+        for text, pairs in mine.items():
+            every = len(pairs) == len(item.columns.why) > 1
+            found.setdefault(text, {}).setdefault((tuple(pairs), every), []).append(item.letter)
+    return tuple(
+        Reason(
+            text,
+            tuple(Use(tuple(letters), _runs(letters, order), *cells) for cells, letters in uses.items()),
+        )
+        for text, uses in found.items()
+    )
+
+
+def _runs(letters: Sequence[str], order: Sequence[str]) -> str:
+    """Letters, and `C-F` for three or more that follow each other."""
+    places = [order.index(letter) for letter in letters]
+    texts: list[str] = []
+    start = 0
+    for stop in range(1, len(places) + 1):
+        if stop < len(places) and places[stop] == places[stop - 1] + 1:
+            continue
+        run = letters[start:stop]
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else run
+        start = stop
+    return " ".join(texts)
+
+
+def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(what happens, why) for the buffers of the plan: how many are kept, how many are cast."""
+    found: dict[tuple[str, str], int] = {}
+    for buffer in plan.buffers:
+        if buffer.storage is buffer.source:
+            what = f"kept as {buffer.source}"
+        else:
+            what = f"cast {buffer.source} -> {buffer.storage}"
+        found[what, buffer.why] = found.get((what, buffer.why), 0) + 1
+    return tuple((f"{several(count, 'buffer')} {what}", why) for (what, why), count in found.items())
+
+
+# --- the bill -----------------------------------------------------------------------------------------
+
+
+def rest_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
+    """(column, bytes) at rest between steps."""
+    rest = cost.rest
+    return (
+        ("storage", rest.storage),
+        ("buffers", rest.buffers),
+        ("accumulate", rest.accumulate),
+        ("master", rest.master),
+        ("state", rest.state),
+    )
+
+
+def peak_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
+    """(what, bytes) at the worst moment of a step."""
+    peak = cost.peak
+    return (
+        ("at rest", peak.rest),
+        ("gathered", peak.gathered),
+        ("accumulate", peak.accumulate),
+        ("gradient", peak.gradient),
+        ("wire", peak.wire),
+    )
+
+
+def per_parameter(count: int, cost: Cost) -> str:
+    """Bytes per parameter, of one rank."""
+    each = count / cost.parameters if cost.parameters else 0.0
+    return "<0.001" if 0.0 < each < 0.001 else figures.significant(each)
+
+
+def basis(plan: Plan, cost: Cost) -> str:
+    """What the figures of a bill are of."""
+    stages = plan.mesh.pipeline
+    where = (
+        f"one rank of pipeline stage {cost.pipeline_stage}, the most loaded," if stages > 1 else "one rank"
+    )
+    return f"{where} at {several(cost.micro_batches, 'micro-batch', 'micro-batches')} per step"
+
+
+# --- words --------------------------------------------------------------------------------------------
+
+
+def several(count: int, word: str, plural: str = "") -> str:
+    """`1 rank`, `64 ranks`."""
+    return f"1 {word}" if count == 1 else f"{count:,} {plural or word + 's'}"
+
+
+def _list(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

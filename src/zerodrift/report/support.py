@@ -1,0 +1,140 @@
+"""The support table as text, Markdown and JSON: what runs, what needs a word, what does not, and why not.
+
+`policy/support.py` holds the cells and `resolve` obeys them; this room only sets them. Reasons are
+lettered in the order in which they are met and stated once below.
+
+Invariant: every cell of the table is shown, and every refusal with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.text import Text
+
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, SupportCell
+from zerodrift.report.frame import WIDTH, grid, printed, section
+from zerodrift.report.rows import letter
+
+_STYLES = {"yes": "green", "narrow": "yellow", "no": "red"}
+_NARROW = "`precision.allow_narrow: true`"
+_DEFAULT = f"the config does not say what to accumulate in: {DEFAULT_ACCUMULATE} in every mode"
+_MODE, _ACCUMULATE, _CELL = 15, 13, 9
+"""Columns of text."""
+
+Place = tuple[bool, int]
+"""(pipeline, stage)."""
+
+
+class _Matrix:
+    """The cells by their place, and a letter per reason."""
+
+    def __init__(self, cells: Sequence[SupportCell]) -> None:
+        self.backends = tuple(dict.fromkeys(cell.backend for cell in cells))
+        self.rows = tuple(dict.fromkeys((cell.mode, cell.accumulate) for cell in cells))
+        self.places: tuple[Place, ...] = tuple(sorted({(cell.pipeline, cell.stage) for cell in cells}))
+        self._cells: dict[tuple[str, tuple[str, str], Place], SupportCell] = {
+            (cell.backend, (cell.mode, cell.accumulate), (cell.pipeline, cell.stage)): cell for cell in cells
+        }
+        self.letters: dict[str, str] = {}
+        for backend in self.backends:
+            for row in self.rows:
+                for place in self.places:
+                    reason = self._cells[backend, row, place].reason
+                    if reason:
+                        self.letters.setdefault(reason, letter(len(self.letters)).lower())
+
+    def at(self, backend: str, row: tuple[str, str], place: Place) -> tuple[str, str]:
+        """(status, letter of the reason or nothing)."""
+        cell = self._cells[backend, row, place]
+        return cell.status, self.letters.get(cell.reason, "")
+
+
+# --- text ---------------------------------------------------------------------------------------------
+
+
+def support_text(cells: Sequence[SupportCell], *, color: bool) -> str:
+    """One block per backend, stages without and with a pipeline side by side."""
+    matrix = _Matrix(cells)
+    head = Text().append("zerodrift", style="bold").append(" support")
+    legend = [
+        ("yes", "runs as it is"),
+        ("narrow", f"runs with {_NARROW}: the letter says what is lost"),
+        ("no", "is refused: the letter says why"),
+        ("default", _DEFAULT),
+    ]
+    parts: list[RenderableType] = [Group(head, Rule(style="dim")), grid(legend, (7,), ("bold",))]
+    for backend in matrix.backends:
+        parts += [section(f"backend {backend}"), *_block(matrix, backend)]
+    parts += [
+        section("reasons"),
+        grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",)),
+    ]
+    return printed(parts, color)
+
+
+def _block(matrix: _Matrix, backend: str) -> Iterator[Text]:
+    over = Text(" " * (_MODE + _ACCUMULATE))
+    for pipeline in dict.fromkeys(place[0] for place in matrix.places):
+        count = sum(place[0] is pipeline for place in matrix.places)
+        over.append(_PIPELINE[pipeline].ljust(_CELL * count))
+    yield over
+    head = Text("mode".ljust(_MODE) + "accumulate".ljust(_ACCUMULATE), style="bold")
+    for _, stage in matrix.places:
+        head.append(f"stage {stage}".ljust(_CELL))
+    yield head
+    last = ""
+    for row in matrix.rows:
+        mode, accumulate = row
+        line = Text((mode if mode != last else "").ljust(_MODE) + accumulate.ljust(_ACCUMULATE))
+        for place in matrix.places:
+            status, mark = matrix.at(backend, row, place)
+            line.append(status, style=_STYLES[status])
+            line.append(f" {mark}".ljust(_CELL - len(status)))
+        line.truncate(WIDTH)
+        yield line
+        last = mode
+
+
+_PIPELINE = {False: "without a pipeline", True: "with a pipeline"}
+
+
+# --- Markdown -----------------------------------------------------------------------------------------
+
+
+def support_markdown(cells: Sequence[SupportCell]) -> str:
+    """The page that is published as `docs/support.md`."""
+    matrix = _Matrix(cells)
+    lines = [
+        "# Support",
+        "",
+        "What runs, by mode, accumulate dtype, stage, pipeline and backend. This page is the output of",
+        "`zerodrift support --markdown`, and the config check asks the same table.",
+        "",
+        "- **yes**: runs as it is.",
+        f"- **narrow**: runs with {_NARROW}; the letter says what is lost.",
+        "- **no**: is refused; the letter says why.",
+        f"- *default*: {_DEFAULT}.",
+    ]
+    for backend in matrix.backends:
+        for pipeline in dict.fromkeys(place[0] for place in matrix.places):
+            lines += ["", f"## Backend {backend}, {_PIPELINE[pipeline]}", ""]
+            lines += _markdown_table(matrix, backend, pipeline)
+    lines += ["", "## Reasons", ""]
+    lines += [f"- **{mark}**: {text}." for text, mark in matrix.letters.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(matrix: _Matrix, backend: str, pipeline: bool) -> Iterator[str]:
+    places = [place for place in matrix.places if place[0] is pipeline]
+    yield _markdown_row("mode", "accumulate", *(f"stage {stage}" for _, stage in places))
+    yield _markdown_row(*["---"] * (2 + len(places)))
+    for row in matrix.rows:
+        found = (matrix.at(backend, row, place) for place in places)
+        yield _markdown_row(*row, *(" ".join(filter(None, cell)) for cell in found))
+
+
+def _markdown_row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

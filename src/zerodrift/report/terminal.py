@@ -1,0 +1,308 @@
+"""A plan, or one parameter of it, as text of 100 columns.
+
+`rows` says what the lines are, `summary` what the words are; this room only sets them. A plan is shown by
+column set: the nine cells once, under their full headers, and below them the parameters that have them,
+so that neither a dtype nor a name is cut to make room for the other.
+
+Invariant: no line is wider than WIDTH, whatever the names, and without colour the text says as much as
+with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table as Grid
+from rich.text import Text
+
+from zerodrift.plan.cost import Cost
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import COLUMNS
+from zerodrift.report import figures, summary
+from zerodrift.report.explain import Explanation
+from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
+from zerodrift.report.rows import ColumnSet, Line, Table
+
+_INDENT = 3
+_BAR = 34
+_MOST_SLICES = 6
+
+_STYLES = (
+    ("fp32", "green"),
+    ("split", "green"),
+    ("bf16", "cyan"),
+    ("fp16", "magenta"),
+    ("fp8", "red"),
+)
+"""Colour by dtype, so that a narrow cell among wide ones is seen before it is read."""
+
+
+def plan_text(plan: Plan, cost: Cost, table: Table, *, color: bool) -> str:
+    """The whole plan, for a person."""
+    parts = [
+        title("plan", plan.digest),
+        pairs(summary.facts(plan)),
+        Text(),
+        _Columns.of(table.shown()).draw(table),
+        section("marks"),
+        _legend(plan, table),
+        section("why"),
+        _reasons(table.shown()),
+        section("decisions"),
+        grid(
+            [(item.key, item.value, item.why) for item in plan.policy.decisions],
+            most=(24, 38),
+            styles=("", "bold"),
+        ),
+    ]
+    if plan.buffers:
+        parts += [section("buffers"), grid(summary.buffers(plan), most=(40,), styles=("",))]
+    if plan.policy.ignored:
+        parts += [section("ignored keys"), grid(plan.policy.ignored, most=(46,), styles=("",))]
+    parts += [section("cost", summary.basis(plan, cost)), *_cost(plan, cost)]
+    if plan.notes:
+        parts += [section("notes"), grid([("!", note) for note in plan.notes], (1,), ("bold yellow",))]
+    return printed(parts, color)
+
+
+def rows_text(plan: Plan, table: Table, *, color: bool) -> str:
+    """Some rows of the plan, a line each, and what set their cells."""
+    parts = [
+        title("rows", plan.digest),
+        pairs([("model", plan.source), ("shown", f"{len(table.lines)} of {len(plan.rows)} parameters")]),
+        Text(),
+        _Columns.of(table.shown()).draw(table),
+        section("marks"),
+        _legend(plan, table),
+        section("why"),
+        _reasons(table.shown()),
+    ]
+    return printed(parts, color)
+
+
+def explanation_text(found: Explanation, digest: str, *, color: bool) -> str:
+    """One parameter: where it is, and why each of its cells is what it is."""
+    facts = [
+        ("parameter", found.names[0] + (f" ({found.kind})" if found.kind else "")),
+        *(("=", name) for name in found.names[1:]),
+        ("shape", f"{figures.shape(found.shape)}, {found.numel:,} elements"),
+        ("source", found.source),
+        ("class", found.klass or "not known to this source"),
+        ("unit", (found.unit or "the root") + f", pipeline stage {found.pipeline_stage}"),
+        ("segment", f"{found.segment}, from element {found.offset:,}"),
+        *_slices(found),
+    ]
+    if "pinned" in found.kind:
+        returned = summary.OUTPUT[found.output]
+        facts.append(("output", f"{found.output}: a module that is pinned as a whole returns {returned}"))
+    cells = [(cell.column, cell.words, cell.why) for cell in found.cells]
+    parts = [title("explain", digest), pairs(facts), section("columns")]
+    return printed([*parts, grid(cells, most=(10, 30), styles=("", "bold"))], color)
+
+
+# --- the table ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Where the nine columns stand on a line."""
+
+    widths: tuple[int, ...]
+    gap: int
+    left: int
+    """What is left of the line before the first column."""
+
+    @staticmethod
+    def of(sets: Sequence[ColumnSet]) -> _Columns:
+        cells = [item.columns.cells() for item in sets]
+        widths = tuple(max(len(column), *(len(cell[column]) for cell in cells)) for column in COLUMNS)
+        # Two blanks between columns, one where rare dtypes make all of them wide.
+        gap = 2 if sum(widths) + 2 * len(widths) <= WIDTH - 6 else 1
+        return _Columns(widths, gap, max(0, WIDTH - sum(widths) - gap * len(widths)))
+
+    def draw(self, table: Table) -> RenderableType:
+        """Headers, and each column set followed by its lines."""
+        parts: list[RenderableType] = [self._line(Text("set"), map(Text, COLUMNS)), Rule(style="dim")]
+        for number, item in enumerate(table.shown()):
+            if number:
+                parts.append(Text())
+            parts.append(self._head(item, table))
+            parts.extend(_lines(table.members(item), item.columns.pinned))
+        return Group(*parts)
+
+    def _head(self, item: ColumnSet, table: Table) -> Text:
+        cells = item.columns.cells()
+        label = Text().append(item.letter, style="bold")
+        kind, share = summary.kind(item.columns), summary.share(item, table)
+        for words in ((kind, share), (kind or share,)):
+            text = "  ".join(filter(None, words))
+            if text and len(label) + 2 + len(text) <= self.left:
+                label.append("  ").append(text, style="bold yellow" if kind else "dim")
+                break
+        return self._line(label, (_cell(cells[column]) for column in COLUMNS))
+
+    def _line(self, label: Text, cells: Iterable[Text]) -> Text:
+        line = label.copy()
+        line.append(" " * (self.left - len(label)))
+        for cell, width in zip(cells, self.widths, strict=True):
+            line.append(" " * self.gap)
+            line.append_text(cell)
+            line.append(" " * (width - len(cell)))
+        line.rstrip()
+        return line
+
+
+def _cell(text: str) -> Text:
+    """A cell, coloured by dtype; the marks `/` and `>` stay plain."""
+    shown = Text(text)
+    for word, style in _STYLES:
+        shown.highlight_regex(rf"{word}[-\w]*", f"bold {style}")
+    return shown
+
+
+def _lines(lines: Sequence[Line], pinned: bool) -> Iterable[Text]:
+    """The parameters of a column set: pattern and count, shape, elements."""
+    shapes = [figures.shape(line.shape) for line in lines]
+    width = min(max(map(len, shapes)), 36)
+    for line, shape in zip(lines, shapes, strict=True):
+        yield from _set_line(line, shape, width, "* " if pinned else "")
+
+
+def _set_line(line: Line, shape: str, width: int, mark: str) -> Iterable[Text]:
+    count = f" x{line.count}" if line.count > 1 else ""
+    room = WIDTH - _INDENT - width - 10
+    name = elide(line.pattern, room - len(count))
+    text = Text().append(mark.rjust(_INDENT), style="bold yellow")
+    text.append(name).append(count, style="bold")
+    also = [f" = {other}" for other in line.also]
+    fits = len(name) + len(count) + sum(map(len, also)) <= room
+    if fits:
+        text.append("".join(also), style="dim")
+    text.append(" " * (_INDENT + room - len(text)))
+    text.append(elide(shape, width).rjust(width + 2))
+    text.append(figures.elements(line.numel).rjust(8))
+    yield text
+    if not fits:
+        for other in also:
+            yield Text(" " * (_INDENT + 1) + elide(other, room), style="dim")
+
+
+def elide(text: str, width: int) -> str:
+    """The text, its middle components replaced by one `...` where it is too long; the ends say most."""
+    if len(text) <= width:
+        return text
+    parts = text.split(".")
+    head, middle, tail = "", parts[:-1], parts[-1]
+    while len(middle) > 1:
+        longer_head, longer_tail = f"{head}{middle[0]}.", f"{middle[-1]}.{tail}"
+        room = width - len(head) - len(tail) - 3
+        fits_head, fits_tail = len(middle[0]) < room, len(middle[-1]) < room
+        if fits_head and (len(head) < len(tail) or not fits_tail):
+            head, middle = longer_head, middle[1:]
+        elif fits_tail:
+            tail, middle = longer_tail, middle[:-1]
+        else:
+            break
+    short = f"{head}...{tail}"
+    if len(short) <= width:
+        return short
+    keep = max(width - 3, 2)
+    return f"{text[: keep // 2]}...{text[len(text) - (keep - keep // 2) :]}"[:width]
+
+
+# --- below the table ----------------------------------------------------------------------------------
+
+
+def _legend(plan: Plan, table: Table) -> RenderableType:
+    percent = ("%", "the set's part of all elements of the model")
+    return pairs([percent, *summary.marks(table, plan)], bold=True)
+
+
+def _reasons(sets: Sequence[ColumnSet]) -> RenderableType:
+    """Each reason once: the sets it holds in, the cells it set, the reason."""
+    rows = []
+    for reason in summary.reasons(sets):
+        for number, use in enumerate(reason.uses):
+            # A column stays with its value: NBSP does not break.
+            cells = ", ".join(f"{column}\N{NO-BREAK SPACE}{text}" for column, text in use.cells)
+            shown = "every column" if use.every else cells
+            rows.append((use.where, shown, '"' if number else reason.text))
+    return grid(rows, most=(9, 34), styles=("bold", ""))
+
+
+def _cost(plan: Plan, cost: Cost) -> Iterable[RenderableType]:
+    rest = _bill("at rest", summary.rest_parts(cost), cost.rest.total, cost)
+    peak = _bill("at peak, without activations", summary.peak_parts(cost), cost.peak.total, cost)
+    both = Grid.grid(padding=0)
+    both.add_column(width=WIDTH // 2)
+    both.add_column(width=WIDTH // 2)
+    both.add_row(rest, peak)
+    yield both
+    yield Text()
+    yield from _wire(cost)
+    yield Text()
+    padding = f"padding {figures.percent(cost.padding_ratio)}"
+    yield Text(f"{padding} of {figures.elements(cost.parameters)} parameters in {summary.layout(plan)}")
+
+
+def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost) -> RenderableType:
+    """Bytes by part, with bars of one scale; what is zero is left out."""
+    most = max(cost.rest.total, cost.peak.total)
+    table = Grid.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=10, no_wrap=True)
+    table.add_column(width=9, justify="right", no_wrap=True)
+    table.add_column(width=7, justify="right", no_wrap=True)
+    table.add_column(width=14, no_wrap=True)
+    shown = [(label, count) for label, count in parts if count]
+    for label, count in shown:
+        each = summary.per_parameter(count, cost)
+        table.add_row(label, figures.size(count), each, Text(_bar(count, most, 14), style="blue"))
+    table.add_row(
+        Text("total", style="bold"),
+        Text(figures.size(total), style="bold"),
+        Text(summary.per_parameter(total, cost), style="bold"),
+        Text("bytes/param", style="dim"),
+    )
+    return Group(Text(heading, style="bold"), table)
+
+
+def _wire(cost: Cost) -> Iterable[RenderableType]:
+    """The wire bill, a line per op, purpose, dtype and axis."""
+    if not cost.traffic:
+        yield Text("nothing is sent")
+        return
+    yield Text("on the wire, sent by one rank per step", style="bold")
+    table = Grid.grid(padding=(0, 2, 0, 0))
+    for width in (14, 9, 5, 9):
+        table.add_column(width=width, no_wrap=True)
+    for width in (8, 9):
+        table.add_column(width=width, justify="right", no_wrap=True)
+    table.add_column(width=_BAR, no_wrap=True)
+    most = max(line.bytes for line in cost.traffic)
+    for line in cost.traffic:
+        bar = Text(_bar(line.bytes, most, _BAR), style="blue")
+        row = (line.op, line.purpose, line.dtype, line.axis, f"x{line.count:,}", figures.size(line.bytes))
+        table.add_row(*row, bar)
+    table.add_row(Text("total", style="bold"), "", "", "", "", Text(figures.size(cost.wire), style="bold"))
+    yield table
+
+
+def _bar(value: int, of: int, width: int) -> str:
+    """A bar of whole blocks, at least one for what is not zero."""
+    return "█" * max(1, round(width * value / of)) if value and of else ""
+
+
+def _slices(found: Explanation) -> list[tuple[str, str]]:
+    """What each rank owns; the middle of a long list is left out, not its ends."""
+    if not found.sharded or found.shard == 1:
+        return [("slices", "none: whole on every rank")] if found.shard > 1 else []
+    lines = [
+        f"rank {each.rank} of {found.shard}: elements {each.start:,} to {each.stop - 1:,}"
+        for each in found.slices
+    ]
+    if len(lines) > _MOST_SLICES:
+        lines[3:-2] = [f"... {len(lines) - 5} more ranks ..."]
+    return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]

@@ -1,0 +1,301 @@
+"""`plan`, `explain` and `support` as a person runs them: a subprocess, files, pipes, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import COLUMNS
+
+LAYERS, EXPERTS, WIDTH = 4, 4, 32
+
+CONFIG = """\
+precision:
+  mode: bf16
+  rules:
+    - match: "*.router.weight"
+      pin: fp32
+zero_optimization: {stage: 3, overlap_comm: true}
+gradient_accumulation_steps: 4
+optimizer: {type: AdamW, params: {lr: 1.0e-4}}
+"""
+
+
+@dataclass(frozen=True)
+class Files:
+    """A config and a model on disk."""
+
+    config: Path
+    model: Path
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter((str(self.config), "--model", str(self.model)))
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """A mixture of experts in miniature."""
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (256, WIDTH),
+        "lm_head.weight": (256, WIDTH),
+    }
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        found[f"{at}.self_attn.q_proj.weight"] = (WIDTH, WIDTH)
+        found[f"{at}.mlp.router.weight"] = (EXPERTS, WIDTH)
+        for expert in range(EXPERTS):
+            found[f"{at}.mlp.experts.{expert}.up_proj.weight"] = (2 * WIDTH, WIDTH)
+        found[f"{at}.input_layernorm.weight"] = (WIDTH,)
+    return found
+
+
+def safetensors(path: Path) -> Path:
+    """A file of zeros in bf16: a header with names, shapes and places, then the bytes."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes().items():
+        start, end = end, end + 2 * _numel(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    return path
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("plan")
+    config = folder / "config.yaml"
+    config.write_text(CONFIG)
+    return Files(config, safetensors(folder / "model.safetensors"))
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zerodrift", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+    )
+
+
+def ok(*arguments: str, **environment: str) -> str:
+    done = run(*arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def refused(*arguments: str) -> str:
+    done = run(*arguments)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout == ""
+    assert done.stderr.startswith("zerodrift: error: ")
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+# --- plan -------------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_a_page_of_plain_text(files: Files) -> None:
+    text = ok("plan", *files, "--world-size", "8", FORCE_COLOR="1")
+    lines = text.splitlines()
+    assert "\x1b" not in text
+    assert max(map(len, lines)) <= 100
+    assert any(f"model.layers.*.mlp.experts.*.up_proj.weight x{LAYERS * EXPERTS} " in line for line in lines)
+    assert any(line.startswith(" * model.layers.*.mlp.router.weight x4 ") for line in lines)
+    assert "zero_optimization.overlap_comm" in text
+    assert "shard 8 (8 ranks)" in text
+
+
+def test_json_is_the_plan(files: Files) -> None:
+    data = json.loads(ok("plan", *files, "--world-size", "8", "--json"))
+    plan = Plan.from_json(data)
+    assert plan.digest == data["digest"]
+    assert {row.name for row in plan.rows} == set(shapes())
+    assert plan.mesh.shard == 8
+    assert data["cost"]["micro_batches"] == 4
+    assert data["cost"]["totals"]["wire"] > 0
+
+
+def test_the_digest_is_the_same_in_every_form(files: Files) -> None:
+    digest = json.loads(ok("plan", *files, "--json"))["digest"]
+    assert digest[:12] in ok("plan", *files).splitlines()[0]
+    assert digest[:12] in ok("explain", *files, "lm_head.weight").splitlines()[0]
+
+
+def test_micro_batches_change_the_bill_and_not_the_plan(files: Files) -> None:
+    few, many = (
+        json.loads(ok("plan", *files, "--world-size", "2", "--micro-batches", count, "--json"))
+        for count in ("1", "8")
+    )
+    assert few["digest"] == many["digest"]
+    assert few["cost"]["totals"]["wire"] < many["cost"]["totals"]["wire"]
+
+
+def test_set_overrides_the_file(files: Files) -> None:
+    text = ok(
+        "plan",
+        *files,
+        "--world-size",
+        "8",
+        "--set",
+        "zero_optimization.stage=1",
+        "--set",
+        "precision.state=bf16-stochastic",
+    )
+    assert "1: master and state sharded" in text
+    assert "bf16-stochastic/" in text
+
+
+def test_auto_needs_a_number_and_takes_one(files: Files) -> None:
+    auto = ("--set", "train_micro_batch_size_per_gpu=auto")
+    message = refused("plan", *files, *auto)
+    assert "train_micro_batch_size_per_gpu" in message and "--auto" in message
+    text = ok("plan", *files, *auto, "--auto", "train_micro_batch_size_per_gpu=2")
+    assert "2 x 4 micro-batches x 1 ranks = 8" in text
+
+
+def test_rows_shows_only_what_matches_one_by_one(files: Files) -> None:
+    text = ok("plan", *files, "--world-size", "8", "--rows", "*.router.*")
+    for layer in range(LAYERS):
+        assert f"model.layers.{layer}.mlp.router.weight" in text
+    assert "up_proj" not in text and f"shown  {LAYERS} of " in text
+    data = json.loads(ok("plan", *files, "--rows", "*.router.*", "--json"))
+    assert [item["names"] for item in data["parameters"]] == [
+        [f"model.layers.{layer}.mlp.router.weight"] for layer in range(LAYERS)
+    ]
+
+
+def test_rows_that_match_nothing_offer_the_nearest(files: Files) -> None:
+    assert "`*.router.*`" in refused("plan", *files, "--rows", "*.ruoter.*")
+
+
+class _Nesting(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("meta", "input", "wbr", "rect"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("meta", "input", "wbr", "rect"):
+            assert self.open.pop() == tag
+
+
+def test_html_is_written_beside_the_text(files: Files, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    done = run("plan", *files, "--world-size", "8", "--html", str(page))
+    assert done.returncode == 0
+    assert done.stderr == f"zerodrift: wrote {page}\n"
+    text = page.read_text()
+    reader = _Nesting()
+    reader.feed(text)
+    assert reader.open == []
+    assert "http://" not in text and "https://" not in text
+    digest = json.loads(ok("plan", *files, "--world-size", "8", "--json"))["digest"]
+    assert digest in text and digest[:12] in done.stdout
+
+
+def test_html_that_cannot_be_written(files: Files, tmp_path: Path) -> None:
+    message = refused("plan", *files, "--html", str(tmp_path / "missing" / "plan.html"))
+    assert "`--html`" in message and "No such file or directory" in message
+    assert "`--html`" in refused("plan", *files, "--html", str(tmp_path))
+
+
+def test_a_plan_for_thousands_of_ranks(files: Files) -> None:
+    assert "shard 4096 (4,096 ranks)" in ok("plan", *files, "--world-size", "4096")
+
+
+def test_plans_do_not_import_torch(files: Files) -> None:
+    code = (
+        "import sys\n"
+        "from zerodrift.cli import app\n"
+        f"app({['plan', *files]!r}, standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_head_closes_the_pipe(files: Files) -> None:
+    command = [sys.executable, "-m", "zerodrift", "plan", *files, "--json"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# --- refusals ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_config(files: Files) -> None:
+    assert "no-such.yaml" in refused("plan", "no-such.yaml", "--model", str(files.model))
+
+
+def test_a_missing_model(files: Files) -> None:
+    assert "no-such-model" in refused("plan", str(files.config), "--model", "no-such-model")
+
+
+def test_a_misspelt_key_offers_the_nearest(files: Files) -> None:
+    message = refused("plan", *files, "--set", "zero_optimization.stagee=2")
+    assert "zero_optimization.stage" in message
+
+
+def test_debug_adds_a_traceback(files: Files) -> None:
+    done = run("plan", "no-such.yaml", "--model", str(files.model), "--debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr and "zerodrift: error: " in done.stderr
+
+
+def test_an_interrupt_exits_130_and_says_nothing(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text("def model():\n    raise KeyboardInterrupt\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = run("plan", str(files.config), "--model", "interrupted:model", PYTHONPATH=path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+# --- explain ----------------------------------------------------------------------------------------
+
+
+def test_explain_says_why(files: Files) -> None:
+    name = "model.layers.2.mlp.router.weight"
+    text = ok("explain", *files, name, "--world-size", "2")
+    assert f"{name} (pinned)" in text
+    assert "precision.rules[0]: '*.router.weight'" in text
+    assert max(map(len, text.splitlines())) <= 100
+    data = json.loads(ok("explain", *files, name, "--world-size", "2", "--json"))["parameter"]
+    assert [cell["column"] for cell in data["cells"]] == list(COLUMNS)
+    assert sum(part["stop"] - part["start"] for part in data["slices"]) == EXPERTS * WIDTH
+
+
+def test_explain_offers_the_nearest_name(files: Files) -> None:
+    message = refused("explain", *files, "model.layers.2.mlp.ruoter.weight")
+    assert "`model.layers.2.mlp.router.weight`" in message
+
+
+# --- support ----------------------------------------------------------------------------------------
+
+
+def test_support_in_three_forms() -> None:
+    cells = json.loads(ok("support", "--json"))["cells"]
+    assert {cell["status"] for cell in cells} == {"yes", "narrow", "no"}
+    assert max(map(len, ok("support").splitlines())) <= 100
+    assert ok("support", "--markdown").startswith("# Support\n")

@@ -1,0 +1,247 @@
+"""Plans, costs and columns made by hand, for tests of rooms that only read them.
+
+Nothing here resolves or lays out as zerodrift does: parameters of one module path prefix are a unit, equal
+columns a segment. A test that needs a true plan makes one with `zerodrift.api.make_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerodrift.dtypes import DType
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.cost import Cost, Peak, Rest, Traffic
+from zerodrift.plan.table import ALIGNMENT, BufferRow, Plan, Row, Segment, Unit
+from zerodrift.policy.nouns import (
+    COLUMNS,
+    Averaging,
+    Batch,
+    Columns,
+    Decision,
+    Master,
+    Mode,
+    Placed,
+    Policy,
+    Recipe,
+    Reduce,
+    Sharding,
+    State,
+    Update,
+)
+
+
+def columns(dtype: DType = DType.BF16, why: str = "mode bf16", **changes: Any) -> Columns:
+    """The columns of a trained parameter at stage 3; `changes` are fields of Columns or Update."""
+    update = Update(
+        grad=dtype,
+        accumulate=Placed(DType.FP32, "shard"),
+        reduce=Reduce(DType.FP32, DType.FP32, "every"),
+        master=Master.SPLIT if dtype is DType.BF16 else Master.SAME,
+        state=State.FP32,
+        axis="shard",
+    )
+    mine = {key: changes.pop(key) for key in list(changes) if key in Update.__dataclass_fields__}
+    reasons = {column: why for column in COLUMNS}
+    reasons |= {
+        "accumulate": "default: micro-batches are summed in fp32; sharded, reduce.when is every",
+        "reduce": "wire fp32: default: what was accumulated travels unrounded; sum fp32: the ranks' "
+        "gradients are summed in fp32; when every: stage 3: the accumulator is sharded",
+        "state": "default: moments in fp32",
+        "export": "the dtype of the source checkpoint",
+    }
+    made = Columns(
+        storage=Placed(dtype, "shard"),
+        gather=dtype,
+        compute=dtype,
+        update=replace(update, **mine),
+        export=dtype,
+        output="keep",
+        pinned=False,
+        why=tuple(reasons.items()),
+    )
+    return replace(made, **changes)
+
+
+def pinned(why: str = "precision.rules[0]: '*.gate.weight'") -> Columns:
+    """Held to fp32 everywhere."""
+    made = columns(DType.FP32)
+    return replace(made, pinned=True, why=tuple((column, why) for column in COLUMNS))
+
+
+def frozen(dtype: DType = DType.BF16) -> Columns:
+    """Not trained."""
+    why = tuple(
+        (column, f"frozen: {dtype} as it came") for column in ("storage", "gather", "compute", "export")
+    )
+    return replace(columns(dtype), update=None, why=why)
+
+
+@dataclass(frozen=True)
+class Given:
+    """One parameter of a handmade plan."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    columns: Columns
+
+
+def given(name: str, shape: tuple[int, ...], of: Columns, *also: str) -> Given:
+    return Given((name, *also), shape, of)
+
+
+def policy(**changes: Any) -> Policy:
+    made = Policy(
+        mode=Mode.BF16,
+        backend="native",
+        demands=(),
+        rules=(),
+        safe=(),
+        buffers=None,
+        buffers_why="default: buffers are kept as the model made them",
+        allow_narrow=False,
+        sharding=Sharding(3, (), "never", True, False),
+        batch=Batch(4, 8, 2048),
+        averaging=Averaging(True, 1.0),
+        clip=1.0,
+        loss_scale=None,
+        skip_nonfinite=True,
+        optimizer=Recipe("AdamW", '{"lr":0.0001}'),
+        schedule=None,
+        print_every=10,
+        decisions=(
+            Decision("precision.mode", "bf16", "`bf16.enabled` is true"),
+            Decision("backend", "native", "default"),
+            Decision("stage", "3", "`zero_optimization.stage`"),
+            Decision("batch", "4 x 8 micro-batches x 64 ranks = 2048", "any two give the third"),
+            Decision("gradient_clipping", "1", "default, as in DeepSpeed; 0 is off"),
+            Decision("loss scale", "none", "mode bf16 has the range of fp32"),
+        ),
+        ignored=(
+            (
+                "zero_optimization.overlap_comm",
+                "collectives always overlap with computation: there is nothing to turn on",
+            ),
+            (
+                "zero_optimization.stage3_max_live_parameters",
+                "units bound what is live: see `sharding.units`",
+            ),
+        ),
+        used=("bf16.enabled", "zero_optimization.stage"),
+    )
+    return replace(made, **changes)
+
+
+def plan(
+    parameters: Sequence[Given],
+    mesh: MeshShape | None = None,
+    buffers: Sequence[BufferRow] = (),
+    notes: Sequence[str] = (),
+    **changes: Any,
+) -> Plan:
+    """A plan of the given parameters; `changes` are fields of Policy or `source`."""
+    mesh = mesh or MeshShape(shard=4)
+    source = changes.pop("source", "handmade")
+    rows: list[Row] = []
+    units: list[Unit] = []
+    segments: list[Segment] = []
+    for name, members in _units(parameters).items():
+        first_row, first_segment = len(rows), len(segments)
+        by_layout: dict[Any, list[Given]] = {}
+        for parameter in members:
+            by_layout.setdefault(parameter.columns.layout, []).append(parameter)
+        for group in by_layout.values():
+            _segment(group, len(units), mesh, rows, segments)
+        spans = tuple(range(first_row, len(rows))), tuple(range(first_segment, len(segments)))
+        units.append(Unit(name, *spans, stage=0))
+    return Plan(
+        source,
+        policy(**changes),
+        mesh,
+        tuple(rows),
+        tuple(buffers),
+        tuple(units),
+        tuple(segments),
+        tuple(notes),
+    )
+
+
+def _units(parameters: Sequence[Given]) -> dict[str, list[Given]]:
+    """By the name up to its first number; the root takes the rest."""
+    found: dict[str, list[Given]] = {"": []}
+    for parameter in parameters:
+        parts = parameter.names[0].split(".")
+        place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+        name = "" if place is None else ".".join(parts[: place + 1])
+        found.setdefault(name, []).append(parameter)
+    return found
+
+
+def _segment(
+    group: Sequence[Given], unit: int, mesh: MeshShape, rows: list[Row], segments: list[Segment]
+) -> None:
+    offset = numel = 0
+    start = len(rows)
+    for parameter in group:
+        row = Row(
+            parameter.names, parameter.shape, DType.BF16, "", parameter.columns, unit, len(segments), offset
+        )
+        rows.append(row)
+        numel += row.numel
+        offset += -(-row.numel // ALIGNMENT) * ALIGNMENT
+    step = ALIGNMENT * mesh.shard
+    padded = -(-offset // step) * step
+    segments.append(Segment(unit, group[0].columns, tuple(range(start, len(rows))), numel, padded))
+
+
+def cost(of: Plan, **changes: Any) -> Cost:
+    """A bill with plausible figures."""
+    total = sum(row.numel for row in of.rows)
+    each = max(total // of.mesh.shard, 1)
+    rest = Rest(storage=2 * each, buffers=4096, accumulate=0, master=2 * each, state=8 * each)
+    made = Cost(
+        micro_batches=8,
+        pipeline_stage=0,
+        parameters=total,
+        padding=sum(segment.padded - segment.numel for segment in of.segments),
+        rest=rest,
+        peak=Peak(rest.total, 12 * each, 4 * each, 2 * each, 3 * each),
+        traffic=(
+            Traffic("all_gather", "forward", "bf16", "shard", 264, 16 * total),
+            Traffic("all_gather", "backward", "bf16", "shard", 256, 15 * total),
+            Traffic("reduce_scatter", "reduce", "fp32", "shard", 264, 32 * total),
+            Traffic("all_reduce", "norm", "fp64", "world", 1, 32),
+        ),
+    )
+    return replace(made, **changes)
+
+
+def moe(layers: int = 32, experts: int = 8) -> Plan:
+    """A mixture of experts with pinned routers and tied embeddings."""
+    low, high, norm = columns(), pinned(), pinned("precision.rules[1]: '*norm.weight'")
+    found = [
+        given("model.embed_tokens.weight", (32000, 4096), low, "lm_head.weight"),
+        given("model.norm.weight", (4096,), norm),
+    ]
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        heads = (("q_proj", 4096), ("k_proj", 1024), ("v_proj", 1024), ("o_proj", 4096))
+        found += [given(f"{at}.self_attn.{name}.weight", (size, 4096), low) for name, size in heads]
+        found.append(given(f"{at}.block_sparse_moe.gate.weight", (experts, 4096), high))
+        for expert in range(experts):
+            inside = f"{at}.block_sparse_moe.experts.{expert}"
+            found.append(given(f"{inside}.w1.weight", (14336, 4096), low))
+            found.append(given(f"{inside}.w2.weight", (4096, 14336), low))
+            found.append(given(f"{inside}.w3.weight", (14336, 4096), low))
+        found.append(given(f"{at}.input_layernorm.weight", (4096,), norm))
+        found.append(given(f"{at}.post_attention_layernorm.weight", (4096,), norm))
+    rotary = BufferRow(
+        "model.rotary_emb.inv_freq",
+        (64,),
+        DType.FP32,
+        DType.FP32,
+        "default: buffers are kept as the model made them",
+    )
+    notes = ("gradients of 995 parameters are rounded once on the wire (fp32 -> bf16) and summed in fp32",)
+    return plan(found, MeshShape(shard=64), [rotary], notes, source="mixtral-8x7b")

@@ -1,0 +1,55 @@
+"""Small model specs for the pure tests: no torch, no files."""
+
+from __future__ import annotations
+
+from zerodrift.dtypes import DType
+from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+
+LINEAR = "torch.nn.modules.linear.Linear"
+NORM = "models.RMSNorm"
+EMBEDDING = "torch.nn.modules.sparse.Embedding"
+
+
+def parameter(
+    name: str,
+    shape: tuple[int, ...],
+    klass: str = LINEAR,
+    dtype: DType = DType.FP32,
+    trained: bool = True,
+) -> ParameterSpec:
+    """A parameter owned by the module that its name says."""
+    return ParameterSpec((name,), shape, dtype, (Owner(name.rpartition(".")[0], klass),), trained)
+
+
+def tied(names: tuple[str, ...], shape: tuple[int, ...], klasses: tuple[str, ...]) -> ParameterSpec:
+    """A parameter with several names."""
+    owners = tuple(Owner(n.rpartition(".")[0], k) for n, k in zip(names, klasses, strict=True))
+    return ParameterSpec(names, shape, DType.FP32, owners)
+
+
+def moe(layers: int = 3, experts: int = 2, dtype: DType = DType.FP32, tie: bool = False) -> ModelSpec:
+    """A mixture-of-experts language model in miniature."""
+    parameters: list[ParameterSpec] = []
+    if tie:
+        names = ("model.embed_tokens.weight", "lm_head.weight")
+        parameters.append(tied(names, (300, 48), (EMBEDDING, LINEAR)))
+    else:
+        parameters.append(parameter("model.embed_tokens.weight", (300, 48), EMBEDDING, dtype))
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            parameters.append(parameter(f"{prefix}.self_attn.{name}.weight", (48, 48), LINEAR, dtype))
+        parameters.append(parameter(f"{prefix}.input_layernorm.weight", (48,), NORM, dtype))
+        parameters.append(parameter(f"{prefix}.mlp.gate.weight", (experts, 48), LINEAR, dtype))
+        for expert in range(experts):
+            for name, shape in (("up_proj", (96, 48)), ("down_proj", (48, 96))):
+                full = f"{prefix}.mlp.experts.{expert}.{name}.weight"
+                parameters.append(parameter(full, shape, LINEAR, dtype))
+    parameters.append(parameter("model.norm.weight", (48,), NORM, dtype))
+    if not tie:
+        parameters.append(parameter("lm_head.weight", (300, 48), LINEAR, dtype))
+    buffers = (
+        BufferSpec("model.rotary.inv_freq", (24,), DType.FP32, persistent=False),
+        BufferSpec("model.steps", (), DType.INT64),
+    )
+    return ModelSpec("tiny moe", tuple(parameters), buffers)

@@ -1,0 +1,33 @@
+"""What `load` says no to, for the tests of the config room."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerodrift.config.load import load
+from zerodrift.errors import ConfigError
+
+
+def said(source: Any, *overrides: str) -> str:
+    """The message with which `source` is refused."""
+    with pytest.raises(ConfigError) as caught:
+        load(source, overrides)
+    return str(caught.value)
+
+
+def problems(source: Any, *overrides: str) -> list[str]:
+    """The single problems of a refusal, without heading and numbers."""
+    lines = said(source, *overrides).splitlines()
+    if len(lines) == 1:
+        return [lines[0].removeprefix("config: ")]
+    return [re.sub(r"^  \d+\. ", "", line) for line in lines[1:]]
+
+
+def write(folder: Path, name: str, text: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path

@@ -1,0 +1,256 @@
+"""The command line's surface: a frozen list of verbs and options, exit codes, speed of `--help`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import typer
+from typer.main import get_command
+
+from zerodrift import __version__, cli
+from zerodrift.errors import UnsupportedError
+
+SURFACE = {
+    "": ["--help", "--version"],
+    "plan": [
+        "--auto",
+        "--debug",
+        "--help",
+        "--html",
+        "--json",
+        "--micro-batches",
+        "--model",
+        "--rows",
+        "--set",
+        "--world-size",
+        "CONFIG",
+    ],
+    "explain": [
+        "--auto",
+        "--debug",
+        "--help",
+        "--json",
+        "--model",
+        "--set",
+        "--world-size",
+        "CONFIG",
+        "PARAM",
+    ],
+    "support": ["--debug", "--help", "--json", "--markdown"],
+}
+"""Verb -> its options and arguments. A new one is a decision: add it here and to the docs."""
+
+HEAVY = ("torch", "transformers", "numpy", "yaml", "zerodrift.config.schema", "zerodrift.plan")
+"""What no help text may import. Typer itself may import pydantic to describe the options of a verb."""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zerodrift", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+    )
+
+
+def surface() -> Iterator[tuple[str, list[str]]]:
+    group = get_command(cli.app)
+    for name, command in [("", group), *group.commands.items()]:  # type: ignore[attr-defined]
+        context = command.make_context("zerodrift", [], resilient_parsing=True)
+        found = []
+        for parameter in command.get_params(context):
+            long = [text for text in parameter.opts if text.startswith("--")]
+            found.append(long[0] if long else parameter.metavar or parameter.name)
+        yield name, sorted(found)
+
+
+def test_the_surface_is_what_was_decided() -> None:
+    assert dict(surface()) == SURFACE
+
+
+# --- help -------------------------------------------------------------------------------------------
+
+
+def test_help_takes_less_than_half_a_second() -> None:
+    """Processor time, which a busy machine does not change much; an idle one takes as long on the clock."""
+    took = []
+    for _ in range(3):
+        before = _processor_time_of_children()
+        assert run("--help").returncode == 0
+        took.append(_processor_time_of_children() - before)
+    assert min(took) < 0.5
+
+
+def _processor_time_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("verb", ["", *filter(None, SURFACE)])
+def test_help_imports_nothing_heavy(verb: str) -> None:
+    heavy = HEAVY if verb else (*HEAVY, "pydantic")
+    code = (
+        "import sys\n"
+        "from zerodrift.cli import main\n"
+        f"sys.argv = ['zerodrift', *{[verb] if verb else []!r}, '--help']\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as stop:\n"
+        "    assert stop.code in (0, None), stop.code\n"
+        f"loaded = [name for name in {heavy!r} if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["plan", "explain", "support"])
+def test_help_of_a_verb_has_an_example(verb: str) -> None:
+    text = run(verb, "--help").stdout
+    assert f"  zerodrift {verb}" in text.split("Example", 1)[1]
+
+
+def test_help_says_what_every_option_does() -> None:
+    group = get_command(cli.app)
+    for command in group.commands.values():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            assert parameter.help, parameter.name
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"zerodrift {__version__}\n")
+
+
+# --- exit codes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan"],
+        ["plan", "config.yaml"],
+        ["paln"],
+        ["plan", "config.yaml", "--model", "x", "--world-size", "0"],
+        ["plan", "config.yaml", "--model", "x", "--micro-batches", "none"],
+        ["plan", "config.yaml", "--model", "x", "--no-such-option"],
+        ["support", "--json", "--markdown"],
+        ["explain", "config.yaml", "--model", "x"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_2_without_a_traceback(arguments: Sequence[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught, cli._errors(debug=False):
+        raise UnsupportedError("`backend`: must be native here.")
+    assert caught.value.exit_code == 2
+    out = capsys.readouterr()
+    assert (out.out, out.err) == ("", "zerodrift: error: `backend`: must be native here.\n")
+
+
+def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), cli._errors(debug=True):
+        raise UnsupportedError("no")
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and err.endswith("zerodrift: error: no\n")
+
+
+def test_an_interrupt_exits_130() -> None:
+    with pytest.raises(typer.Exit) as caught, cli._errors(debug=False):
+        raise KeyboardInterrupt
+    assert caught.value.exit_code == 130
+
+
+def test_our_own_mistakes_are_not_hidden() -> None:
+    with pytest.raises(AssertionError), cli._errors(debug=False):
+        raise AssertionError("a broken promise")
+
+
+# --- streams ----------------------------------------------------------------------------------------
+
+
+class Screen:
+    """A stream that says whether it is a terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self, terminal: bool) -> None:
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "colored"),
+    [
+        (True, {}, True),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+        (False, {}, False),
+        (False, {"FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_colour_is_for_terminals(
+    terminal: bool, environment: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", Screen(terminal))
+    assert cli._color() is colored
+
+
+def test_piped_output_has_no_colour_codes() -> None:
+    done = run("support", FORCE_COLOR="1", COLUMNS="40")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) == 100
+
+
+def test_a_stream_of_few_characters_gets_them_plain() -> None:
+    done = run("support", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1] == "-" * 100
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "zerodrift", "support", "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == cli.BROKEN_PIPE
+
+
+@pytest.mark.parametrize("texts", [["a"], ["=1"], ["a=b"], ["a=1", "b"]])
+def test_auto_must_be_key_and_number(texts: list[str]) -> None:
+    with pytest.raises(cli.ConfigError, match="--auto"):
+        cli._numbers(texts)
+
+
+def test_auto_is_a_number_per_key() -> None:
+    assert cli._numbers(["train_batch_size=256", "optimizer.params.lr=1e-4"]) == {
+        "train_batch_size": 256.0,
+        "optimizer.params.lr": 1e-4,
+    }
+
+
+def test_a_page_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    with pytest.raises(cli.ZerodriftError, match=r"--html.*No such file or directory"):
+        cli._write(tmp_path / "missing" / "plan.html", "")

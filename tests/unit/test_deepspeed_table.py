@@ -1,0 +1,222 @@
+"""The table of DeepSpeed's keys: complete, in agreement with the schema, and obeyed by `load`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerodrift.config import deepspeed, fields
+from zerodrift.config.deepspeed import ENTRIES, SECTIONS, Entry
+from zerodrift.config.load import load
+from zerodrift.config.reference import OURS
+from zerodrift.errors import ConfigError
+
+KEYS = Path(__file__).parent / "data" / "deepspeed_keys.txt"
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "deepspeed").iterdir())
+
+
+def facts() -> list[str]:
+    """Every key path that DeepSpeed reads, written down once from its source."""
+    return [line for line in KEYS.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """A config that writes one dotted key, with what its block cannot do without."""
+    needed = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
+    config: dict[str, Any] = {}
+    place = config
+    *blocks, last = key.split(".")
+    for block in blocks:
+        place[block] = dict(needed.get(block, {})) if place is config else {}
+        place = place[block]
+    place[last] = value
+    return config
+
+
+# --- complete ---------------------------------------------------------------------------------------
+
+
+def test_the_facts_are_plausible() -> None:
+    assert len(facts()) == len(set(facts())) > 400
+    for key in ("bf16.enabled", "zero_optimization.stage3_prefetch_bucket_size", "aio.use_gds", "comet.mode"):
+        assert key in facts()
+
+
+def test_every_key_of_deepspeed_is_in_the_table() -> None:
+    free = ("optimizer.params", "scheduler.params")
+    assert not [key for key in facts() if deepspeed.find(key) is None and key not in free]
+    assert all(deepspeed.find(f"{key}.anything") for key in free)
+
+
+def test_no_key_of_deepspeed_is_unknown_to_load() -> None:
+    """Written with null, each loads or is part of a block that is refused as a whole."""
+    for key in facts():
+        try:
+            assert load(nested(key, None)).keys, key
+        except ConfigError as error:
+            assert "must be a key of" not in str(error), key
+
+
+def test_a_key_that_nobody_knows_is_not_found() -> None:
+    for key in ("gradient_cliping", "zero_optimization.overlap_com", "bf16.enable", "nebulous.enabled"):
+        assert deepspeed.find(key) is None
+        with pytest.raises(ConfigError, match="must be a key of"):
+            load(nested(key, True))
+
+
+def test_nothing_stands_in_the_table_twice() -> None:
+    keys = [entry.key for section in SECTIONS for entry in section.entries]
+    assert len(keys) == len(set(keys)) == len(ENTRIES)
+
+
+# --- in agreement with the schema -------------------------------------------------------------------
+
+
+def schema_keys() -> set[str]:
+    """The keys of the schema's DeepSpeed blocks that hold a value."""
+    return {
+        f"{key.path}.*" if fields.is_free(key.kind) else key.path
+        for key in fields.every_key()
+        if key.path.partition(".")[0] not in OURS and fields.block_of(key.kind) is None
+    }
+
+
+def test_every_field_of_a_deepspeed_block_is_used_in_the_table() -> None:
+    used = {entry.key for entry in ENTRIES.values() if entry.fate == "used"}
+    assert schema_keys() <= used
+
+
+def test_every_used_key_has_a_field() -> None:
+    known = schema_keys() | {key.path for key in fields.every_key()}
+    assert {entry.key for entry in ENTRIES.values() if entry.fate == "used"} <= known
+
+
+def test_no_ignored_or_refused_key_has_a_field() -> None:
+    known = {key.path for key in fields.every_key()}
+    assert not {entry.key.removesuffix(".*") for entry in ENTRIES.values() if entry.fate != "used"} & known
+
+
+def test_the_entries_are_well_formed() -> None:
+    for entry in ENTRIES.values():
+        assert entry.text and not entry.text.endswith(".")
+        assert bool(entry.instead or entry.harmless) <= (entry.fate == "refused")
+        assert not entry.instead or entry.instead.endswith(".")
+
+
+# --- obeyed -----------------------------------------------------------------------------------------
+
+REFUSED = [entry for entry in ENTRIES.values() if entry.fate == "refused"]
+IGNORED = [entry for entry in ENTRIES.values() if entry.fate == "ignored"]
+
+
+def asking(entry: Entry) -> Any:
+    """A value at which a refused key asks for something."""
+    if True in entry.harmless and not any(value == 1 and value is not True for value in entry.harmless):
+        return False
+    return next(value for value in (True, 8, "cpu") if value not in entry.harmless or value is True)
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.key)
+def test_a_refused_key_is_refused_where_it_asks_for_something(entry: Entry) -> None:
+    value = asking(entry)
+    with pytest.raises(ConfigError) as caught:
+        load(nested(entry.key, value))
+    message = str(caught.value)
+    assert message.startswith(f"config: `{entry.key}`: must be ")
+    assert entry.text in message and entry.instead in message
+    assert f"got {json.dumps(value)}" in message.replace("'", '"')
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.key)
+def test_a_refused_key_is_ignored_where_it_asks_for_nothing(entry: Entry) -> None:
+    for value in (None, "auto", *entry.harmless):
+        (use,) = [use for use in load(nested(entry.key, value)).keys if use.path == entry.key]
+        assert use.status == "ignored"
+        assert use.because.startswith("off, as here: ") and entry.text in use.because
+
+
+@pytest.mark.parametrize("entry", IGNORED, ids=lambda entry: entry.key)
+def test_an_ignored_key_is_listed_with_its_reason(entry: Entry) -> None:
+    path = entry.key.removesuffix("*") + "anything" if entry.key.endswith(".*") else entry.key
+    for value in (True, 5e8, "auto", [1, {"a": 2}]):
+        (use,) = [use for use in load(nested(path, value)).keys if use.path == path]
+        assert (use.status, use.because, use.value) == ("ignored", entry.text, value)
+
+
+def test_one_and_true_are_not_the_same() -> None:
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size"):
+        load(nested("zero_optimization.zero_hpz_partition_size", True))
+    assert load(nested("zero_optimization.zero_hpz_partition_size", 1)).keys[0].status == "ignored"
+    with pytest.raises(ConfigError, match="sparse_gradients"):
+        load({"sparse_gradients": 0})
+
+
+def test_a_refused_block_is_refused_as_a_whole() -> None:
+    source = {"zero_optimization": {"zenflow": {"topk_ratio": 0.1, "overlap_step": True}}}
+    with pytest.raises(ConfigError) as caught:
+        load(source)
+    assert str(caught.value).startswith("config: `zero_optimization.zenflow`: must be false: ")
+
+
+def test_a_block_that_only_the_table_knows_must_be_a_block() -> None:
+    for key in ("aio", "amp", "zero_optimization.offload_param", "activation_checkpointing"):
+        with pytest.raises(ConfigError, match="must be a block of keys; got 3"):
+            load(nested(key, 3))
+        for nothing in (None, {}):
+            assert load(nested(key, nothing)).keys[0].status == "ignored"
+
+
+def test_what_stands_beside_a_switch_follows_it() -> None:
+    off = load({"amp": {"enabled": False, "opt_level": "O1"}})
+    assert [use.status for use in off.keys] == ["ignored", "ignored"]
+    with pytest.raises(ConfigError) as caught:
+        load({"amp": {"enabled": True, "opt_level": "O1"}})
+    assert "opt_level" not in str(caught.value)
+
+
+def test_compression_is_refused_by_technique() -> None:
+    block = {
+        "weight_quantization": {
+            "shared_parameters": {"enabled": True, "schedule_offset": 0},
+            "different_groups": {"wq1": {"params": {"start_bits": 8}, "modules": ["attention"]}},
+        },
+        "row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        load({"compression_training": block})
+    assert "weight_quantization.shared_parameters.enabled`" in str(caught.value)
+    assert "row_pruning" not in str(caught.value)
+    block["weight_quantization"]["shared_parameters"]["enabled"] = False
+    assert all(use.status == "ignored" for use in load({"compression_training": block}).keys)
+
+
+# --- what users copy --------------------------------------------------------------------------------
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    """Every written key that holds no block, found without the code under test."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_loads_with_every_key_accounted_for(path: Path) -> None:
+    config = load(path)
+    assert [use.path for use in config.keys] == list(leaves(json.loads(path.read_text())))
+    assert {use.status for use in config.keys} <= {"used", "ignored"}
+    assert "used" in {use.status for use in config.keys}
+
+
+def test_there_are_examples_of_every_stage_and_mode() -> None:
+    configs = [load(path) for path in EXAMPLES]
+    assert {config.zero_optimization.stage for config in configs} == {0, 1, 2, 3}
+    assert len(EXAMPLES) >= 10
+    assert any(config.torch_autocast for config in configs)
+    assert any(config.gradient_clipping == "auto" for config in configs)

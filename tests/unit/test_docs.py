@@ -1,0 +1,254 @@
+"""The pages say what is true: code on them runs, output is fresh, numbers follow, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import zerodrift
+from tests.unit.models import parameter
+from tests.unit.test_layers import ROOMS
+from zerodrift.model.spec import ModelSpec
+from zerodrift.plan.cost import Cost
+from zerodrift.policy.nouns import COLUMNS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+RUNNING = ("README.md", "docs/plan.md")
+"""Pages whose Python is whole; elsewhere it is an excerpt."""
+
+MODEL = "examples/qwen3-moe-tiny"
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(language: str, names: tuple[str, ...] = ()) -> list[Any]:
+    """The fenced blocks of a language, as parameters of a test."""
+    found = []
+    for path in PAGES:
+        if names and name_of(path) not in names:
+            continue
+        texts = re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        found += [pytest.param(text, id=f"{name_of(path)}-{n}") for n, text in enumerate(texts)]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths on the pages are those of a person at the root of the repository."""
+    monkeypatch.chdir(ROOT)
+
+
+# --- code and output --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", blocks("python", RUNNING))
+def test_python_on_a_page_runs(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    exec(compile(text, "page", "exec"), {"__name__": "page"})
+    assert ("print(" in text) == bool(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("text", blocks("yaml", ("README.md", "docs/precision.md")))
+def test_yaml_on_a_page_plans(text: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.yaml").write_text(text)
+    assert zerodrift.make_plan(tmp_path / "config.yaml", MODEL, world_size=2).rows
+
+
+@pytest.fixture(scope="module")
+def refresh() -> ModuleType:
+    """`docs/refresh.py`, which writes what is checked here."""
+    spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_a_page_is_fresh(path: Path, refresh: ModuleType) -> None:
+    pytest.importorskip("transformers")
+    text = path.read_text(encoding="utf-8")
+    assert text == refresh.generated().get(path.name, refresh.fresh(text)), "run `make docs`"
+
+
+def test_the_readme_shows_the_plan_from_its_first_line_to_its_reasons() -> None:
+    shown = page("README.md").partition("--world-size 2\n")[2].partition("```")[0]
+    assert shown.startswith("zerodrift plan") and "\nwhy\n" in shown and "\ndecisions" not in shown
+
+
+# --- numbers ----------------------------------------------------------------------------------------
+
+
+def rows(name: str, heading: str) -> Iterator[list[str]]:
+    """The rows of the first table below a line that contains `heading`."""
+    lines = iter(page(name).partition(heading)[2].splitlines())
+    table = False
+    for line in lines:
+        if line.startswith("|"):
+            table = True
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            if "---" not in line:
+                yield [cell.strip() for cell in cells]
+        elif table:
+            return
+
+
+def value(text: str) -> float:
+    """What arithmetic on a page comes to: `(2 x 1,118,720 + 4 x 4,096) / 2`."""
+    plain = text.replace(",", "").replace(" x ", " * ")
+    assert re.fullmatch(r"[\d *+/().-]+", plain), text
+    return float(eval(plain))
+
+
+def figure(bill: Cost, label: str) -> int:
+    """A figure of a bill, by the name that a page gives it."""
+    if label.startswith("`"):
+        part, _, name = label.strip("`").partition(".")
+        return int(getattr(getattr(bill, part), name))
+    op, *words = label.replace("-", "_").split(", ")
+    purpose, dtype = words if len(words) == 2 else ("reduce", words[0])
+    (line,) = (each for each in bill.traffic if (each.op, each.purpose, each.dtype) == (op, purpose, dtype))
+    return line.bytes
+
+
+def test_the_bill_by_hand_is_the_bill() -> None:
+    pytest.importorskip("transformers")
+    plan = zerodrift.make_plan("examples/moe-pinned.yaml", MODEL, world_size=2)
+    head, *lines = rows("docs/plan.md", "### By hand\n")
+    assert head == ["segment", "elements", "with padding"]
+    segments = {(segment.numel, segment.padded) for segment in plan.segments}
+    assert {(value(numel), value(padded)) for _, numel, padded in lines} == segments
+    head, *lines = rows("docs/plan.md", "all routers 4 x 1,024 = 4,096.\n")
+    assert head == ["figure", "by hand", "bytes"] and len(lines) == 10
+    bill = zerodrift.cost(plan)
+    for label, by_hand, total in lines:
+        assert value(by_hand) == value(total) == figure(bill, label), label
+
+
+def even(world: int = 4) -> ModelSpec:
+    """A model of one block that no padding touches."""
+    return ModelSpec("even", (parameter("layers.0.mlp.up.weight", (256, 16 * world)),))
+
+
+def test_bytes_at_rest_are_those_of_the_table() -> None:
+    head, *lines = rows("docs/precision.md", "## What it costs\n")
+    assert head[1:] == ["storage", "master", "state", "at rest", "accumulate"]
+    assert len(lines) == 8
+    for written, *numbers in lines:
+        config = {"precision": yaml.safe_load(written.strip("`")), "zero_optimization": {"stage": 3}}
+        bill = zerodrift.cost(zerodrift.make_plan(config, even(), world_size=4))
+        rest = bill.rest
+        found = [rest.storage, rest.master, rest.state, rest.total, bill.peak.accumulate]
+        assert [each * 4 / bill.parameters for each in found] == [float(each) for each in numbers], written
+
+
+def test_bytes_on_the_wire_are_those_of_the_table() -> None:
+    head, *lines = rows("docs/plan.md", "`reduce: bf16`:\n")
+    assert head == ["config", "m = 1", "m = 8", "m = 1, bf16 wire", "m = 8, bf16 wire"]
+    assert len(lines) == 6
+    for written, *numbers in lines:
+        block = yaml.safe_load(written.strip("`"))
+        found = []
+        for precision in ({"mode": "bf16"}, {"mode": "bf16", "reduce": "bf16"}):
+            config: dict[str, Any] = {"precision": precision, "zero_optimization": {"stage": block["stage"]}}
+            if "keep_gathered" in block:
+                config["sharding"] = {"keep_gathered": block["keep_gathered"]}
+            plan = zerodrift.make_plan(config, even(), world_size=4)
+            for count in (1, 8):
+                bill = zerodrift.cost(plan, count)
+                sent = sum(line.bytes for line in bill.traffic if line.purpose != "norm")
+                found.append(sent / bill.parameters / (3 / 4))
+        assert found == [float(number) for number in numbers], written
+
+
+def test_the_sections_of_a_plan_are_those_that_are_described(refresh: ModuleType) -> None:
+    pytest.importorskip("transformers")
+    text = refresh.output(f"zerodrift plan examples/deepspeed/zero3-bf16.json --model {MODEL}")
+    headings = re.findall(r"^([a-z][a-z ]*)(?:   .*)?$", text, flags=re.MULTILINE)
+    described = page("docs/plan.md").lower()
+    for heading in ("marks", "why", "decisions", "buffers", "ignored keys", "cost"):
+        assert heading in headings and heading in described
+
+
+# --- words that must agree --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/plan.md", "docs/architecture.md"])
+def test_the_columns_are_all_there_in_order(name: str) -> None:
+    below = page(name).partition("| column | what it is |")[2]
+    found = re.findall(r"^\| `(\w+)` \| ", below, flags=re.MULTILINE)
+    assert tuple(found[: len(COLUMNS)]) == COLUMNS
+
+
+def test_the_rooms_are_those_that_the_layers_test_enforces() -> None:
+    head, *lines = rows("docs/architecture.md", "## 3. The rooms\n")
+    assert head == ["room", "what it does", "may import"]
+    shown = {room.strip("`"): set(above.split(", ")) - {"-"} for room, _, above in lines}
+    assert shown == ROOMS
+
+
+def test_the_stages_are_those_of_the_plan() -> None:
+    lines = list(rows("docs/architecture.md", "so there are no stage classes:\n"))
+    assert lines[0] == ["stage", "`storage`", "`reduce.when`", "`accumulate`", "`master`, `state`"]
+    for stage, storage, when, accumulate, master in lines[1:]:
+        config = {"precision": {"mode": "bf16"}, "zero_optimization": {"stage": int(stage)}}
+        columns = zerodrift.make_plan(config, even(), world_size=4).rows[0].columns
+        assert columns.update is not None
+        axes = (columns.storage.axis, columns.update.accumulate.axis, columns.update.axis)
+        assert [("sharded" if axis else "whole") for axis in axes] == [storage, accumulate, master]
+        assert columns.update.reduce.when == when
+
+
+# --- links and commands -----------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub forms them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), target
+        if anchor:
+            assert anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_make_targets_on_a_page_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", page("Makefile"), flags=re.MULTILINE))
+    for name in re.findall(r"(?:`|^)make ([a-z-]+)", path.read_text(), flags=re.MULTILINE):
+        assert name in targets, name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_options_on_a_page_exist(path: Path) -> None:
+    from tests.unit.test_cli_surface import SURFACE
+
+    joined = re.sub(r"\\\n\s*", "", path.read_text())
+    for verb, rest in re.findall(r"^(?:\$ )?zerodrift (\w+)([^\n#]*)", joined, flags=re.MULTILINE):
+        for option in re.findall(r"(?<=\s)--[a-z-]+", rest):
+            assert option in SURFACE[verb], f"{verb} {option}"

@@ -1,0 +1,115 @@
+"""A room imports only what stands above it: the house, enforced."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "zerodrift"
+
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "record": set(),
+    "dtypes": {"errors"},
+    "mesh": {"errors"},
+    "config": {"dtypes", "errors"},
+    "model": {"dtypes", "errors"},
+    "policy": {"config", "dtypes", "errors", "mesh", "model", "record"},
+    "plan": {"policy", "dtypes", "errors", "mesh", "model", "record"},
+    "report": {"plan", "policy", "dtypes", "errors", "mesh", "model", "record", "config"},
+    "kernels": {"dtypes", "errors"},
+    "comm": {"dtypes", "errors", "mesh"},
+    "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh"},
+    "engine": {"optim", "kernels", "comm", "plan", "policy", "report", "model", "dtypes", "errors", "mesh"},
+    "api": {"config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim", "errors"},
+    "cli": {"api", "config", "model", "plan", "policy", "report", "errors", "mesh"},
+}
+"""Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""
+
+TORCH_FREE = {"errors", "record", "dtypes", "mesh", "config", "policy", "plan", "report", "cli"}
+"""Rooms that must be importable where torch is not."""
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> list[tuple[str, int]]:
+    """Every absolute import with its line."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(name, node.lineno) for name in names]
+    return found
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[:2] != "__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_rooms_above_it(path: Path) -> None:
+    room = room_of(path)
+    assert room in ROOMS, f"{room} is not in the table of rooms"
+    for name, line in imports(ast.parse(path.read_text())):
+        parts = name.split(".")
+        if parts[0] != "zerodrift" or len(parts) < 2:
+            continue
+        target = parts[1]
+        if target in ROOMS and target != room:
+            assert target in ROOMS[room], f"{path.name}:{line}: {room} must not import {target}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room_of(p) in TORCH_FREE], ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_pure_rooms_do_not_import_torch_at_the_top(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        names = [name for name, _ in imports(node)] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        assert not any(name.split(".")[0] in ("torch", "transformers") for name in names)
+
+
+def test_the_table_has_no_cycle() -> None:
+    done: set[str] = set()
+    while len(done) < len(ROOMS):
+        ready = {room for room, above in ROOMS.items() if room not in done and above <= done}
+        assert ready, f"a cycle among {sorted(set(ROOMS) - done)}"
+        done |= ready
+
+
+def test_only_one_file_calls_collectives() -> None:
+    calls = {
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_reduce",
+        "all_to_all_single",
+        "broadcast",
+    }
+    for path in FILES:
+        if path.relative_to(PACKAGE).as_posix() == "comm/collectives.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in calls:
+                assert not (isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed")), (
+                    path
+                )
+
+
+def test_no_room_reads_the_environment_but_those_that_may() -> None:
+    allowed = {"comm/mesh.py", "cli.py"}
+    for path in FILES:
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            reads = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            assert not reads or name in allowed or name.startswith("kernels/"), (
+                f"{name} reads the environment"
+            )
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    assert not [path for path in FILES if path.stem in ("utils", "helpers", "common", "misc")]

@@ -1,0 +1,357 @@
+"""`load`: what every key becomes, and what is said when it cannot be meant."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.refused import problems, said, write
+from zerodrift.config import fields
+from zerodrift.config.load import MAX_UNKNOWN, load
+from zerodrift.dtypes import DType
+
+
+def ends(source: Any, *overrides: str) -> dict[str, str]:
+    """path -> how the key ended."""
+    return {use.path: use.status for use in load(source, overrides).keys}
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+def rule(**keys: Any) -> dict[str, Any]:
+    return {"precision": {"rules": [{("class" if key == "klass" else key): v for key, v in keys.items()}]}}
+
+
+# --- values -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "`zero_optimization.stage`: must be 0, 1, 2 or 3; got 4."),
+        (
+            {"zero_optimization": {"stage": "3"}},
+            "`zero_optimization.stage`: must be 0, 1, 2 or 3; got '3'. Write it without quotes.",
+        ),
+        ({"zero_optimization": {"stage": True}}, "must be 0, 1, 2 or 3; got true."),
+        (
+            {"zero_optimization": {"stage": "auto"}},
+            "must be 0, 1, 2 or 3; got 'auto'. \"auto\" has no meaning here: write the value, or leave",
+        ),
+        ({"bf16": {"enabled": 1}}, '`bf16.enabled`: must be true, false or "auto"; got 1.'),
+        ({"bf16": True}, "`bf16`: must be a block of keys; got true."),
+        ({"precision": {"master": "splitt"}}, '"split" or "same"; got \'splitt\'. Did you mean `split`?'),
+        ({"precision": {"accumulate": "bflat16"}}, "bf16 or fp16; got 'bflat16'. Did you mean `bfloat16`"),
+        ({"precision": {"accumulate": "int8"}}, "must be fp32, bf16 or fp16; got 'int8'."),
+        ({"precision": {"reduce": 3}}, "must be fp32, bf16, fp16 or a block of keys; got 3."),
+        ({"precision": {"reduce": {"wire": 3}}}, "`precision.reduce.wire`: must be fp32, bf16 or fp16"),
+        ({"gradient_clipping": -1}, '`gradient_clipping`: must be a number of at least 0 or "auto"; got -1.'),
+        ({"gradient_clipping": "1.0"}, "got '1.0'. Write it without quotes."),
+        ({"gradient_clipping": True}, 'must be a number of at least 0 or "auto"; got true.'),
+        ({"train_batch_size": 0}, '`train_batch_size`: must be a whole number above 0 or "auto"; got 0.'),
+        ({"train_batch_size": 2.5}, '`train_batch_size`: must be a whole number above 0 or "auto"; got 2.5.'),
+        ({"fp16": {"initial_scale_power": 200}}, "must be a whole number from 0 to 120 or"),
+        ({"fp16": {"min_loss_scale": 0}}, 'must be a number above 0 or "auto"; got 0.'),
+        (
+            {"zero_optimization": {"fp32_pinned_parameters": "router"}},
+            "must be a list of strings; got 'router'. Write `[\"router\"]`.",
+        ),
+        (
+            {"zero_optimization": {"fp32_pinned_parameters": 3}},
+            "must be a list of strings; got 3. Write a list, even for one item.",
+        ),
+        (
+            {"zero_optimization": {"fp32_pinned_parameters": ["a", 3]}},
+            "`zero_optimization.fp32_pinned_parameters[1]`: must be a string; got 3.",
+        ),
+        ({"precision": {"rules": {"match": "x"}}}, "must be a list of blocks of keys; got {'match"),
+        ({"precision": {"rules": ["x"]}}, "`precision.rules[0]`: must be a block of keys; got 'x'."),
+        ({"optimizer": {"params": {"lr": 1}}}, "`optimizer.type`: must be given: a string. Adam, AdamW,"),
+        ({"optimizer": {"type": 3}}, "`optimizer.type`: must be a string; got 3."),
+        ({"optimizer": {"type": "Adam", "params": [1]}}, "must be a block of arguments; got [1]."),
+        ({"pipeline": {"stages": 0}}, "`pipeline.stages`: must be a whole number above 0; got 0."),
+        (
+            {"zero_optimization": {"load_from_fp32_weights": False}},
+            "`zero_optimization.load_from_fp32_weights`: must be true; got false. Masters always start",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            'must be "none" or "cpu"; got \'nvme\'. There is no offload to NVMe.',
+        ),
+        (
+            {"zero_optimization": True},
+            '`zero_optimization`: must be a block of keys; got true. Write `{"stage": 1}` for true',
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_in_our_words(source: Any, expected: str) -> None:
+    (message,) = problems(source)
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "expected"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage", 3),
+        ({"train_batch_size": 2e3}, "train_batch_size", 2000),
+        ({"train_batch_size": "auto"}, "train_batch_size", "auto"),
+        ({"gradient_clipping": 0}, "gradient_clipping", 0.0),
+        ({"precision": {"accumulate": "torch.float32"}}, "precision.accumulate", DType.FP32),
+        ({"precision": {"reduce": "bfloat16"}}, "precision.reduce", DType.BF16),
+        ({"precision": {"reduce": {"sum": "half"}}}, "precision.reduce.sum", DType.FP16),
+        ({"precision": {"buffers": "keep"}}, "precision.buffers", "keep"),
+        ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale", 128.0),
+        ({"fp16": {"loss_scale_window": 1e3}}, "fp16.loss_scale_window", 1000),
+        (zero(load_from_fp32_weights=True), "zero_optimization.load_from_fp32_weights", True),
+        (zero(offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer.device", "cpu"),
+        (zero(mics_shard_size=-1), "zero_optimization.mics_shard_size", -1),
+        ({"sharding": {"units": ["layers.*"]}}, "sharding.units", ("layers.*",)),
+        ({"backend": "fsdp2"}, "backend", "fsdp2"),
+    ],
+)
+def test_a_right_value_arrives(source: Any, path: str, expected: Any) -> None:
+    value: Any = load(source)
+    for part in path.split("."):
+        value = getattr(value, part)
+    assert value == expected
+
+
+JARGON = re.compile(
+    r"pydantic|errors\.|https?:|Input|validation|literal|(int|bool|float|string)_type|valid (bool|int)"
+)
+
+
+def test_messages_have_no_words_of_the_validator() -> None:
+    """Every field of the schema, given something absurd."""
+    for key in fields.every_key():
+        if "[]" in key.path:
+            continue
+        source: dict[str, Any] = {}
+        nested = source
+        *blocks, last = key.path.split(".")
+        for block in blocks:
+            nested[block] = nested = {}
+        nested[last] = [[0.5]]
+        message = said(source)
+        assert f"`{key.path}" in message
+        assert not JARGON.search(message), message
+
+
+# --- rules ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected", "right"),
+    [
+        (rule(pin="fp32"), "[0]`: must say which parameters it is for", rule(match="a", pin="fp32")),
+        (rule(match=None, pin="fp32"), "must say which", rule(klass="A", match=None, pin="fp32")),
+        (rule(match="a"), "must set something: a column, `pin` or `output`", rule(match="a", output="keep")),
+        (rule(klass="A"), "must set something", rule(klass="A", reduce={"when": "last"})),
+        (rule(match="a", storage=None), "must set something", rule(match="a", storage="fp32")),
+        (
+            rule(match="a", pin="bf16"),
+            "[0].pin`: must be fp32; got 'bf16'. For another dtype, set the columns one by one.",
+            rule(match="a", pin="float32"),
+        ),
+    ],
+)
+def test_a_rule_needs_a_subject_and_an_effect(wrong: Any, expected: str, right: Any) -> None:
+    (message,) = problems(wrong)
+    assert expected in message
+    assert len(load(right).precision.rules) == 1
+
+
+def test_a_misspelt_key_of_a_rule_is_told_once() -> None:
+    (message,) = problems(rule(match="a", redcue="fp32"))
+    place = "precision.rules[0]"
+    assert message == f"`{place}.redcue`: must be a key of `{place}`. Did you mean `reduce`?"
+    (message,) = problems({"optimizer": {"typ": "Adam"}})
+    assert message == "`optimizer.typ`: must be a key of `optimizer`. Did you mean `type`?"
+
+
+# --- unknown keys -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"gradient_cliping": 1.0}, "Did you mean `gradient_clipping`?"),
+        ({"Train_Batch_Size": 1}, "Did you mean `train_batch_size`?"),
+        ({"zero_optimisation": {"stage": 1}}, "Did you mean `zero_optimization`?"),
+        ({"grad_accum_dtype": "fp32"}, "`data_types.grad_accum_dtype` or `gradient_accumulation_dtype`?"),
+        ({"stage": 3}, "Did you mean `zero_optimization.stage`?"),
+        ({"offload_optimizer": {}}, "Did you mean `zero_optimization.offload_optimizer`?"),
+        ({"overlap_comm": True}, "Did you mean `zero_optimization.overlap_comm`?"),
+        ({"zero_optimization": {"overlap_com": True}}, "Did you mean `overlap_comm`?"),
+        ({"zero_optimization": {"gradient_clipping": 1.0}}, "Did you mean `gradient_clipping` at top level?"),
+        ({"precision": {"accumlate": "fp32"}}, "Did you mean `accumulate`?"),
+        ({"data_types": {"grad_acc_dtype": "fp32"}}, "Did you mean `grad_accum_dtype`?"),
+        ({"bf16": {"enable": True}}, "Did you mean `enabled`"),
+        ({"zero_optimization.stage": 3}, "Nest it: `zero_optimization` > `stage`."),
+        (
+            {"activation_checkpointing": {}, "xyzzy": 1},
+            "docs/config.md and docs/deepspeed.md list every key.",
+        ),
+        ({"keys": []}, "must be a key of zerodrift or DeepSpeed"),
+        ({"precision": {"rules": [{"match": "a", "klass": "b", "pin": "fp32"}]}}, "Did you mean `class`?"),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest_known_one(source: Any, expected: str) -> None:
+    (message,) = problems(source)
+    assert "must be a key of " in message
+    assert expected in message
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    source = {
+        "zero_optimization": {"stage": 4, "overlap_com": True, "zero_quantized_weights": True},
+        "gradient_cliping": 1.0,
+        "bf16": {"enabled": "yes"},
+        "amp": {"enabled": True},
+        "precision": {"rules": [{"pin": "bf16"}]},
+        "steps_per_print": -1,
+    }
+    path = write(tmp_path, "ds.json", json.dumps(source))
+    message = said(path, "nonsense")
+    assert message.startswith(f"{path}: 10 problems\n  1. ")
+    for where in (
+        "zero_optimization.stage",
+        "zero_optimization.overlap_com",
+        "zero_optimization.zero_quantized_weights",
+        "gradient_cliping",
+        "bf16.enabled",
+        "amp.enabled",
+        "precision.rules[0]",
+        "precision.rules[0].pin",
+        "steps_per_print",
+        "overrides",
+    ):
+        assert f". `{where}`: must " in message
+
+
+def test_a_file_of_another_kind_is_not_told_key_by_key() -> None:
+    found = problems({f"word{number}": number for number in range(5000)})
+    assert len(found) == MAX_UNKNOWN + 1
+    assert found[-1] == (
+        f"`config`: must hold known keys; got {5000 - MAX_UNKNOWN:,} more unknown keys. "
+        "Is it the file you meant?"
+    )
+
+
+# --- how keys end -----------------------------------------------------------------------------------
+
+
+def test_every_key_ends_used_or_ignored_in_the_order_written() -> None:
+    source = {
+        "wall_clock_breakdown": False,
+        "precision": {"rules": [{"match": "a", "pin": "fp32"}, {"class": "B", "reduce": {"wire": "fp32"}}]},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "none"}},
+        "gradient_clipping": None,
+        "fp16": {},
+        "aio": None,
+    }
+    assert list(ends(source).items()) == [
+        ("wall_clock_breakdown", "ignored"),
+        ("precision.rules[0].match", "used"),
+        ("precision.rules[0].pin", "used"),
+        ("precision.rules[1].class", "used"),
+        ("precision.rules[1].reduce.wire", "used"),
+        ("optimizer.type", "used"),
+        ("optimizer.params.lr", "used"),
+        ("optimizer.params.betas", "used"),
+        ("optimizer.params.torch_adam", "ignored"),
+        ("zero_optimization.stage", "used"),
+        ("zero_optimization.reduce_bucket_size", "ignored"),
+        ("zero_optimization.offload_param.device", "ignored"),
+        ("gradient_clipping", "ignored"),
+        ("fp16", "ignored"),
+        ("aio", "ignored"),
+    ]
+    config = load(source)
+    assert all(bool(use.because) == (use.status == "ignored") for use in config.keys)
+    values = {use.path: use.value for use in config.keys}
+    assert values["optimizer.params.betas"] == [0.9, 0.95]
+    assert values["zero_optimization.reduce_bucket_size"] == "auto"
+    assert config.gradient_clipping is None and config.fp16 is None
+
+
+def test_ignored_arguments_do_not_reach_the_optimizer() -> None:
+    params = {"lr": 1, "torch_adam": True, "adam_w_mode": False}
+    config = load({"optimizer": {"type": "Adam", "params": params}})
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1, "adam_w_mode": False}
+
+
+def test_a_block_of_ignored_keys_leaves_nothing_behind() -> None:
+    assert load({"pipeline": {"seed_layers": True}}).pipeline is None
+    assert load({"pipeline": {"seed_layers": True, "stages": 2}}).pipeline is not None
+
+
+def test_the_old_name_of_bf16() -> None:
+    config = load({"bfloat16": {"enabled": True, "immediate_grad_update": True}})
+    assert config.bf16 is not None and config.bf16.enabled is True
+    assert [use.path for use in config.keys] == ["bfloat16.enabled", "bfloat16.immediate_grad_update"]
+    (message,) = problems({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert "`bfloat16`: must not come with `bf16`" in message
+    (message,) = problems({"bfloat16": {"enabled": 3, "check_grad_overflow": True}})
+    assert message.startswith("`bfloat16.enabled`: must be true, false")
+
+
+# --- overrides --------------------------------------------------------------------------------------
+
+
+def test_overrides_are_yaml_values_at_dotted_paths() -> None:
+    config = load(
+        {"bf16": {"enabled": True}, "gradient_clipping": 5, **rule(match="a", pin="fp32")},
+        [
+            "zero_optimization.stage=3",
+            "gradient_clipping=",
+            "optimizer.type=AdamW",
+            "optimizer.params.lr=1e-5",
+            "precision.rules[0].match=*.router.*",
+            "precision.rules[1].class=torch.nn.LayerNorm",
+            "precision.rules[1].reduce={wire: fp32}",
+            "sharding.units=[layers.*, head]",
+            " backend = native",
+        ],
+    )
+    assert config.zero_optimization.stage == 3
+    assert config.gradient_clipping is None
+    assert config.optimizer is not None and config.optimizer.params == {"lr": 1e-5}
+    subjects = [rule.match or rule.klass for rule in config.precision.rules]
+    assert subjects == ["*.router.*", "torch.nn.LayerNorm"]
+    assert config.sharding.units == ("layers.*", "head")
+    assert config.backend == "native"
+
+
+def test_the_last_override_wins_and_is_checked_like_the_file() -> None:
+    assert load({}, ["zero_optimization.stage=1", "zero_optimization.stage=2"]).zero_optimization.stage == 2
+    assert "must be 0, 1, 2 or 3; got 9" in said({}, "zero_optimization.stage=9")
+    assert "Did you mean `zero_optimization.stage`" in said({}, "stage=1")
+    assert load({}, "backend=native").backend == "native"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("foo", "must be `dotted.path=value`; got 'foo'"),
+        ("=3", "must be `dotted.path=value`"),
+        ("a..b=3", "must be `dotted.path=value`"),
+        ("a[x]=3", "must be `dotted.path=value`"),
+        ("bf16.enabled={", "must have a YAML value"),
+        ("bf16.enabled=!!python/none x", "must have a YAML value"),
+        ("gradient_clipping.x=3", "`gradient_clipping`: must be a block to have keys set; got 1.0"),
+        ("precision[0]=3", "`precision`: must be a list to have items set"),
+        ("precision.rules[2].pin=fp32", "must not lie beyond `precision.rules[0]`"),
+    ],
+)
+def test_a_wrong_override(override: str, expected: str) -> None:
+    source = {"gradient_clipping": 1.0, "precision": {"rules": []}}
+    assert expected in said(source, override)

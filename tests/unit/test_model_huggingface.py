@@ -1,0 +1,270 @@
+"""A ModelSpec out of a config: what is described is what `from_pretrained` would hold."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerodrift.dtypes import DType
+from zerodrift.errors import ModelError
+from zerodrift.model.huggingface import from_hf
+from zerodrift.model.module import from_module
+from zerodrift.model.spec import ModelSpec
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "dtype": "bfloat16",
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"tie_word_embeddings": True, "architectures": ["LlamaForCausalLM"]},
+    "qwen3_moe": SMALL | EXPERTS | {"num_experts": 4},
+    "gpt_oss": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "dtype": "float16"},
+    "deepseek_v3": SMALL
+    | EXPERTS
+    | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+    | {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    | {"first_k_dense_replace": 1, "head_dim": 4},
+}
+
+
+def folder(path: Path, model_type: str, **changed: Any) -> Path:
+    """A folder with the small config of a kind of model."""
+    path.mkdir(exist_ok=True)
+    config = {"model_type": model_type} | CONFIGS.get(model_type, SMALL) | changed
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        from_hf(path)
+    return str(caught.value)
+
+
+def dtypes(spec: ModelSpec) -> dict[str, DType]:
+    named = {parameter.name: parameter.dtype for parameter in spec.parameters}
+    return named | {buffer.name: buffer.dtype for buffer in spec.buffers}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_the_spec_is_that_of_the_loaded_model(tmp_path: Path, model_type: str) -> None:
+    folder(tmp_path, model_type)
+    described = from_hf(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    expected = from_module(loaded)
+    assert described.parameters == expected.parameters
+    assert described.buffers == expected.buffers
+    assert described.source == f"{tmp_path} ({type(loaded).__name__})"
+    assert described.checkpoint == ()
+    assert dict(from_hf(tmp_path).checkpoint)["model.norm.weight"] is expected.parameters[0].dtype
+
+
+def test_tied_embeddings_are_one_parameter(tmp_path: Path) -> None:
+    (embedding, *_) = from_hf(folder(tmp_path, "llama")).parameters
+    assert embedding.names == ("model.embed_tokens.weight", "lm_head.weight")
+    assert [owner.klass for owner in embedding.owners] == [
+        "torch.nn.modules.sparse.Embedding",
+        "torch.nn.modules.linear.Linear",
+    ]
+    apart = from_hf(folder(tmp_path, "llama", tie_word_embeddings=False))
+    assert (apart.parameters[0].names, apart.parameters[-1].names) == (
+        ("model.embed_tokens.weight",),
+        ("lm_head.weight",),
+    )
+
+
+def test_a_tie_not_yet_made_counts(tmp_path: Path) -> None:
+    from transformers.initialization import no_tie_weights
+
+    config = transformers.AutoConfig.from_pretrained(folder(tmp_path, "llama"))
+    with torch.device("meta"), no_tie_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert from_module(model).parameters == from_hf(tmp_path).parameters
+
+
+def test_classes_and_fp32_of_a_router(tmp_path: Path) -> None:
+    spec = from_hf(folder(tmp_path, "deepseek_v3"))
+    found = {parameter.name: parameter for parameter in spec.parameters}
+    router = found["model.layers.1.mlp.gate.weight"]
+    assert router.owners[0].klass.startswith(
+        "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3"
+    )
+    assert dtypes(spec)["model.layers.1.mlp.gate.e_score_correction_bias"] is DType.FP32
+    assert router.dtype is DType.BF16
+    assert {buffer.name: buffer.persistent for buffer in spec.buffers} == {
+        "model.layers.1.mlp.gate.e_score_correction_bias": True,
+        "model.rotary_emb.inv_freq": False,
+        "model.rotary_emb.original_inv_freq": False,
+    }
+
+
+def test_the_dtype_is_the_configs_else_the_checkpoints_else_fp32(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def norm() -> DType:
+        return dtypes(from_hf(tmp_path))["model.norm.weight"]
+
+    folder(tmp_path, "llama", dtype=None)
+    assert norm() is DType.FP32
+    save_file(
+        {"steps": torch.zeros(1, dtype=torch.int32), "w": torch.zeros(1).half()}, tmp_path / "a.safetensors"
+    )
+    assert norm() is DType.FP16
+    assert dtypes(from_hf(tmp_path / "config.json"))["model.norm.weight"] is DType.FP32
+    folder(tmp_path, "llama", dtype="bfloat16")
+    assert norm() is DType.BF16
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert norm() is DType.BF16
+
+
+def test_the_class_is_the_named_one_else_causal_else_base(tmp_path: Path) -> None:
+    def built(model_type: str, **changed: Any) -> str:
+        return from_hf(folder(tmp_path, model_type, **changed)).source.partition("(")[2].rstrip(")")
+
+    assert (
+        built("llama", architectures=["LlamaForSequenceClassification"]) == "LlamaForSequenceClassification"
+    )
+    assert built("llama", architectures=None) == "LlamaForCausalLM"
+    assert built("llama", architectures=["OfTheirOwn"]) == "LlamaForCausalLM"
+    assert built("llama", architectures=["GPT2LMHeadModel"]) == "LlamaForCausalLM"
+    assert built("vit", architectures=None) == "ViTModel"
+
+
+def test_an_attention_kernel_that_is_not_here_does_not_matter(tmp_path: Path) -> None:
+    plain = from_hf(folder(tmp_path, "llama"))
+    assert from_hf(folder(tmp_path, "llama", attn_implementation="flash_attention_2")) == plain
+
+
+def test_a_quantized_checkpoint_is_described_unquantized(tmp_path: Path) -> None:
+    plain = from_hf(folder(tmp_path, "llama"))
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    assert from_hf(folder(tmp_path, "llama", quantization_config=fp8)) == plain
+
+
+def test_a_broken_checkpoint_beside_the_config_is_refused(tmp_path: Path) -> None:
+    folder(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors`: must open with a header length" in refusal(tmp_path)
+    assert from_hf(tmp_path / "config.json").checkpoint == ()
+
+
+def test_a_config_that_is_not_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{\n  "model_type": llama\n}')
+    assert "config.json`: must be JSON; got Expecting value at line 2, column 17." in refusal(tmp_path)
+    path.write_text("[]")
+    assert "must be a JSON object; got list" in refusal(path)
+    assert "No such file" in refusal(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        (None, "got no such key. Is it the config of a model?"),
+        (7, "got 7."),
+        ("lama", "got 'lama'. Did you mean `llama`"),
+        ("qqqqqqqq", "got 'qqqqqqqq'. Upgrade `transformers`"),
+    ],
+)
+def test_a_model_type_that_is_missing_or_unknown(tmp_path: Path, model_type: Any, said: str) -> None:
+    auto = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    text = refusal(folder(tmp_path, model_type, **auto))
+    assert "`model_type` must be one that the installed `transformers` knows" in text and said in text
+
+
+def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
+    auto = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')\n")
+    assert from_hf(folder(tmp_path, "llama", **auto)).parameters
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_attention_heads": "four"}, "must be a config that `transformers` can read; got "),
+        (
+            {"hidden_act": "no-such-activation"},
+            "must be a config that a model can be built from; got KeyError",
+        ),
+        ({"dtype": "no_such_dtype"}, "config.json`: must be a config that "),
+    ],
+)
+def test_a_config_that_cannot_be_built_says_why_in_a_line(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    text = refusal(folder(tmp_path, "llama", **changed))
+    assert said in text and "\n" not in text
+
+
+def test_building_is_silent_and_leaves_logging_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    from_hf(folder(tmp_path, "llama", no_such_key=3, rope_parameters={"rope_type": "default", "odd": 1}))
+    refusal(folder(tmp_path, "llama", hidden_act="no-such-activation"))
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err, logging.get_verbosity()) == ("", "", before)
+
+
+@pytest.mark.parametrize(
+    ("name", "klass", "tied"),
+    [("qwen3-moe-tiny", "Qwen3MoeForCausalLM", False), ("llama-tied-tiny", "LlamaForCausalLM", True)],
+)
+def test_bundled_examples_build(name: str, klass: str, tied: bool) -> None:
+    spec = from_hf(EXAMPLES / name)
+    assert spec.source.endswith(f"({klass})")
+    assert any(len(parameter.names) > 1 for parameter in spec.parameters) is tied
+    assert 5e5 < spec.numel < 2e6
+
+
+def test_671_billion_parameters_take_seconds(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "dtype": "bfloat16"}))
+    began = time.perf_counter()
+    spec = from_hf(tmp_path)
+    assert spec.numel == 671_026_404_352
+    assert time.perf_counter() - began < 10
+
+
+def test_a_lora_model_keeps_mixed_dtypes_and_frozen_weights(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = transformers.AutoConfig.from_pretrained(folder(tmp_path, "llama"))
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.base_model.model.model.layers[0].self_attn.q_proj.lora_A.float()
+    spec = from_module(model)
+    found = {parameter.name: parameter for parameter in spec.parameters}
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    adapter, frozen = found[f"{prefix}.lora_A.default.weight"], found[f"{prefix}.base_layer.weight"]
+    assert (adapter.trained, adapter.dtype, adapter.shape) == (True, DType.FP32, (2, 32))
+    assert (frozen.trained, frozen.dtype) == (False, DType.BF16)
+    assert adapter.owners[0].path == f"{prefix}.lora_A.default"
+    assert found["base_model.model.model.embed_tokens.weight"].names[1:] == (
+        "base_model.model.lm_head.weight",
+    )
+    assert {p.name for p in spec.parameters if p.trained} == {n for n in found if "lora_" in n}

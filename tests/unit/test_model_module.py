@@ -1,0 +1,180 @@
+"""A ModelSpec out of a module: ties, buffers, classes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerodrift.dtypes import DType
+from zerodrift.errors import ModelError
+from zerodrift.model.module import from_module
+from zerodrift.model.spec import BufferSpec, Owner
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+LINEAR = "torch.nn.modules.linear.Linear"
+EMBEDDING = "torch.nn.modules.sparse.Embedding"
+
+
+class Tied(nn.Module):
+    """Embedding and head are one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class DeclaredTie(nn.Module):
+    """Declares a tie, as models of `transformers` do, and has not made it."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 6, bias=False)
+        self.body = nn.Linear(4, 4)
+        self.embed = nn.Embedding(6, width)
+        self.all_tied_weights_keys = {"head.weight": "embed.weight", "gone.weight": "embed.weight"}
+
+
+def test_names_shapes_owners_and_order_are_the_modules_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.LayerNorm(5))
+    spec = from_module(model)
+    assert [parameter.name for parameter in spec.parameters] == [name for name, _ in model.named_parameters()]
+    assert [parameter.shape for parameter in spec.parameters] == [(5, 3), (5,), (5,), (5,)]
+    assert spec.parameters[0].owners == (Owner("0", LINEAR),)
+    assert spec.parameters[2].owners == (Owner("2", "torch.nn.modules.normalization.LayerNorm"),)
+    assert all(parameter.dtype is DType.FP32 and parameter.trained for parameter in spec.parameters)
+    assert (spec.source, spec.checkpoint, spec.numel) == ("Sequential", (), 30)
+
+
+def test_the_source_is_what_the_caller_says() -> None:
+    assert from_module(nn.Linear(1, 1), "mine").source == "mine"
+
+
+def test_the_meta_device_gives_the_same_spec() -> None:
+    with torch.device("meta"):
+        meta = Tied()
+    assert from_module(meta) == from_module(Tied())
+
+
+def test_a_parameter_of_the_root_is_owned_by_the_root() -> None:
+    model = Tied()
+    model.register_parameter("scale", nn.Parameter(torch.zeros(())))
+    scale = from_module(model).parameters[0]
+    assert (scale.name, scale.shape, scale.numel) == ("scale", (), 1)
+    assert scale.owners == (Owner("", f"{__name__}.Tied"),)
+
+
+def test_a_tied_parameter_is_one_with_all_its_names() -> None:
+    spec = from_module(Tied())
+    assert [parameter.names for parameter in spec.parameters] == [
+        ("embed.weight", "head.weight"),
+        ("body.weight",),
+        ("body.bias",),
+    ]
+    assert spec.parameters[0].owners == (Owner("embed", EMBEDDING), Owner("head", LINEAR))
+    assert spec.numel == 24 + 16 + 4
+
+
+def test_a_module_used_twice_ties_everything_in_it() -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    spec = from_module(nn.ModuleList([block, nn.Linear(2, 2, bias=False), block]))
+    assert [parameter.names for parameter in spec.parameters] == [
+        ("0.0.weight", "2.0.weight"),
+        ("0.0.bias", "2.0.bias"),
+        ("0.1.weight", "2.1.weight"),
+        ("1.weight",),
+    ]
+
+
+def test_nested_ties_across_three_levels() -> None:
+    inner, outer = Tied(), nn.Module()
+    outer.add_module("first", inner)
+    outer.add_module("deep", nn.ModuleDict({"again": inner.head}))
+    (shared, *_) = from_module(outer).parameters
+    assert shared.names == ("first.embed.weight", "first.head.weight", "deep.again.weight")
+    assert [owner.path for owner in shared.owners] == ["first.embed", "first.head", "deep.again"]
+
+
+def test_a_declared_tie_counts_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"language": DeclaredTie()})
+    spec = from_module(model)
+    assert [parameter.names for parameter in spec.parameters] == [
+        ("language.head.weight", "language.embed.weight"),
+        ("language.body.weight",),
+        ("language.body.bias",),
+    ]
+
+
+def test_with_weights_the_objects_are_the_truth() -> None:
+    assert len(from_module(DeclaredTie()).parameters) == 4
+
+
+def test_a_declared_tie_of_different_shapes_is_refused() -> None:
+    with torch.device("meta"):
+        model = DeclaredTie(width=5)
+    with pytest.raises(ModelError, match=r"`head.weight`: must be like `embed.weight`.*\(6, 4\).*\(6, 5\)"):
+        from_module(model)
+
+
+def test_trained_is_requires_grad() -> None:
+    model = Tied()
+    model.body.bias.requires_grad_(False)
+    assert {p.name: p.trained for p in from_module(model).parameters} == {
+        "embed.weight": True,
+        "body.weight": True,
+        "body.bias": False,
+    }
+
+
+def test_buffers_with_dtype_and_persistence() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model[0].register_buffer("table", torch.zeros(2, 2, dtype=torch.bfloat16), persistent=False)
+    model.register_buffer("nothing", None)
+    model.register_buffer("mask", torch.zeros(4, dtype=torch.bool), persistent=False)
+    assert from_module(model).buffers == (
+        BufferSpec("mask", (4,), DType.BOOL, persistent=False),
+        BufferSpec("0.running_mean", (3,), DType.FP32),
+        BufferSpec("0.running_var", (3,), DType.FP32),
+        BufferSpec("0.num_batches_tracked", (), DType.INT64),
+        BufferSpec("0.table", (2, 2), DType.BF16, persistent=False),
+    )
+
+
+def test_every_unknown_dtype_is_named_at_once() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False, dtype=torch.bfloat16) for _ in range(3)])
+    from_module(model)
+    for index, dtype in ((0, torch.uint16), (1, torch.uint16), (2, torch.complex128)):
+        model[index].weight = nn.Parameter(torch.zeros(2, 2, dtype=dtype), requires_grad=False)
+    with pytest.raises(ModelError) as caught:
+        from_module(model)
+    text = str(caught.value)
+    assert "2 problems" in text
+    assert "torch.uint16 in `0.weight`, `1.weight`" in text
+    assert "torch.complex128 in `2.weight`" in text
+
+
+def test_a_lazy_module_is_refused_until_it_has_shapes() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(ModelError) as caught:
+        from_module(model)
+    assert all(f"`{name}`" in str(caught.value) for name in ("0.weight", "0.bias", "1.running_mean"))
+    model(torch.zeros(2, 5))
+    assert from_module(model).parameters[0].shape == (3, 5)
+
+
+def test_two_parameters_over_one_memory_are_refused() -> None:
+    model = Tied()
+    model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(ModelError, match=r"`head.weight`: must be the same Parameter as `embed.weight`"):
+        from_module(model)
+    model.head.weight = model.embed.weight
+    assert from_module(model).parameters[0].names == ("embed.weight", "head.weight")
+
+
+def test_empty_parameters_share_no_memory() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0))])
+    assert [parameter.shape for parameter in from_module(model).parameters] == [(0,), (0,)]

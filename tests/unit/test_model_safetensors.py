@@ -1,0 +1,296 @@
+"""A ModelSpec out of safetensors headers: order, shards, and every way in which a file can be broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerodrift.dtypes import DType
+from zerodrift.errors import ModelError
+from zerodrift.model.safetensors import from_safetensors, natural, stored
+from zerodrift.model.spec import Owner
+
+Entry = dict[str, Any]
+
+
+def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> Entry:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def raw(path: Path, header: bytes, data: int, length: int | None = None) -> Path:
+    """A file with any header, true or not."""
+    size = len(header) if length is None else length
+    path.write_bytes(size.to_bytes(8, "little") + header + bytes(data))
+    return path
+
+
+def write(path: Path, header: dict[str, Any], data: int) -> Path:
+    return raw(path, json.dumps(header).encode(), data)
+
+
+def tensors(path: Path, *names: str) -> Path:
+    """A sound file of 4-byte tensors."""
+    header = {name: entry([1], 4 * i, 4 * i + 4) for i, name in enumerate(names)}
+    return write(path, header, 4 * len(names))
+
+
+def index(folder: Path, weight_map: Any) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        from_safetensors(path)
+    return str(caught.value)
+
+
+def test_a_file_gives_names_shapes_dtypes_and_owners(tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "layer.weight": entry([2, 3], 0, 12, "BF16"),
+        "layer.steps": entry([], 12, 20, "I64"),
+        "scale": entry([], 20, 24),
+        "none": entry([0, 4], 24, 24),
+    }
+    spec = from_safetensors(write(tmp_path / "a.safetensors", header, 24))
+    found = {p.name: (p.shape, p.dtype, p.owners, p.trained) for p in spec.parameters}
+    assert found == {
+        "layer.weight": ((2, 3), DType.BF16, (Owner("layer", ""),), True),
+        "layer.steps": ((), DType.INT64, (Owner("layer", ""),), False),
+        "scale": ((), DType.FP32, (Owner("", ""),), True),
+        "none": ((0, 4), DType.FP32, (Owner("", ""),), True),
+    }
+    assert dict(spec.checkpoint)["layer.steps"] is DType.INT64
+    assert spec.source == str(tmp_path / "a.safetensors")
+
+
+def test_offsets_point_into_the_file(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    tensor = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    path = tmp_path / "a.safetensors"
+    save_file({"b": torch.zeros(3, dtype=torch.bfloat16), "a": tensor}, path)
+    found = {item.name: item for item in stored(path)}
+    data = path.read_bytes()[found["a"].start : found["a"].stop]
+    assert list(memoryview(data).cast("i")) == [0, 1, 2, 3, 4, 5]
+    assert (found["b"].shape, found["b"].dtype, found["b"].file) == ((3,), DType.BF16, path)
+
+
+def test_layers_come_in_natural_order(tmp_path: Path) -> None:
+    names = [
+        "layers.10.w",
+        "layers.2.w",
+        "layers.2.b",
+        "head",
+        "layers.2.experts.11.w",
+        "layers.2.experts.9.w",
+    ]
+    spec = from_safetensors(tensors(tmp_path / "a.safetensors", *names))
+    assert [parameter.name for parameter in spec.parameters] == [
+        "head",
+        "layers.2.b",
+        "layers.2.experts.9.w",
+        "layers.2.experts.11.w",
+        "layers.2.w",
+        "layers.10.w",
+    ]
+
+
+@pytest.mark.parametrize(
+    "ordered",
+    [
+        ["h2.w", "h10.w"],
+        ["a", "a.b"],
+        ["a.0", "a.b"],
+        ["a.01", "a.1"],
+        ["²", "³"],
+        ["9" * 5000, "9" * 5001],
+    ],
+)
+def test_natural_order(ordered: list[str]) -> None:
+    assert sorted(reversed(ordered), key=natural) == ordered
+
+
+@given(st.lists(st.text(alphabet="a1.0²é", max_size=6)))
+def test_natural_order_is_total(names: list[str]) -> None:
+    ordered = sorted(names, key=natural)
+    assert ordered == sorted(reversed(names), key=natural)
+
+
+# --- one file ------------------------------------------------------------------------------------------
+
+
+def test_a_file_cut_within_the_length(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"\x10\x00")
+    assert "must open with a header length of 8 bytes; got 2 bytes" in refusal(tmp_path / "a.safetensors")
+
+
+def test_an_absurd_header_length(tmp_path: Path) -> None:
+    path = raw(tmp_path / "a.safetensors", b"{}", 0, length=2**63)
+    assert "a header length of 9,223,372,036,854,775,808" in refusal(path)
+
+
+def test_a_file_cut_within_the_header(tmp_path: Path) -> None:
+    path = raw(tmp_path / "a.safetensors", b"{}", 0, length=500)
+    assert "must hold its header of 500 bytes; got 10 bytes" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b'{"a": ', "at line 1, column 7"),
+        (b"[]", "must be a JSON object; got list"),
+        (b'{"\xff": 1}', "must be JSON in UTF-8; got the byte 0xff at 2"),
+        (b"[" * 100_000, "of ordinary depth"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "of ordinary depth and numbers"),
+        (b'{"a": {}, "a": {}}', "must name every key once; got `a` more than once"),
+    ],
+)
+def test_a_header_that_is_no_json_object(tmp_path: Path, header: bytes, said: str) -> None:
+    assert said in refusal(raw(tmp_path / "a.safetensors", header, 0))
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ([], "must have `dtype`, `shape` and `data_offsets`; got []"),
+        ({"dtype": "F32", "shape": [1]}, "must have `dtype`, `shape` and `data_offsets`"),
+        ({"dtype": 32, "shape": [1], "data_offsets": [0, 4]}, "`dtype` must be a string; got 32"),
+        (entry([-1], 0, 4), "`shape` must be a list of whole numbers, 0 or more; got [-1]"),
+        (entry([True], 0, 4), "`shape` must be"),  # type: ignore[list-item]
+        (entry([2**63], 0, 4), "`shape` must be"),
+        ({"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, "`shape` must be"),
+        (entry([1], 4, 0), "`data_offsets` must be a begin and an end"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}, "`data_offsets` must be a begin"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}, "`data_offsets` must be a begin"),
+        (entry([2], 0, 4), "must span 4 bytes for each element of F32 [2]; got 4 bytes, [0, 4]"),
+        (entry([2**62] * 400, 0, 4), "must span 4 bytes for each element"),
+        (entry([1], 0, 4, "F8_E8M0"), "must hold dtypes that zerodrift knows; got F8_E8M0 in `t`"),
+    ],
+)
+def test_a_tensor_that_makes_no_sense(tmp_path: Path, entry: Any, said: str) -> None:
+    assert said in refusal(write(tmp_path / "a.safetensors", {"t": entry}, 4))
+
+
+def test_offsets_must_tile_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    overlap = {"a": entry([2], 0, 8), "b": entry([2], 4, 12)}
+    assert "b`: must begin after the bytes of `a`; got an overlap of 4 bytes" in refusal(
+        write(path, overlap, 12)
+    )
+    gap = {"a": entry([2], 0, 8), "b": entry([2], 12, 20)}
+    assert "b`: must begin where the bytes of `a` end; got a gap of 4 bytes" in refusal(write(path, gap, 20))
+    sound = {"b": entry([2], 8, 16), "a": entry([2], 0, 8)}
+    assert from_safetensors(write(path, sound, 16)).numel == 4
+
+
+def test_offsets_must_end_where_the_file_does(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    header = {"a": entry([2], 0, 8), "b": entry([2], 8, 16)}
+    short = refusal(write(path, header, 15))
+    assert "which ends before the end of `b`" in short and "download it again" in short
+    assert "must end with its last tensor" in refusal(write(path, header, 17))
+
+
+def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
+    header = {
+        "a": entry([-1], 0, 4),
+        "b": entry([2], 0, 4),
+        "c": entry([1], 0, 4, "F4"),
+        "d": entry([1], 0, 4),
+    }
+    text = refusal(write(tmp_path / "a.safetensors", header, 4))
+    assert "3 problems" in text
+
+
+def test_many_names_are_counted(tmp_path: Path) -> None:
+    header = {f"t{i}": entry([1], i, i + 1, "F8_E8M0") for i in range(60)}
+    text = refusal(write(tmp_path / "a.safetensors", header, 60))
+    assert "`t49` and 10 more" in text and "`t50`" not in text
+
+
+# --- several files -------------------------------------------------------------------------------------
+
+
+def test_an_index_and_its_folder_are_the_same_model(tmp_path: Path) -> None:
+    tensors(tmp_path / "one.safetensors", "a", "c")
+    tensors(tmp_path / "two.safetensors", "b")
+    tensors(tmp_path / "stray.safetensors", "z")
+    path = index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"})
+    spec = from_safetensors(path)
+    assert [parameter.name for parameter in spec.parameters] == ["a", "b", "c"]
+    assert from_safetensors(tmp_path).parameters == spec.parameters
+
+
+def test_a_folder_without_an_index_is_all_of_its_files(tmp_path: Path) -> None:
+    tensors(tmp_path / "one.safetensors", "a")
+    tensors(tmp_path / "two.safetensors", "b")
+    assert len(from_safetensors(tmp_path).parameters) == 2
+    tensors(tmp_path / "two.safetensors", "b", "a")
+    assert "two.safetensors`: must not repeat tensors of `one.safetensors`; got `a`" in refusal(tmp_path)
+
+
+def test_model_safetensors_is_preferred_as_in_transformers(tmp_path: Path) -> None:
+    tensors(tmp_path / "model.safetensors", "a")
+    tensors(tmp_path / "consolidated.safetensors", "a", "b")
+    assert len(from_safetensors(tmp_path).parameters) == 1
+
+
+def test_a_missing_shard_and_every_other_problem(tmp_path: Path) -> None:
+    tensors(tmp_path / "one.safetensors", "a", "extra")
+    (tmp_path / "torn.safetensors").write_bytes(b"")
+    weight_map = {"a": "one.safetensors", "lost": "one.safetensors", "b": "gone.safetensors"}
+    text = refusal(index(tmp_path, weight_map | {"c": "torn.safetensors"}))
+    assert "4 problems" in text
+    assert "one.safetensors`: must hold what `model.safetensors.index.json` says; got no `lost`" in text
+    assert "must list every tensor of `one.safetensors`; got no `extra`" in text
+    assert "gone.safetensors`: must exist" in text
+    assert "torn.safetensors`: must open with a header length" in text
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    tensors(tmp_path / "one.safetensors", "a", "b")
+    tensors(tmp_path / "two.safetensors", "b", "c")
+    text = refusal(index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}))
+    assert "two.safetensors`: must not repeat tensors of `one.safetensors`; got `b`" in text
+
+
+def test_a_refused_tensor_is_not_also_missing(tmp_path: Path) -> None:
+    write(tmp_path / "one.safetensors", {"a": entry([2], 0, 4)}, 4)
+    assert "problems" not in refusal(index(tmp_path, {"a": "one.safetensors"}))
+
+
+@pytest.mark.parametrize("shard", ["../one.safetensors", "/one.safetensors", "one.bin", 3, None, ["x"]])
+def test_an_index_names_only_files_beside_it(tmp_path: Path, shard: Any) -> None:
+    assert "must name a `.safetensors` file beside it" in refusal(index(tmp_path, {"a": shard}))
+
+
+def test_an_index_without_a_map(tmp_path: Path) -> None:
+    assert "must have `weight_map`" in refusal(index(tmp_path, [1]))
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{\n  "weight_map": {"a": }\n}')
+    assert "line 2, column 23" in refusal(path)
+
+
+def test_several_indexes_are_ambiguous(tmp_path: Path) -> None:
+    tensors(tmp_path / "one.safetensors", "a")
+    for name in ("left", "right"):
+        path = index(tmp_path, {"a": "one.safetensors"})
+        path.rename(tmp_path / f"{name}.safetensors.index.json")
+    assert "must hold one index" in refusal(tmp_path)
+    assert from_safetensors(tmp_path / "left.safetensors.index.json").numel == 1
+
+
+def test_what_is_not_there_or_not_safetensors(tmp_path: Path) -> None:
+    assert "must exist" in refusal(tmp_path / "none")
+    assert "a folder without any" in refusal(tmp_path)
+    (tmp_path / "a.bin").write_bytes(b"")
+    assert "must end in `.safetensors`" in refusal(tmp_path / "a.bin")

@@ -1,0 +1,355 @@
+"""Plan: units, layout, invariants that can fail, order of collectives, cost, JSON and digest."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.models import moe, parameter, tied
+from zerodrift import ConfigError, ModelError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
+from zerodrift.dtypes import DType
+from zerodrift.plan import check
+from zerodrift.plan.schedule import collectives
+from zerodrift.plan.table import ALIGNMENT
+from zerodrift.policy.nouns import Master
+
+
+def plan(written: dict[str, Any], model: ModelSpec | None = None, world: int = 2) -> Plan:
+    config = load(written)
+    mesh = mesh_for(config, world)
+    return build(resolve(config, mesh), model or moe(), mesh)
+
+
+def at(stage: int, mode: str = "bf16", **rest: Any) -> dict[str, Any]:
+    return {"precision": {"mode": mode}, "zero_optimization": {"stage": stage}, **rest}
+
+
+def units(made: Plan) -> list[str]:
+    return [unit.name for unit in made.units]
+
+
+# --- units ------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_found_and_the_root_takes_the_rest() -> None:
+    made = plan(at(3), moe(layers=3))
+    assert units(made) == ["", *(f"model.layers.{i}" for i in range(3))]
+    root = [made.rows[i].name for i in made.units[0].rows]
+    assert root == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["0.weight", "2.weight"], [""]),
+        (["h.0.attn.w", "h.1.attn.w", "wte.w"], ["", "h.0", "h.1"]),
+        (
+            ["encoder.block.0.layer.0.q.w", "decoder.block.0.layer.1.q.w"],
+            ["", "encoder.block.0", "decoder.block.0"],
+        ),
+        (["stem.0.weight", "body.0.conv.weight"], ["", "body.0"]),
+        (["w"], [""]),
+    ],
+)
+def test_block_shapes(names: list[str], expected: list[str]) -> None:
+    model = ModelSpec("m", tuple(parameter(name, (4, 4)) for name in names))
+    assert units(plan(at(3), model)) == expected
+
+
+def test_units_can_be_named_and_the_innermost_wins() -> None:
+    written = at(3, sharding={"units": ["model.layers.*", "model.layers.*.mlp.experts.*"]})
+    made = plan(written, moe(layers=2, experts=2))
+    assert units(made)[1:4] == [
+        "model.layers.0",
+        "model.layers.0.mlp.experts.0",
+        "model.layers.0.mlp.experts.1",
+    ]
+    with pytest.raises(ConfigError, match=r"sharding\.units\[0\].*model\.layers"):
+        plan(at(3, sharding={"units": ["model.layer.*"]}))
+
+
+def test_a_parameter_tied_across_units_lives_in_the_root() -> None:
+    shared = tied(("layers.0.a.w", "layers.1.a.w"), (4, 4), ("A", "A"))
+    inside = tied(("layers.0.b.w", "layers.0.c.w"), (4, 4), ("A", "A"))
+    made = plan(at(3), ModelSpec("m", (shared, inside, parameter("layers.1.z.w", (4,)))))
+    assert made.units[made.row("layers.1.a.w").unit].name == ""  # type: ignore[union-attr]
+    assert made.units[made.row("layers.0.c.w").unit].name == "layers.0"  # type: ignore[union-attr]
+
+
+def test_pipeline_stages_split_the_blocks_and_the_root() -> None:
+    made = plan(at(3, pipeline={"stages": 2}), moe(layers=4), world=4)
+    assert [(u.stage, u.name) for u in made.units] == [
+        (0, ""),
+        (0, "model.layers.0"),
+        (0, "model.layers.1"),
+        (1, ""),
+        (1, "model.layers.2"),
+        (1, "model.layers.3"),
+    ]
+    with pytest.raises(ConfigError, match=r"pipeline\.stages"):
+        plan(at(3, pipeline={"stages": 8}), moe(layers=3), world=8)
+
+
+# --- segments ---------------------------------------------------------------------------------------
+
+
+def test_rows_with_the_same_columns_share_a_segment() -> None:
+    written = at(3)
+    written["precision"]["rules"] = [{"match": "*.gate.weight", "pin": "fp32"}]
+    made = plan(written)
+    block = made.units[1]
+    assert len(block.segments) == 2
+    pinned = made.segments[block.segments[1]]
+    assert [made.rows[i].name for i in pinned.rows] == ["model.layers.0.mlp.gate.weight"]
+
+
+def test_frozen_and_trained_rows_do_not_share_a_segment() -> None:
+    model = ModelSpec("m", (parameter("a", (4,)), parameter("b", (4,), trained=False)))
+    assert len(plan(at(3), model).segments) == 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_slices_are_whole_blocks(world: int) -> None:
+    for segment in plan(at(3), world=world).segments:
+        assert segment.padded % (world * ALIGNMENT) == 0
+        assert segment.padded - segment.numel < world * ALIGNMENT + len(segment.rows) * ALIGNMENT
+
+
+def test_empty_and_scalar_parameters() -> None:
+    model = ModelSpec("m", (parameter("none", (0, 4)), parameter("one", ()), parameter("w", (3,))))
+    made = plan(at(3), model)
+    assert [(row.numel, row.offset) for row in made.rows] == [(0, 0), (1, 0), (3, 256)]
+
+
+def test_a_model_without_parameters_is_an_error() -> None:
+    with pytest.raises(ModelError, match="must have parameters"):
+        plan(at(3), ModelSpec("empty", ()))
+
+
+# --- checks can fail --------------------------------------------------------------------------------
+
+
+def with_row(made: Plan, index: int, **changes: Any) -> Plan:
+    rows = list(made.rows)
+    rows[index] = replace(rows[index], **changes)
+    return replace(made, rows=tuple(rows))
+
+
+def with_columns(made: Plan, index: int, **changes: Any) -> Plan:
+    return with_row(made, index, columns=replace(made.rows[index].columns, **changes))
+
+
+def with_update(made: Plan, index: int, **changes: Any) -> Plan:
+    update = made.rows[index].columns.update
+    assert update is not None
+    return with_columns(made, index, update=replace(update, **changes))
+
+
+def pinned_plan() -> Plan:
+    written = at(3)
+    written["precision"]["rules"] = [{"match": "*.gate.weight", "pin": "fp32"}]
+    return plan(written)
+
+
+def gate(made: Plan) -> int:
+    return next(i for i, row in enumerate(made.rows) if row.columns.pinned)
+
+
+PLANTED = {
+    "names_are_unique": lambda p: with_row(p, 1, names=p.rows[0].names),
+    "rows_are_in_one_place": lambda p: with_row(p, 0, unit=1),
+    "rows_do_not_overlap": lambda p: with_row(p, 1, offset=0),
+    "starts_are_aligned": lambda p: with_row(p, 0, offset=3),
+    "slices_are_equal_blocks": lambda p: replace(
+        p, segments=(replace(p.segments[0], padded=p.segments[0].padded + 256), *p.segments[1:])
+    ),
+    "segments_are_uniform": lambda p: with_columns(p, 0, compute=DType.FP32),
+    "pins_hold_everywhere": lambda p: with_columns(p, gate(p), compute=DType.BF16),
+    "nothing_narrows_silently": lambda p: with_update(p, 0, master=Master.SPLIT, grad=DType.FP32),
+    "axes_follow_the_stage": lambda p: with_update(p, 0, axis=""),
+    "every_cell_says_why": lambda p: with_columns(p, 0, why=()),
+    "units_are_in_order": lambda p: replace(p, units=(replace(p.units[0], name="x"), *p.units[1:])),
+}
+
+
+def test_every_check_has_a_planted_violation() -> None:
+    assert set(PLANTED) == {c.__name__ for c in check.CHECKS}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_violation_is_caught(name: str) -> None:
+    made = pinned_plan()
+    assert check.broken(made) == []
+    found = check.broken(PLANTED[name](made))
+    assert any(text.startswith(name) for text in found), found
+    with pytest.raises(AssertionError, match="breaks"):
+        check.require(PLANTED[name](made))
+
+
+# --- collectives and cost ---------------------------------------------------------------------------
+
+
+def sequence(made: Plan, micro_batches: int = 1) -> list[str]:
+    return [f"{c.purpose} {c.op} {c.dtype} {c.segment}" for c in collectives(made, 0, micro_batches)]
+
+
+def test_the_order_of_a_stage_3_step() -> None:
+    assert sequence(plan(at(3), moe(layers=2))) == [
+        "forward all_gather bf16 0",
+        "forward all_gather bf16 1",
+        "forward all_gather bf16 2",
+        "backward all_gather bf16 2",
+        "reduce reduce_scatter fp32 2",
+        "backward all_gather bf16 1",
+        "reduce reduce_scatter fp32 1",
+        "reduce reduce_scatter fp32 0",
+        "norm all_reduce int64 -1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (0, {"reduce_scatter": 3, "all_gather": 3, "all_reduce": 1}),
+        (1, {"reduce_scatter": 3, "all_gather": 3, "all_reduce": 1}),
+        (2, {"reduce_scatter": 12, "all_gather": 3, "all_reduce": 1}),
+        (3, {"reduce_scatter": 12, "all_gather": 4 * 5, "all_reduce": 1}),
+    ],
+)
+def test_collectives_of_four_micro_batches(stage: int, expected: dict[str, int]) -> None:
+    assert Counter(c.op for c in collectives(plan(at(stage), moe(layers=2)), 0, 4)) == expected
+
+
+@pytest.mark.parametrize(("keep", "gathers"), [("never", 20), ("micro-batch", 12), ("step", 3)])
+def test_keep_gathered_sets_the_gathers_of_a_step(keep: str, gathers: int) -> None:
+    made = plan(at(3, sharding={"keep_gathered": keep}), moe(layers=2))
+    assert Counter(c.op for c in collectives(made, 0, 4))["all_gather"] == gathers
+
+
+def test_one_rank_needs_no_collective() -> None:
+    assert list(collectives(plan(at(3), world=1), 0, 4)) == []
+
+
+def test_replicas_are_summed_once_per_step() -> None:
+    made = plan(at(3, sharding={"replicate": 2}), moe(layers=2), world=4)
+    calls = [c for c in collectives(made, 0, 4) if c.axis == "replicate"]
+    assert [c.segment for c in calls] == [2, 1, 0]
+    assert all(c.numel == made.segments[c.segment].padded // 2 for c in calls)
+
+
+def large(stage: int, written: dict[str, Any] | None = None, world: int = 8) -> Plan:
+    """One block of 2^20 elements and no root: the formulas of a step hold without remainder."""
+    model = ModelSpec("block", (parameter("layers.0.a.w", (1024, 1024)),))
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    return plan({**at(stage), **optimizer, **(written or {})}, model, world)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8])
+@pytest.mark.parametrize(
+    ("stage", "formula"),
+    [
+        (0, lambda m, g, r: 2 * r),
+        (1, lambda m, g, r: r + g),
+        (2, lambda m, g, r: m * r + g),
+        (3, lambda m, g, r: m * (2 * g + r)),
+    ],
+)
+@pytest.mark.parametrize(("wire", "r"), [("fp32", 4), ("bf16", 2)])
+def test_bytes_on_the_wire_follow_the_formulas(
+    stage: int, formula: Any, micro_batches: int, wire: str, r: int
+) -> None:
+    written = {"communication_data_type": wire}
+    if stage == 0 and wire == "bf16":
+        # Stage 0 sends the summed gradient on in the accumulate dtype, so that no stage rounds it.
+        written["gradient_accumulation_dtype"] = "bf16"
+    made = large(stage, written)
+    per_parameter = formula(micro_batches, 2, r)
+    sent = sum(line.bytes for line in cost(made, micro_batches).traffic if line.purpose != "norm")
+    assert sent == per_parameter * 2**20 * 7 // 8
+
+
+@pytest.mark.parametrize(
+    ("stage", "written", "per_parameter"),
+    [
+        (0, {}, 2 + 2 + 8),
+        (1, {}, 2 + (2 + 8) / 8),
+        (2, {}, 2 + (2 + 8) / 8),
+        (3, {}, 12 / 8),
+        (3, {"sharding": {"accumulator": "keep"}}, 16 / 8),
+        (3, {"precision": {"mode": "bf16", "state": "bf16-stochastic"}}, 8 / 8),
+        (3, {"precision": {"mode": "fp32"}}, 12 / 8),
+        (0, {"precision": {"mode": "fp16"}}, 2 + 4 + 8),
+        (1, {"sharding": {"accumulator": "keep"}, "precision": {"mode": "fp16"}}, 2 + 4 + 12 / 8),
+    ],
+)
+def test_bytes_at_rest_follow_the_formulas(stage: int, written: dict[str, Any], per_parameter: float) -> None:
+    assert cost(large(stage, written)).rest.total == per_parameter * 2**20
+
+
+def test_moments_follow_the_optimizer() -> None:
+    for kind, params, values in (
+        ("Lion", {}, 1),
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("Adam", {}, 2),
+    ):
+        made = large(0, {"optimizer": {"type": kind, "params": params}})
+        assert cost(made).rest.state == values * 4 * 2**20
+
+
+def test_the_peak_holds_two_units_and_one_gradient() -> None:
+    model = ModelSpec("m", tuple(parameter(f"layers.{i}.a.w", (1024, 1024)) for i in range(4)))
+    bill = cost(plan(at(3), model, world=4))
+    assert bill.peak.gathered == 2 * 2 * 2**20
+    assert bill.peak.gradient == 4 * 2**20
+    assert bill.peak.accumulate == 4 * 2**20
+    kept = cost(plan(at(3, sharding={"keep_gathered": "step"}), model, world=4))
+    assert kept.peak.gathered == 4 * 2 * 2**20
+
+
+def test_whole_fp32_storage_pays_for_its_low_copy_under_autocast() -> None:
+    model = ModelSpec("m", tuple(parameter(f"layers.{i}.a.w", (1024, 1024)) for i in range(4)))
+    assert cost(plan(at(1, "autocast-bf16"), model)).peak.gathered == 2 * 2 * 2**20
+    assert cost(plan(at(1, "fp32"), model)).peak.gathered == 0
+
+
+def test_a_large_unit_is_pointed_at() -> None:
+    model = ModelSpec(
+        "m", tuple(parameter(f"layers.{i}.a.{j}.w", (4096, 4096)) for i in range(2) for j in range(9))
+    )
+    notes = " ".join(plan(at(3), model, world=512).notes)
+    assert "sharding.units" in notes
+    assert "sharding.units" not in " ".join(plan(at(3), model, world=2).notes)
+
+
+# --- a plan is a value ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_json_round_trip_and_digest(stage: int) -> None:
+    made = plan(at(stage), moe(tie=True))
+    back = Plan.from_json(json.loads(json.dumps(made.to_json())))
+    assert back == made and back.digest == made.digest
+    assert plan(at(stage), moe(tie=True)).digest == made.digest
+
+
+def test_every_decision_changes_the_digest() -> None:
+    variants = [
+        at(3),
+        at(2),
+        at(3, "fp32"),
+        at(3, gradient_clipping=0.5),
+        at(3, sharding={"units": ["model.layers"]}),
+    ]
+    digests = {plan(written).digest for written in variants} | {plan(at(3), world=4).digest}
+    assert len(digests) == len(variants) + 1
+
+
+def test_a_row_is_found_by_any_of_its_names() -> None:
+    made = plan(at(3), moe(tie=True))
+    assert made.row("lm_head.weight") is made.row("model.embed_tokens.weight") is not None
+    assert made.row("nothing") is None

@@ -1,0 +1,34 @@
+"""What `import zerodrift` offers, and that it costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import zerodrift
+
+
+def test_public_names_are_listed_and_real() -> None:
+    assert sorted(zerodrift.__all__) == sorted(zerodrift._HOMES)
+    for name in zerodrift.__all__:
+        assert getattr(zerodrift, name) is not None
+    assert set(zerodrift.__all__) <= set(dir(zerodrift))
+
+
+def test_a_name_that_is_not_there_says_so() -> None:
+    try:
+        zerodrift.nothing_like_it  # noqa: B018
+    except AttributeError as error:
+        assert "nothing_like_it" in str(error)
+    else:
+        raise AssertionError("an unknown name was found")
+
+
+def test_importing_and_planning_need_no_torch() -> None:
+    code = (
+        "import sys, zerodrift\n"
+        "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules\n"
+        "zerodrift.resolve(zerodrift.load({}), zerodrift.MeshShape())\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

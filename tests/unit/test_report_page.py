@@ -1,0 +1,141 @@
+"""The HTML page: well-formed, self-contained, escaped, and as complete as the terminal."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.unit import handmade
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import COLUMNS
+from zerodrift.report.markup import Markup, join, tag
+from zerodrift.report.page import plan_page
+from zerodrift.report.rows import grouped
+
+VOID = {"meta", "input", "wbr", "rect", "link", "br", "img", "hr"}
+EVIL = """<script>alert("1")</script>&'"""
+
+
+class Reader(HTMLParser):
+    """Checks that tags nest, and keeps text, attributes and ids."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(name)
+        self.attributes += attributes
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        if name not in VOID:
+            assert self.open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self.open):
+            self.text.append(data)
+
+
+def page(plan: Plan) -> str:
+    return plan_page(plan, handmade.cost(plan), grouped(plan))
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+PLANS = {
+    "mixture of experts": handmade.moe(layers=4),
+    "one parameter": handmade.plan([handmade.given("weight", (3, 4), handmade.columns())], MeshShape()),
+    "frozen": handmade.plan([handmade.given("weight", (3, 4), handmade.frozen())]),
+    "hostile names": replace(
+        handmade.plan(
+            [handmade.given(f"layers.{EVIL}.weight", (3, 4), handmade.columns(why=EVIL), EVIL)],
+            notes=[EVIL],
+            ignored=((EVIL, EVIL),),
+        ),
+        source=EVIL,
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_the_page_is_well_formed(plan: Plan) -> None:
+    reader = read(page(plan))
+    ids = [value for name, value in reader.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert reader.tags.count("html") == reader.tags.count("title") - _svg_titles(reader) == 1
+
+
+def _svg_titles(reader: Reader) -> int:
+    return reader.tags.count("g")
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_the_page_needs_nothing_else(plan: Plan) -> None:
+    text = page(plan)
+    assert not re.search(r"https?:|//\w|url\(|@import|\ssrc=|<link|\shref=", text)
+
+
+def test_every_text_is_escaped() -> None:
+    text = page(PLANS["hostile names"])
+    reader = read(text)
+    assert reader.tags.count("script") == 1
+    assert "alert(" not in text.replace("&lt;script&gt;alert(", "")
+    shown = "".join(reader.text)
+    assert shown.count(EVIL) >= 5
+
+
+def test_every_cell_carries_its_reason() -> None:
+    plan = PLANS["mixture of experts"]
+    titles = [value or "" for name, value in read(page(plan)).attributes if name == "title"]
+    lines = grouped(plan).lines
+    assert len(titles) == len(lines) * len(COLUMNS)
+    assert sum("precision.rules[0]: '*.gate.weight'" in title for title in titles) == len(COLUMNS)
+
+
+def test_the_page_says_what_the_terminal_says() -> None:
+    plan = PLANS["mixture of experts"]
+    shown = "".join(read(page(plan)).text)
+    for line in grouped(plan).lines:
+        assert line.pattern in shown
+    for decision in plan.policy.decisions:
+        assert decision.key in shown and decision.value in shown and decision.why in shown
+    for text in [*(word for pair in plan.policy.ignored for word in pair), *plan.notes, plan.digest]:
+        assert text in shown
+
+
+def test_pages_of_equal_plans_are_equal() -> None:
+    assert page(handmade.moe(layers=2)) == page(handmade.moe(layers=2))
+
+
+# --- markup -----------------------------------------------------------------------------------------
+
+
+def test_plain_text_is_escaped_and_markup_is_not() -> None:
+    assert tag("p", "a < b", tag("b", "&")) == "<p>a &lt; b<b>&amp;</b></p>"
+    assert join(["<", Markup("<br>"), ["&"]]) == "&lt;<br>&amp;"
+
+
+def test_attributes_are_escaped() -> None:
+    assert tag("td", title='"&<', class_="x", hidden=True, lang=False) == (
+        '<td title="&quot;&amp;&lt;" class="x" hidden></td>'
+    )
+
+
+def test_void_elements_have_no_end() -> None:
+    assert tag("wbr") == "<wbr>"
+    assert tag("rect", x="1") == '<rect x="1"/>'

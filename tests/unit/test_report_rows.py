@@ -1,0 +1,187 @@
+"""Grouping: every row once, in patterns that mean what they say, fast."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit import handmade
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Columns
+from zerodrift.report.rows import Line, Table, grouped, letter, ranges, single, template
+
+BF16, FP32 = handmade.columns(), handmade.pinned()
+
+
+def patterns(plan: Plan) -> list[str]:
+    return [line.pattern for line in grouped(plan).lines]
+
+
+def numbers_at(plan: Plan, prefix: str) -> set[int]:
+    """All numbers that occur in the plan after a template, at its next component."""
+    found = set()
+    for row in plan.rows:
+        for name in row.names:
+            parts = name.split(".")
+            for place, part in enumerate(parts):
+                if part.isdecimal() and template(".".join(parts[:place])) == prefix:
+                    found.add(int(part))
+    return found
+
+
+def spelled_out(text: str) -> list[int]:
+    """The inverse of `ranges`."""
+    found: list[int] = []
+    for part in text.split(","):
+        span, _, step = part.partition(":")
+        low, _, high = span.partition("-")
+        found += range(int(low), int(high or low) + 1, int(step or 1))
+    return found
+
+
+def expanded(plan: Plan, line: Line) -> list[str]:
+    """The names that a line's pattern stands for, from its text alone."""
+    first = plan.rows[line.rows[0]].name
+    choices = []
+    for place, (part, original) in enumerate(zip(line.pattern.split("."), first.split("."), strict=True)):
+        if not original.isdecimal():
+            choices.append([part])
+        elif part == "*":
+            prefix = template(".".join(first.split(".")[:place]))
+            choices.append([str(number) for number in sorted(numbers_at(plan, prefix))])
+        else:
+            choices.append([str(number) for number in spelled_out(part)])
+    return [".".join(parts) for parts in product(*choices)]
+
+
+# --- laws -------------------------------------------------------------------------------------------
+
+layer, expert = st.integers(0, 5), st.integers(0, 3)
+names = st.one_of(
+    st.sampled_from(["embed.weight", "norm.weight"]),
+    st.builds("layers.{}.norm.weight".format, layer),
+    st.builds("layers.{}.mlp.experts.{}.up.weight".format, layer, expert),
+    st.builds("{}.{}".format, layer, expert),
+)
+kinds = st.tuples(st.sampled_from([(4,), (2, 3)]), st.sampled_from([BF16, FP32]))
+
+
+@settings(deadline=None)
+@given(st.dictionaries(names, kinds, min_size=1, max_size=40))
+def test_patterns_expand_to_every_row_once(model: dict[str, tuple[tuple[int, ...], Columns]]) -> None:
+    plan = handmade.plan([handmade.given(name, shape, of) for name, (shape, of) in model.items()])
+    table = grouped(plan)
+    for line in table.lines:
+        assert sorted(expanded(plan, line)) == sorted(plan.rows[index].name for index in line.rows)
+        assert {plan.rows[index].shape for index in line.rows} == {line.shape}
+        assert {plan.rows[index].columns for index in line.rows} == {table.sets[line.set].columns}
+        assert line.numel == sum(plan.rows[index].numel for index in line.rows)
+    covered = [index for line in table.lines for index in line.rows]
+    assert sorted(covered) == list(range(len(plan.rows)))
+    assert [line.rows[0] for line in table.lines] == sorted(line.rows[0] for line in table.lines)
+    assert sum(item.tensors for item in table.sets) == len(plan.rows)
+    assert sum(item.numel for item in table.sets) == sum(row.numel for row in plan.rows)
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_ranges_can_be_read_back(numbers: set[int]) -> None:
+    assert sorted(spelled_out(ranges(numbers))) == sorted(numbers)
+
+
+# --- examples ---------------------------------------------------------------------------------------
+
+
+def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
+    lines = {line.pattern: line for line in grouped(handmade.moe(layers=32, experts=8)).lines}
+    assert len(lines) == 12
+    assert lines["model.layers.*.self_attn.q_proj.weight"].count == 32
+    assert lines["model.layers.*.block_sparse_moe.experts.*.w1.weight"].count == 256
+    assert lines["model.embed_tokens.weight"].also == ("lm_head.weight",)
+
+
+def test_layers_that_differ_show_separately_with_ranges() -> None:
+    of = [FP32 if layer < 3 else BF16 for layer in range(8)]
+    plan = handmade.plan(
+        [handmade.given(f"layers.{n}.up.weight", (4, 4), columns) for n, columns in enumerate(of)]
+    )
+    assert patterns(plan) == ["layers.0-2.up.weight", "layers.3-7.up.weight"]
+
+
+def test_a_star_means_every_number_that_occurs_there() -> None:
+    dense = [handmade.given(f"layers.{n}.mlp.up.weight", (4, 4), BF16) for n in range(2)]
+    sparse = [
+        handmade.given(f"layers.{n}.mlp.experts.{e}.up.weight", (4, 4), BF16)
+        for n in (2, 3)
+        for e in range(2)
+    ]
+    norms = [handmade.given(f"layers.{n}.norm.weight", (4,), BF16) for n in range(4)]
+    assert patterns(handmade.plan([*dense, *sparse, *norms])) == [
+        "layers.0-1.mlp.up.weight",
+        "layers.*.norm.weight",
+        "layers.2-3.mlp.experts.*.up.weight",
+    ]
+
+
+def test_every_second_layer() -> None:
+    plan = handmade.plan(
+        [handmade.given(f"layers.{n}.attention.weight", (4, 4), FP32 if n % 2 else BF16) for n in range(12)]
+    )
+    assert patterns(plan) == ["layers.0-10:2.attention.weight", "layers.1-11:2.attention.weight"]
+
+
+def test_what_no_pattern_says_becomes_several() -> None:
+    pairs = [(0, 0), (0, 1), (1, 0)]
+    plan = handmade.plan([handmade.given(f"a.{n}.b.{m}", (4,), BF16) for n, m in pairs])
+    assert patterns(plan) == ["a.0.b.*", "a.1.b.0"]
+
+
+def test_digits_inside_a_word_are_part_of_the_word() -> None:
+    plan = handmade.plan([handmade.given(f"experts.w{n}.weight", (4,), BF16) for n in (1, 2, 3)])
+    assert patterns(plan) == ["experts.w1.weight", "experts.w2.weight", "experts.w3.weight"]
+
+
+def test_one_layer_is_named_not_starred() -> None:
+    assert patterns(handmade.plan([handmade.given("layers.0.up.weight", (4,), BF16)])) == [
+        "layers.0.up.weight"
+    ]
+
+
+def test_names_shared_by_all_layers_are_one_pattern() -> None:
+    """ALBERT: one parameter, a name per layer."""
+    also = [f"layers.{n}.up.weight" for n in range(1, 12)]
+    (line,) = grouped(handmade.plan([handmade.given("layers.0.up.weight", (4, 4), BF16, *also)])).lines
+    assert (line.pattern, line.also) == ("layers.0.up.weight", ("layers.1-11.up.weight",))
+
+
+def test_a_letter_means_the_same_in_every_view() -> None:
+    plan = handmade.moe(layers=2)
+    whole = grouped(plan)
+    gate = next(index for index, row in enumerate(plan.rows) if row.name.endswith("gate.weight"))
+    part = single(plan, [gate])
+    (shown,) = part.shown()
+    line = next(line for line in whole.lines if gate in line.rows)
+    assert shown.letter == whole.sets[line.set].letter
+    assert part.lines[0].pattern == plan.rows[gate].name
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA")])
+def test_letters(number: int, text: str) -> None:
+    assert letter(number) == text
+
+
+def test_tens_of_thousands_of_rows_are_grouped_in_half_a_second() -> None:
+    names = (f"layers.{n}.experts.{e}.{w}.weight" for n in range(61) for e in range(256) for w in "abc")
+    plan = handmade.plan([handmade.given(name, (8, 8), BF16) for name in names], MeshShape())
+    assert len(plan.rows) > 46_000
+    took = []
+    for _ in range(3):
+        start = time.process_time()
+        table: Table = grouped(plan)
+        took.append(time.process_time() - start)
+    assert len(table.lines) == 3
+    assert min(took) < 0.5

@@ -1,0 +1,64 @@
+"""The support table in text, Markdown and JSON: complete, narrow enough, every refusal with its reason."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from zerodrift.policy.support import table
+from zerodrift.record import encode
+from zerodrift.report.as_json import support_json
+from zerodrift.report.support import support_markdown, support_text
+
+CELLS = table()
+
+
+def test_text_fits_and_is_plain() -> None:
+    text = support_text(CELLS, color=False)
+    assert "\x1b" not in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_text_holds_every_cell_in_order() -> None:
+    lines = support_text(CELLS, color=False).splitlines()
+    modes = list(dict.fromkeys(cell.mode for cell in CELLS))
+    mode = backend = ""
+    found = []
+    for line in lines:
+        backend = line.removeprefix("backend ") if line.startswith("backend ") else backend
+        words = line.split()
+        if line[:1].strip() and words[0] in modes:
+            mode = words.pop(0)
+        if words and words[0] in ("default", "fp32", "bf16", "fp16") and backend:
+            statuses = [word for word in words[1:] if word in ("yes", "narrow", "no")]
+            found += [
+                (backend, mode, words[0], place >= 4, place % 4, status)
+                for place, status in enumerate(statuses)
+            ]
+    expected = {(c.backend, c.mode, c.accumulate, c.pipeline, c.stage, c.status) for c in CELLS}
+    assert len(found) == len(expected) == len(CELLS)
+    assert set(found) == expected
+
+
+def test_every_reason_is_lettered_and_used() -> None:
+    reasons = {cell.reason for cell in CELLS if cell.reason}
+    text = support_text(CELLS, color=False)
+    joined = " ".join(text.split())
+    assert all(reason in joined for reason in reasons)
+    used = set(
+        re.findall(r"\b(?:no|narrow) ([a-z]{1,2})\b", text.split("backend native")[1].split("reasons")[0])
+    )
+    assert len(used) == len(reasons)
+
+
+def test_markdown_is_tables_of_equal_width() -> None:
+    text = support_markdown(CELLS)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in rows} == {7}
+    assert len(rows) == 4 * (20 + 2)
+    for reason in {cell.reason for cell in CELLS if cell.reason}:
+        assert reason in text
+
+
+def test_json_holds_the_cells() -> None:
+    assert json.loads(support_json(CELLS)) == {"cells": encode(list(CELLS))}

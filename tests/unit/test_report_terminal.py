@@ -1,0 +1,301 @@
+"""Text reports: never wider than 100 columns, complete without colour, and every dtype in full."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit import handmade
+from zerodrift.dtypes import DType
+from zerodrift.errors import ModelError
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.cost import Peak, Rest
+from zerodrift.plan.table import BufferRow, Plan
+from zerodrift.policy.nouns import COLUMNS, Columns, Decision, Master, Placed, Recipe, Reduce, State
+from zerodrift.report import names, summary, terminal
+from zerodrift.report.explain import explain
+from zerodrift.report.rows import grouped, single
+
+LONG = ".".join(["a_rather_long_module_name"] * 9) + ".weight"
+BF16 = handmade.columns()
+NARROW = handmade.columns(
+    DType.FP16,
+    why="mode fp16",
+    reduce=Reduce(DType.FP16, DType.FP32, "last"),
+    master=Master.FP32,
+    state=State.BF16_STOCHASTIC,
+)
+ODD = replace(
+    handmade.frozen(DType.COMPLEX64), storage=Placed(DType.FP8_E4M3, "shard"), gather=DType.FP8_E5M2
+)
+
+
+def plan_text(plan: Plan, color: bool = False) -> str:
+    return terminal.plan_text(plan, handmade.cost(plan), grouped(plan), color=color)
+
+
+def check(text: str) -> None:
+    """What every plain report keeps."""
+    assert "\x1b" not in text
+    for line in text.splitlines():
+        assert len(line) <= 100, line
+        assert line == line.rstrip(), repr(line)
+
+
+PLANS = {
+    "mixture of experts": handmade.moe(),
+    "one parameter": handmade.plan([handmade.given("weight", (3, 4), BF16)], MeshShape()),
+    "a scalar": handmade.plan([handmade.given("scale", (), BF16)], MeshShape()),
+    "an empty parameter": handmade.plan([handmade.given("nothing", (0, 4), BF16)], MeshShape()),
+    "long name": handmade.plan([handmade.given(LONG, (4, 4), BF16), handmade.given("b", (4,), BF16)]),
+    "long component": handmade.plan([handmade.given("x" * 300, (4, 4), BF16)]),
+    "wide shape": handmade.plan([handmade.given("conv.weight", (123456,) * 9, BF16)]),
+    "long tied names": handmade.plan([handmade.given(LONG, (4, 4), BF16, "b" + LONG, "c" + LONG)]),
+    "fp16, wire and sum differ": handmade.plan([handmade.given("weight", (4, 4), NARROW)]),
+    "widest of everything": handmade.plan(
+        [handmade.given("a", (4, 4), NARROW), handmade.given("b", (4,), ODD)]
+    ),
+    "frozen": handmade.plan(
+        [handmade.given("a", (4, 4), handmade.frozen()), handmade.given("b", (4, 4), BF16)]
+    ),
+    "long source": replace(handmade.moe(layers=1), source="/a/path/" + "x" * 200),
+    "many sets": handmade.plan(
+        [handmade.given(f"layer_{n}.weight", (4, 4), handmade.columns(why=f"rule {n}")) for n in range(60)]
+    ),
+    "long decisions": handmade.plan(
+        [handmade.given("a", (4,), BF16)],
+        decisions=(Decision("k" * 60, "v" * 90, "w" * 200), Decision("key", "value " * 30, "why " * 60)),
+        ignored=(("deep.key." * 12, "because " * 40),),
+        optimizer=Recipe("AdamW", '{"lr": 0.001, "betas": [0.9, 0.95], "weight_decay": 0.1, "eps": 1e-08}'),
+    ),
+    "buffers and notes": handmade.plan(
+        [handmade.given("a", (4,), BF16)],
+        buffers=[BufferRow(f"b{n}", (4,), DType.FP32, DType.BF16, "precision.buffers") for n in range(3)],
+        notes=["note " * 50, "x" * 150],
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_no_line_is_wider_than_100(plan: Plan) -> None:
+    check(plan_text(plan))
+    table = single(plan, range(len(plan.rows)))
+    check(terminal.rows_text(plan, table, color=False))
+    check(terminal.explanation_text(explain(plan, plan.rows[0].name), plan.digest, color=False))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_every_cell_of_every_set_is_shown_in_full(plan: Plan) -> None:
+    table = grouped(plan)
+    lines = plan_text(plan).splitlines()
+    for item in table.sets:
+        cells = list(item.columns.cells().values())
+        assert any(line.split()[-len(COLUMNS) :] == cells for line in lines), item.letter
+    header = next(line for line in lines if line.startswith("set"))
+    assert header.split()[1:] == list(COLUMNS)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.text("ab._0", min_size=1, max_size=220), st.lists(st.integers(1, 10**6), max_size=7)),
+        min_size=1,
+        max_size=4,
+        unique_by=lambda pair: pair[0],
+    )
+)
+def test_any_name_and_any_shape_fits(model: list[tuple[str, list[int]]]) -> None:
+    check(plan_text(handmade.plan([handmade.given(name, tuple(shape), BF16) for name, shape in model])))
+
+
+def test_cells_stand_under_their_headers() -> None:
+    lines = plan_text(PLANS["widest of everything"]).splitlines()
+    header = next(line for line in lines if line.startswith("set"))
+    starts = [header.index(column) for column in COLUMNS]
+    for letter in "AB":
+        head = next(line for line in lines if line.startswith(letter))
+        assert all(head[start] != " " and head[start - 1] == " " for start in starts)
+
+
+def test_colour_adds_nothing_but_colour() -> None:
+    plan = handmade.moe(layers=2)
+    colored = plan_text(plan, color=True)
+    assert "\x1b[" in colored
+    bare = _without_escapes(colored)
+    assert [line.rstrip() for line in bare.splitlines()] == plan_text(plan).splitlines()
+
+
+def _without_escapes(text: str) -> str:
+    import re
+
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_environment_does_not_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = handmade.moe(layers=2)
+    before = plan_text(plan)
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "dumb", "LINES": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert plan_text(plan) == before
+
+
+def test_pinned_lines_are_marked_without_colour() -> None:
+    text = plan_text(handmade.moe(layers=2))
+    (line,) = (line for line in text.splitlines() if "gate.weight x2" in line)
+    assert line.startswith(" * ")
+    assert "  pinned  " in text
+
+
+def test_the_whole_story_is_there() -> None:
+    plan = handmade.moe()
+    text = plan_text(plan)
+    for words in (
+        plan.digest[:12],
+        "mixtral-8x7b",
+        "model.layers.*.block_sparse_moe.experts.*.w1.weight x256",
+        "14336 x 4096",
+        "model.embed_tokens.weight = lm_head.weight",
+        "precision.rules[0]: '*.gate.weight'",
+        "padding 0.",
+        "1 buffer kept as fp32",
+    ):
+        assert words in text
+    for decision in plan.policy.decisions:
+        assert decision.key in text and decision.value in text and decision.why in text
+    for key, _ in plan.policy.ignored:
+        assert key in text
+
+
+def test_each_reason_is_said_once() -> None:
+    sets = grouped(handmade.moe(layers=2)).sets
+    found = summary.reasons(sets)
+    assert len({reason.text for reason in found}) == len(found)
+    said = {
+        (letter, column, reason.text)
+        for reason in found
+        for use in reason.uses
+        for letter in use.letters
+        for column, _ in use.cells
+    }
+    assert said == {(item.letter, column, text) for item in sets for column, text in item.columns.why}
+
+
+def test_letters_that_follow_each_other_are_a_run() -> None:
+    plan = PLANS["many sets"]
+    wheres = {use.where for reason in summary.reasons(grouped(plan).sets) for use in reason.uses}
+    assert "A-BH" in wheres
+    assert {"A", "B", "Z", "BH"} <= wheres
+
+
+def test_a_cost_of_nothing_is_shown_too() -> None:
+    plan = PLANS["an empty parameter"]
+    bill = handmade.cost(plan, parameters=0, rest=Rest(0, 0, 0, 0, 0), peak=Peak(0, 0, 0, 0, 0), traffic=())
+    text = terminal.plan_text(plan, bill, grouped(plan), color=False)
+    check(text)
+    assert "nothing is sent" in text
+
+
+# --- eliding ----------------------------------------------------------------------------------------
+
+
+@given(st.text("ab.", max_size=120), st.integers(8, 80))
+def test_elided_text_fits_and_short_text_is_kept(text: str, width: int) -> None:
+    short = terminal.elide(text, width)
+    assert len(short) <= width
+    assert (short == text) == (len(text) <= width)
+
+
+def test_elided_names_keep_both_ends() -> None:
+    name = "model.language_model.layers.*.block_sparse_moe.experts.*.down_proj.weight"
+    assert terminal.elide(name, 50) == "model.language_model....experts.*.down_proj.weight"
+
+
+# --- one parameter ----------------------------------------------------------------------------------
+
+
+def test_explain_says_every_column_and_why() -> None:
+    plan = handmade.moe(layers=2)
+    found = explain(plan, "model.layers.1.block_sparse_moe.gate.weight")
+    assert [cell.column for cell in found.cells] == list(COLUMNS)
+    assert {cell.why for cell in found.cells} == {"precision.rules[0]: '*.gate.weight'"}
+    assert found.kind == "pinned"
+    text = terminal.explanation_text(found, plan.digest, color=False)
+    words = {cell.column: cell.words for cell in found.cells}
+    assert words["reduce"] == "fp32 on the wire, summed in fp32, after every micro-batch"
+    assert "model.layers.1, pipeline stage 0" in text
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_parameter_is_found_by_each_name(name: str) -> None:
+    assert explain(handmade.moe(layers=1), name).names == ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def test_slices_cover_the_parameter_once() -> None:
+    plan = handmade.moe(layers=1)
+    for row in plan.rows:
+        slices = explain(plan, row.name).slices
+        assert [part.start for part in slices] == [0, *(part.stop for part in slices[:-1])]
+        assert slices[-1].stop == row.numel
+
+
+def test_a_long_list_of_slices_is_shortened_in_the_middle() -> None:
+    plan = handmade.plan([handmade.given("weight", (4096, 4096), BF16)], MeshShape(shard=64))
+    text = terminal.explanation_text(explain(plan, "weight"), plan.digest, color=False)
+    assert "rank 0 of 64" in text and "rank 63 of 64" in text and "... 59 more ranks ..." in text
+
+
+def test_a_frozen_parameter_has_no_gradient_columns() -> None:
+    found = explain(PLANS["frozen"], "a")
+    words = {cell.column: cell.words for cell in found.cells}
+    assert words["grad"] == words["state"] == "none, frozen"
+
+
+# --- names that are not there -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("query", "offered"),
+    [
+        ("model.layers.1.block_sparse_moe.gaet.weight", "model.layers.1.block_sparse_moe.gate.weight"),
+        ("model.norm", "model.norm.weight"),
+        ("q_proj", "model.layers.0.self_attn.q_proj.weight"),
+        ("model.layers.99.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.weight"),
+        ("lm_haed.weight", "lm_head.weight"),
+    ],
+)
+def test_an_unknown_name_offers_the_nearest(query: str, offered: str) -> None:
+    with pytest.raises(ModelError, match="Did you mean") as caught:
+        explain(handmade.moe(layers=2), query)
+    assert f"`{offered}`" in str(caught.value)
+
+
+def test_an_unknown_name_far_from_all_says_where_to_look() -> None:
+    with pytest.raises(ModelError, match="zerodrift plan"):
+        explain(handmade.moe(layers=1), "zzz")
+
+
+def test_a_glob_matches_by_every_name() -> None:
+    plan = handmade.moe(layers=2)
+    assert [plan.rows[index].name for index in names.matching(plan, "*head*", "--rows")] == [
+        "model.embed_tokens.weight"
+    ]
+    assert len(names.matching(plan, "*.gate.*", "--rows")) == 2
+
+
+@pytest.mark.parametrize(
+    ("query", "offered"), [("*.gaet.*", "*.gate.*"), ("gate", "*gate*"), ("zzz", "both ends")]
+)
+def test_a_glob_that_matches_nothing_offers_another(query: str, offered: str) -> None:
+    with pytest.raises(ModelError, match="--rows") as caught:
+        names.matching(handmade.moe(layers=2), query, "--rows")
+    assert offered in str(caught.value)
+
+
+def test_columns_are_spelled_out() -> None:
+    columns: Columns = NARROW
+    words = summary.spelled(columns)
+    assert words["reduce"] == "fp16 on the wire, summed in fp32, after the last micro-batch"
+    assert words["storage"] == "fp16, sharded"

@@ -1,0 +1,100 @@
+"""The two pages about keys are fresh, and the words they share with messages are right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+from zerodrift.config import deepspeed, fields, reference
+from zerodrift.config.differences import GROUPS
+from zerodrift.config.load import load
+from zerodrift.config.schema import Config, Dtype, Flag, Positive, Reduce
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"config.md": reference.render_config, "deepspeed.md": reference.render_page}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_fresh(name: str) -> None:
+    assert (DOCS / name).read_text() == PAGES[name](), "run `python -m zerodrift.config.reference`"
+
+
+def test_main_writes_both_pages_where_it_is_told(tmp_path: Path) -> None:
+    reference.main([str(tmp_path / "pages")])
+    assert {path.name for path in (tmp_path / "pages").iterdir()} == set(PAGES)
+
+
+def test_the_config_page_shows_every_key_once() -> None:
+    page = reference.render_config()
+    shown = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
+    keys = [
+        key.path.rpartition(".")[2]
+        for key in fields.every_key()
+        if not key.path.startswith("precision.rules[].reduce.")
+        and ("." in key.path or not fields.block_of(key.kind))
+    ]
+    assert sorted(shown) == sorted(keys)
+
+
+def test_the_deepspeed_page_shows_every_key_and_difference() -> None:
+    page = reference.render_page()
+    for entry in deepspeed.ENTRIES.values():
+        assert f"| `{entry.key}` |" in page and entry.text in page
+    for _, differences in GROUPS:
+        for each in differences:
+            assert f"| {each.written} | {each.there} | {each.here} |" in page
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_tables_are_whole(name: str) -> None:
+    for line in PAGES[name]().splitlines():
+        if line.startswith("|"):
+            assert line.endswith("|") and line.count("|") == 4, line
+
+
+def test_the_yaml_on_the_page_loads(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", reference.render_config(), flags=re.DOTALL)
+    (tmp_path / "a.yaml").write_text(text)
+    config = load(tmp_path / "a.yaml")
+    assert len(config.precision.rules) == 2 and config.zero_optimization.stage == 3
+
+
+def test_every_key_has_a_docstring_and_words() -> None:
+    for key in fields.every_key():
+        assert key.doc.endswith("."), key.path
+        assert fields.admits(key.kind), key.path
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Flag | None, "true or false"),
+        (Positive | Literal["auto"] | None, 'a whole number above 0 or "auto"'),
+        (Annotated[int, Field(ge=0, le=3)], "0, 1, 2 or 3"),
+        (Annotated[float, Field(ge=0.5, le=9.0)], "a number from 0.5 to 9.0"),
+        (int, "a whole number"),
+        (Dtype | Reduce | None, "fp32, bf16, fp16 or a block of keys"),
+        (tuple[str, ...], "a list of strings"),
+        (dict[str, Any], "a block of arguments"),
+    ],
+)
+def test_the_words_for_a_type(kind: Any, words: str) -> None:
+    assert fields.admits(kind) == words
+
+
+def test_a_type_without_words_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match="no words"):
+        fields.admits(bytes)
+    with pytest.raises(AssertionError, match="no words"):
+        fields.admits(tuple[bytes, ...])
+
+
+def test_paths_lead_to_types() -> None:
+    assert fields.kind_at(("precision", "rules", 0, "reduce", "wire")) == Dtype | None
+    assert fields.kind_at(("precision", "nothing")) is None
+    assert fields.kind_at(("backend", "nothing")) is None
+    assert fields.kind_at(()) is Config

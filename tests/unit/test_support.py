@@ -1,0 +1,66 @@
+"""The support table: complete, and the same as what resolve and build do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.models import moe
+from zerodrift import ConfigError, build, load, mesh_for, resolve
+from zerodrift.policy.support import SupportCell, table
+
+TABLE = table()
+
+
+def config(cell: SupportCell, allow: bool) -> dict[str, Any]:
+    written: dict[str, Any] = {
+        "precision": {"mode": cell.mode},
+        "zero_optimization": {"stage": cell.stage},
+        "backend": cell.backend,
+    }
+    if cell.accumulate != "default":
+        written["gradient_accumulation_dtype"] = cell.accumulate
+    if cell.pipeline:
+        written["pipeline"] = {"stages": 2}
+    if allow:
+        written["precision"]["allow_narrow"] = True
+    return written
+
+
+def accepted(cell: SupportCell, allow: bool) -> bool:
+    try:
+        loaded = load(config(cell, allow))
+        mesh = mesh_for(loaded, 4)
+        build(resolve(loaded, mesh), moe(), mesh)
+    except ConfigError:
+        return False
+    return True
+
+
+def label(cell: SupportCell) -> str:
+    pipeline = "pp" if cell.pipeline else "no-pp"
+    return f"{cell.backend}-{cell.mode}-{cell.accumulate}-{pipeline}-{cell.stage}"
+
+
+def test_the_table_has_every_cell_once() -> None:
+    keys = {(c.mode, c.accumulate, c.pipeline, c.stage, c.backend) for c in TABLE}
+    assert len(TABLE) == len(keys) == 5 * 4 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize("cell", TABLE, ids=label)
+def test_a_cell_says_what_really_happens(cell: SupportCell) -> None:
+    assert accepted(cell, allow=False) == (cell.status == "yes")
+    assert accepted(cell, allow=True) == (cell.status in ("yes", "narrow"))
+    assert bool(cell.reason) == (cell.status != "yes")
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_fp32_accumulation_is_supported_at_every_stage_with_and_without_a_pipeline(mode: str) -> None:
+    cells = [c for c in TABLE if c.backend == "native" and c.mode == mode and c.accumulate == "fp32"]
+    assert len(cells) == 8 and {c.status for c in cells} == {"yes"}
+
+
+def test_bf16_never_accumulates_in_fp16() -> None:
+    cells = [c for c in TABLE if c.mode == "bf16" and c.accumulate == "fp16"]
+    assert {c.status for c in cells} == {"no"}
