@@ -1,0 +1,474 @@
+"""Every collective that zerodrift makes. The only file that calls torch.distributed's.
+
+An operation is what the plan says it is (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`);
+`record` lists the calls in those words. How it is carried differs by backend: on gloo by messages between
+pairs of ranks, on NCCL by its all-gather and all-to-all. Sums are never left to either: the parts travel
+in the wire dtype and `fold` adds them. Which buffers move, and when, is the engine's affair.
+
+Invariant: a result depends on the values, the rank order and the dtypes, never on the carrier; and a rank
+that is missing surfaces as RankError with the operation, the axis and the rank that was waited for.
+
+[Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and
+its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order; the
+tag numbers the collectives of a group, so those under way at once cannot take each other's. A reduction
+that is waited for at once receives a window of chunks rather than everything: the window stays in cache
+between arrival and sum, and the wire needs at most WINDOW bytes however large the segment is. One that is
+only started posts every receive, because a receive that is posted in `wait` would hang two ranks that wait
+for two operations in different orders. Either way the memory is kept for the next reduction, since fresh
+pages cost as much as the message that fills them; `release` lets go of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zerodrift.comm.fold import Sum, fold
+from zerodrift.comm.mesh import Axis, AxisName, Mesh, first_line
+from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import RankError
+
+T = TypeVar("T")
+
+Carrier = Literal["pairs", "native"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+
+CHUNK = 2 << 20
+"""Bytes of one message of a reduction; below it the messages cost more than they save."""
+WINDOW = 16 << 20
+"""Bytes that a reduction on gloo receives ahead of its sums, at most."""
+DEPTH = 4
+"""Chunks per peer in the window."""
+_ALL = 1 << 62
+"""A window without end."""
+DIRECT = 1 << 18
+"""Bytes below which an all-reduce sends whole tensors to everybody: one round trip instead of two."""
+_FIRST_TAG = 1 << 16
+_TAGS = 1 << 14
+
+# torch 2.13 gave these their new names and warns about the old ones.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One collective as this rank issued it; compare with `plan.schedule.Collective`."""
+
+    op: Op
+    dtype: DType
+    """On the wire."""
+    numel: int
+    """Of the whole buffer: all slices together."""
+    axis: AxisName
+    sum: DType | None
+    """What it was summed in; None for an operation that only moves."""
+
+
+class Handle:
+    """A collective under way. Its buffers belong to it until `wait` returns."""
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait for the other ranks and do what is left to do here. A second call does nothing."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Collectives:
+    """The collectives of one mesh.
+
+    `carrier` is `pairs` (messages between pairs of ranks, what gloo does best) or `native` (the backend's
+    all-gather and all-to-all, what NCCL does best). The bits do not depend on it.
+    """
+
+    def __init__(self, mesh: Mesh, carrier: Carrier | None = None) -> None:
+        self.mesh = mesh
+        self.carrier: Carrier = carrier or ("pairs" if mesh.device.type == "cpu" else "native")
+        self._logs: list[list[Recorded]] = []
+        self._scratch = _Scratch()
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[Recorded]]:
+        """A list that grows by every collective issued inside the `with`, on axes of one rank too."""
+        log: list[Recorded] = []
+        self._logs.append(log)
+        try:
+            yield log
+        finally:
+            self._logs = [kept for kept in self._logs if kept is not log]
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName) -> None:
+        """Every rank's slice, in rank order, into the flat buffer `out`."""
+        self.start_all_gather(out, shard, axis).wait()
+
+    def start_all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName) -> Handle:
+        """`shard` may be its own place in `out`. Another dtype is cast on the way to that place, so slices
+        always travel in the dtype of `out`."""
+        line = self.mesh.axis(axis)
+        _check_slices(out, shard, line)
+        self._note("all_gather", out, axis, None)
+        place = line.slice(out, line.rank)
+        if line.group is None or not out.numel():
+            _copy(place, shard)
+            return Handle()
+        if shard.dtype is not out.dtype:
+            _copy(place, shard)
+            shard = place
+        if self.carrier == "pairs":
+            return self._pairwise_gather(out, shard, line)
+        work = _start("all_gather", line, _gather_single, out, shard)
+        return Handle(lambda: _issue("all_gather", line, work.wait))
+
+    def _pairwise_gather(self, out: torch.Tensor, shard: torch.Tensor, line: Axis) -> Handle:
+        post = _Post("all_gather", line)
+        for to, source in post.turns:
+            post.receive(line.slice(out, source), source)
+            post.send(shard, to)
+        _copy(line.slice(out, line.rank), shard)  # while the messages travel
+        return Handle(post.finish)
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> None:
+        """This rank's slice of the sum of every rank's `full`, into `out`. Values travel in the dtype of
+        `full`, are summed as `how` says, and are converted once to the dtype of `out`, which may be this
+        rank's slice of `full`."""
+        self._reduce_scatter(out, full, axis, how, DEPTH).wait()
+
+    def start_reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> Handle:
+        """The same, under way: the other ranks' slices have room of their own until `wait` sums them."""
+        return self._reduce_scatter(out, full, axis, how, _ALL)
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, depth: int
+    ) -> Handle:
+        line = self.mesh.axis(axis)
+        _check_slices(full, out, line)
+        _check_sum(full, how)
+        self._note("reduce_scatter", full, axis, how.dtype)
+        if line.group is None or not full.numel():
+            fold(out, [full], how)
+            return Handle()
+        if self.carrier == "pairs":
+            slices = [line.slice(full, rank) for rank in range(line.size)]
+            return self._exchange(_Post("reduce_scatter", line), out, slices, how, depth)
+        if not how.exact and full.dtype is how.dtype:
+            parts = [torch.empty_like(out, dtype=full.dtype)]
+            call = _reduce_scatter_single
+            work = _issue("reduce_scatter", line, call, parts[0], full, group=line.group, async_op=True)
+        else:
+            received = torch.empty_like(full)
+            parts = [line.slice(received, rank) for rank in range(line.size)]
+            work = _start("reduce_scatter", line, dist.all_to_all_single, received, full)
+        return Handle(lambda: _fold_received("reduce_scatter", line, work, out, parts, how))
+
+    def all_reduce(self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum) -> None:
+        """The sum of every rank's `values` into every rank's `out`, which may be `values` itself; summed and
+        converted like a reduce-scatter. On CUDA it waits on the current stream, not on the host."""
+        line = self.mesh.axis(axis)
+        _check_flat(values, out)
+        _check_sum(values, how)
+        if out.numel() != values.numel() or how.add:
+            raise AssertionError(f"an all-reduce of {values.numel()} elements into {out.numel()}, {how}")
+        self._note("all_reduce", values, axis, how.dtype)
+        if line.group is None or not values.numel():
+            fold(out, [values], how)
+        elif values.numel() * values.itemsize <= DIRECT or line.size == 2 or values.numel() % line.size:
+            self._all_reduce_directly(out, values, line, how)
+        else:
+            mine = line.slice(out, line.rank)
+            with self._unrecorded():
+                self.reduce_scatter(mine, values, axis, how)
+                self.all_gather(out, mine, axis)
+
+    def _all_reduce_directly(self, out: torch.Tensor, values: torch.Tensor, line: Axis, how: Sum) -> None:
+        """Everything to everybody, and every rank forms the whole sum."""
+        if self.carrier == "pairs":
+            self._exchange(_Post("all_reduce", line), out, [values] * line.size, how, DEPTH).wait()
+            return
+        received = values.new_empty(values.numel() * line.size)
+        work = _start("all_reduce", line, _gather_single, received, values)
+        parts = [line.slice(received, rank) for rank in range(line.size)]
+        _fold_received("all_reduce", line, work, out, parts, how)
+
+    def all_reduce_sum(self, tensor: torch.Tensor, axis: AxisName) -> torch.Tensor:
+        """The sum over ranks of a small tensor, in its own dtype, as a new tensor: norm partials, flags."""
+        values = tensor.detach().reshape(-1).contiguous()
+        total = torch.empty_like(values)
+        self.all_reduce(total, values, axis, Sum(tensor.dtype))
+        return total.view(tensor.shape)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, axis: AxisName) -> None:
+        """Overwrite `tensor` with that of rank `source` of the axis. Any contiguous shape."""
+        line = self.mesh.axis(axis)
+        flat = tensor.detach().view(-1)
+        self._note("broadcast", flat, axis, None)
+        if line.group is not None and flat.numel():
+            moved = flat.view(torch.uint8)  # as in `_start`
+            _issue("broadcast", line, dist.broadcast, moved, group=line.group, group_src=source)
+
+    def all_gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
+        """Every rank's small Python value, in rank order. Pickled; not recorded."""
+        line = self.mesh.axis(axis)
+        if line.group is None:
+            return [value]
+        found: list[Any] = [None] * line.size
+        _issue("all_gather_object", line, dist.all_gather_object, found, value, group=line.group)
+        return found
+
+    def broadcast_object(self, value: T | None, source: int, axis: AxisName = "world") -> T:
+        """The value of rank `source`; what the others pass is ignored. Pickled; not recorded."""
+        line = self.mesh.axis(axis)
+        held: list[Any] = [value]
+        if line.group is not None:
+            send = dist.broadcast_object_list
+            _issue("broadcast_object", line, send, held, group=line.group, group_src=source)
+        return held[0]
+
+    def barrier(self, axis: AxisName = "world") -> None:
+        """Return when every rank of the axis is here. Not recorded."""
+        line = self.mesh.axis(axis)
+        if line.group is not None:
+            _issue("barrier", line, dist.barrier, group=line.group)
+
+    def agree(self, digest: str, rows: Callable[[], Sequence[str]]) -> None:
+        """Raise on every rank unless all have the same digest. Only two ranks that differ write out their
+        `rows`, whose first difference the error shows."""
+        digests = self.all_gather_object(digest)
+        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+        if other is None:
+            return
+        mine = list(rows()) if self.mesh.rank() in (0, other) else None
+        raise RankError(
+            _difference(other, self.broadcast_object(mine, 0), self.broadcast_object(mine, other))
+        )
+
+    def _exchange(
+        self, post: _Post, out: torch.Tensor, outgoing: Sequence[torch.Tensor], how: Sum, depth: int
+    ) -> Handle:
+        """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
+
+        Chunk by chunk, `depth` of them received ahead: see [Note: messages].
+        """
+        line = post.line
+        own = outgoing[line.rank]
+        chunk = _chunk(own, line)
+        count = -(-own.numel() // chunk)
+        depth = min(depth, count)
+        arrivals, held = self._scratch.take(depth * (line.size - 1) * chunk, own.dtype)
+        rooms = arrivals.view(depth, line.size - 1, chunk)
+
+        def bounds(number: int) -> slice:
+            return slice(number * chunk, min((number + 1) * chunk, own.numel()))
+
+        def receive(number: int) -> None:
+            span = bounds(number)
+            for room, (_, source) in zip(rooms[number % depth], post.turns, strict=True):
+                post.receive(room[: span.stop - span.start], source, number)
+
+        def finish() -> None:
+            spare, held_spare = self._scratch.take(chunk, how.dtype)
+            for number in range(count):
+                # Our own chunk has left, too, before its sum may overwrite it.
+                parts = dict(post.collect(number))
+                parts[line.rank] = own[bounds(number)]
+                fold(out[bounds(number)], [parts[rank] for rank in range(line.size)], how, spare)
+                if number + depth < count:
+                    receive(number + depth)
+            # Not reached when a rank is missing: late messages may still be written to these buffers.
+            self._scratch.give(held, held_spare)
+
+        for number in range(depth):
+            receive(number)
+        for number in range(count):
+            for to, _ in post.turns:
+                post.send(outgoing[to][bounds(number)], to, number)
+        return Handle(finish)
+
+    def release(self) -> None:
+        """Let go of the memory that is kept between reductions."""
+        self._scratch.drop()
+
+    def _note(self, op: Op, tensor: torch.Tensor, axis: AxisName, sum_dtype: torch.dtype | None) -> None:
+        if not self._logs:
+            return
+        total = None if sum_dtype is None else _name(sum_dtype)
+        entry = Recorded(op, _name(tensor.dtype), tensor.numel(), axis, total)
+        for log in self._logs:
+            log.append(entry)
+
+    @contextlib.contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """For the parts that an operation is made of."""
+        logs, self._logs = self._logs, []
+        try:
+            yield
+        finally:
+            self._logs = logs
+
+
+class _Post:
+    """The messages of one collective between this rank and the others of its axis (gloo)."""
+
+    def __init__(self, op: str, line: Axis) -> None:
+        self._op, self.line = op, line
+        self._tag = _FIRST_TAG + next(line.tags) % _TAGS
+        size, rank = line.size, line.rank
+        self.turns = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
+        """(to, from): in each turn every rank sends one message and receives one."""
+        self._posted: dict[int, list[tuple[dist.Work, int, torch.Tensor | None]]] = {}
+        """Batch -> what was posted in it; the tensor is None for what was sent."""
+
+    def send(self, tensor: torch.Tensor, to: int, batch: int = 0) -> None:
+        try:
+            work = dist.isend(tensor, group=self.line.group, tag=self._tag, group_dst=to)
+        except RuntimeError as error:
+            raise _missing(self._op, self.line, error, to) from error
+        self._add(work, to, None, batch)
+
+    def receive(self, tensor: torch.Tensor, source: int, batch: int = 0) -> None:
+        try:
+            work = dist.irecv(tensor, group=self.line.group, tag=self._tag, group_src=source)
+        except RuntimeError as error:
+            raise _missing(self._op, self.line, error, source) from error
+        self._add(work, source, tensor, batch)
+
+    def _add(self, work: dist.Work | None, peer: int, tensor: torch.Tensor | None, batch: int) -> None:
+        if work is None:
+            raise AssertionError(f"rank {self.line.rank} is not in the group of axis {self.line.name!r}")
+        self._posted.setdefault(batch, []).append((work, peer, tensor))
+
+    def collect(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Wait for a batch; (source, tensor) of what arrived."""
+        for work, peer, tensor in self._posted.pop(batch, []):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _missing(self._op, self.line, error, peer) from error
+            if tensor is not None:
+                yield peer, tensor
+
+    def finish(self) -> None:
+        for batch in list(self._posted):
+            for _ in self.collect(batch):
+                pass
+
+
+class _Scratch:
+    """Host memory that is kept between reductions."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A flat tensor of that many elements, and what to give back."""
+        size = numel * dtype.itemsize
+        fits = [number for number, buffer in enumerate(self._free) if buffer.numel() >= size]
+        if fits:
+            held = self._free.pop(min(fits, key=lambda number: self._free[number].numel()))
+        else:
+            # One that is too small goes, so there are never more than were in use at once.
+            del self._free[:1]
+            held = torch.empty(size, dtype=torch.uint8)
+        return held[:size].view(dtype), held
+
+    def give(self, *held: torch.Tensor) -> None:
+        self._free.extend(held)
+
+    def drop(self) -> None:
+        self._free.clear()
+
+
+def _chunk(own: torch.Tensor, line: Axis) -> int:
+    """Elements of one message. The same on every rank, whatever has been sent before."""
+    share = WINDOW // (DEPTH * (line.size - 1))
+    return min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
+
+
+@torch.no_grad()
+def _copy(place: torch.Tensor, shard: torch.Tensor) -> None:
+    if place.data_ptr() != shard.data_ptr():
+        place.copy_(shard)
+
+
+def _fold_received(
+    op: str, line: Axis, work: dist.Work, out: torch.Tensor, parts: Sequence[torch.Tensor], how: Sum
+) -> None:
+    """Wait on the current stream, and sum there."""
+    _issue(op, line, work.wait)
+    for part in parts:
+        if part.is_cuda:
+            # Allocated on the stream that issued the collective, read on the one that waits.
+            part.record_stream(torch.cuda.current_stream(part.device))
+    fold(out, parts, how)
+
+
+def _issue(op: str, line: Axis, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except RuntimeError as error:
+        raise _missing(op, line, error) from error
+
+
+def _start(
+    op: str, line: Axis, call: Callable[..., Any], out: torch.Tensor, values: torch.Tensor
+) -> dist.Work:
+    # As bytes: nothing is computed on the way, and no backend knows every dtype.
+    out, values = out.view(torch.uint8), values.view(torch.uint8)
+    return _issue(op, line, call, out, values, group=line.group, async_op=True)
+
+
+def _missing(op: str, line: Axis, error: RuntimeError, peer: int | None = None) -> RankError:
+    others = [rank for rank in line.ranks if rank != line.ranks[line.rank]]
+    if peer is not None:
+        others = [line.ranks[peer]]
+    who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))}"
+    more = ", ..." if len(others) > 8 else ""
+    return RankError(
+        f"`{op}` on axis `{line.name}`: {who}{more} must take part within the timeout; "
+        f"got {first_line(error)!r}. "
+        "That rank died, hangs, or is in another collective: look at the output of the rank that failed "
+        "first. If it was only slow, start the mesh with a longer `timeout`."
+    )
+
+
+def _difference(other: int, here: Sequence[str], there: Sequence[str]) -> str:
+    """What two ranks whose digests differ do not agree on."""
+    start = f"`plan`: must be the same on every rank; ranks 0 and {other} "
+    end = "Give every rank the same config, model and world size."
+    for number, (mine, theirs) in enumerate(itertools.zip_longest(here, there, fillvalue="(nothing)")):
+        if mine != theirs:
+            return f"{start}differ first in row {number}. {end}\n  rank 0: {mine}\n  rank {other}: {theirs}"
+    return f"{start}differ, though all {len(here)} rows agree, so outside the rows. {end}"
+
+
+def _check_flat(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise AssertionError(f"a collective moves flat buffers, not {tuple(tensor.shape)}")
+
+
+def _check_slices(full: torch.Tensor, shard: torch.Tensor, line: Axis) -> None:
+    _check_flat(full, shard)
+    if shard.numel() * line.size != full.numel():
+        raise AssertionError(f"{line.size} slices of {shard.numel()} elements for {full.numel()}")
+
+
+def _check_sum(values: torch.Tensor, how: Sum) -> None:
+    if torch.promote_types(values.dtype, how.dtype) is not how.dtype:
+        raise AssertionError(f"a sum in {how.dtype} would round values that travel in {values.dtype}")
+
+
+def _name(dtype: torch.dtype) -> DType:
+    found = from_torch(dtype)
+    if found is None:
+        raise AssertionError(f"{dtype} has no name in `dtypes`")
+    return found

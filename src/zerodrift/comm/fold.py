@@ -1,0 +1,78 @@
+"""The sum of a reduction: the parts of all ranks, in rank order, in one dtype, rounded where it is said.
+
+Pure arithmetic on tensors that have arrived; `collectives` brings them. A backend's own reduction adds in
+an order and a dtype of its choosing, which is why it is done here.
+
+Invariant: ((part 0 + part 1) + part 2) + ... in `Sum.dtype`, then one true division, then one conversion to
+the dtype of the result. The same bits on every rank, at every chunk size, whatever carried the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """How parts become a result."""
+
+    dtype: torch.dtype
+    """What the parts are added in; holds every value of their own dtype."""
+    divisor: float = 1.0
+    """The sum is divided by it: the number of ranks, for a mean."""
+    add: bool = False
+    """Add to what the result holds instead of overwriting it."""
+    exact: bool = True
+    """False lets a backend sum in an order of its own, where it can and where wire and sum are one dtype."""
+
+
+@torch.no_grad()
+def fold(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], how: Sum, spare: torch.Tensor | None = None
+) -> None:
+    """Write the sum of `parts` to `out`; flat tensors of one length, and `out` may be one of them.
+
+    `spare` holds the sum where it cannot be formed in `out`: of `how.dtype` and at least as long.
+    """
+    if _forms_in(out, parts, how):
+        total = out
+    elif spare is None:
+        total = torch.empty_like(out, dtype=how.dtype)
+    else:
+        total = spare[: out.numel()]
+    first, *others = parts
+    if others and first.dtype is total.dtype:
+        torch.add(first, others.pop(0), out=total)
+    else:
+        # With `out=`, torch would add in the dtype of the parts and convert the rounded sum.
+        total.copy_(first)
+    for part in others:
+        total.add_(part)
+    if how.divisor != 1.0:
+        _divide(total, how.divisor)
+    if total is out:
+        return
+    if how.add:
+        out.add_(total)
+    else:
+        out.copy_(total)
+
+
+def _forms_in(out: torch.Tensor, parts: Sequence[torch.Tensor], how: Sum) -> bool:
+    """Whether `out` may hold the running sum: it is read only by the first addition, if at all."""
+    late = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    return out.dtype is how.dtype and not how.add and not late
+
+
+def _divide(total: torch.Tensor, divisor: float) -> None:
+    """One true division. A Python number would become a multiplication by its reciprocal on CUDA."""
+    wide = torch.promote_types(total.dtype, torch.float32)
+    by = torch.full((), divisor, dtype=wide, device=total.device)
+    if total.dtype is wide:
+        total.div_(by)
+    else:
+        # A 16-bit divisor would itself be rounded: 257 is not a bf16.
+        total.copy_(total.to(wide).div_(by))

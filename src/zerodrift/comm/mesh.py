@@ -1,0 +1,288 @@
+"""The mesh with ranks in it: named axes, their process groups, this rank's place on each.
+
+The only reader of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*. `zerodrift.mesh` has the arithmetic of the
+shape; `collectives` is what uses the groups. A mesh joins from torchrun's variables, borrows the ranks of
+a torch.distributed that is already running, or is a world of one that needs no process group at all.
+
+Invariant: an axis has a group exactly where it has more than one rank, every rank builds the groups in the
+same order, and `stop` destroys what this mesh created and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from zerodrift.errors import MeshError, Problems, RankError
+from zerodrift.mesh import MeshShape
+
+AxisName = Literal["shard", "replicate", "pipeline", "data", "world"]
+"""`data` is shard x replicate: the ranks that see different data. `world` is all of them."""
+
+AXES: tuple[AxisName, ...] = get_args(AxisName)
+
+TIMEOUT = 600.0
+"""Seconds that a collective waits for the other ranks before it raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis as this rank sees it."""
+
+    name: AxisName
+    ranks: tuple[int, ...]
+    """World ranks along the axis, in the order in which sums are formed."""
+    rank: int
+    """This rank's place among them."""
+    group: dist.ProcessGroup | None
+    """None where this rank is alone."""
+    tags: Iterator[int]
+    """Numbers the collectives of `group`; axes that share a group share the numbers."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def slice(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """The equal slice of a flat buffer that belongs to `rank` of this axis."""
+        count = flat.numel() // self.size
+        return flat[rank * count : (rank + 1) * count]
+
+
+class Mesh:
+    """A `MeshShape` whose ranks are running. Made by `start`."""
+
+    def __init__(
+        self,
+        shape: MeshShape,
+        device: torch.device,
+        axes: Mapping[AxisName, Axis],
+        created: tuple[dist.ProcessGroup, ...],
+    ) -> None:
+        self.shape = shape
+        self.device = device
+        """Where buffers and collectives live."""
+        self._axes = axes
+        self._created = created
+
+    def axis(self, name: AxisName) -> Axis:
+        found = self._axes.get(name)
+        if found is None:
+            raise AssertionError(f"no axis {name!r}; a mesh has {', '.join(self._axes)}")
+        return found
+
+    def group(self, name: AxisName) -> dist.ProcessGroup | None:
+        """The process group of an axis, None where this rank is alone on it."""
+        return self.axis(name).group
+
+    def size(self, name: AxisName) -> int:
+        return self.axis(name).size
+
+    def rank(self, name: AxisName = "world") -> int:
+        """This rank's coordinate on an axis."""
+        return self.axis(name).rank
+
+    def stop(self) -> None:
+        """Destroy the process groups that this mesh created. Safe to call twice."""
+        created, self._created = self._created, ()
+        # Last made, first destroyed: destroying the default group takes the others with it.
+        for group in reversed(created):
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.shape}, rank {self.rank()} of {self.size('world')} on {self.device})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """Who this process is, before any group is made."""
+
+    source: Literal["alone", "launcher", "running"]
+    """Nobody else; torchrun's variables; a default group that somebody else initialised."""
+    rank: int
+    world: int
+    local: int
+    """Rank on this machine: which GPU is ours."""
+
+
+def start(
+    shape_for: Callable[[int], MeshShape] | MeshShape,
+    device: torch.device | str | None = None,
+    timeout: float = TIMEOUT,
+) -> Mesh:
+    """Join the other ranks. `shape_for` is the shape, or gives it for a world size.
+
+    `timeout` is in seconds and holds for every group that is created here. Without a `device` it is the
+    GPU of this local rank where there is one, else the CPU.
+    """
+    seat = _seat()
+    # The shape is judged before anybody joins, so that every rank raises and none is left waiting.
+    shape = shape_for if isinstance(shape_for, MeshShape) else shape_for(seat.world)
+    if shape.world != seat.world:
+        raise MeshError(
+            f"`mesh`: must have as many ranks as were started; got {shape} = {shape.world} for {seat.world}. "
+            f"Start {shape.world} ranks (`torchrun --nproc-per-node={shape.world}`) or change the sizes."
+        )
+    place = _device(seat, device)
+    created: list[dist.ProcessGroup] = []
+    if seat.world > 1:
+        created.append(_world_group(seat, place, timeout))
+    try:
+        axes = _axes(shape, seat.rank, created, timeout)
+    except RuntimeError as error:
+        raise RankError(
+            f"`mesh`: all {seat.world} ranks must build their groups; got {first_line(error)!r}. "
+            "Look at the output of the rank that failed first."
+        ) from error
+    return Mesh(shape, place, axes, tuple(created))
+
+
+def _seat() -> _Seat:
+    if dist.is_available() and dist.is_initialized():
+        rank = dist.get_rank()
+        return _Seat("running", rank, dist.get_world_size(), _local_rank(rank))
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return _Seat("alone", 0, 1, 0)
+    problems = Problems()
+    rank, world = _number("RANK", problems), _number("WORLD_SIZE", problems)
+    if not problems and not 0 <= rank < world:
+        problems.add("RANK", f"must be at least 0 and below WORLD_SIZE={world}", str(rank), _LAUNCH)
+    if not problems and world > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                problems.add(name, f"must be set to join {world} ranks", "nothing", _LAUNCH)
+    problems.raise_as(MeshError)
+    return _Seat("launcher" if world > 1 else "alone", rank, world, _local_rank(rank))
+
+
+_LAUNCH = "Start with `torchrun`, which sets all of them, or unset RANK and WORLD_SIZE to run alone."
+
+
+def _number(name: str, problems: Problems) -> int:
+    text = os.environ.get(name)
+    if text is None or not text.strip().lstrip("-").isdigit():
+        problems.add(name, "must be a whole number", "nothing" if text is None else repr(text), _LAUNCH)
+        return 0
+    return int(text)
+
+
+def _local_rank(rank: int) -> int:
+    """LOCAL_RANK, or the rank itself where all ranks are on one machine and nobody said."""
+    if "LOCAL_RANK" not in os.environ:
+        count = torch.cuda.device_count()
+        return rank % count if count else rank
+    problems = Problems()
+    local = _number("LOCAL_RANK", problems)
+    problems.raise_as(MeshError)
+    return local
+
+
+def _device(seat: _Seat, asked: torch.device | str | None) -> torch.device:
+    if asked is None:
+        asked = "cuda" if torch.cuda.is_available() and _carries_cuda(seat) else "cpu"
+    device = torch.device(asked)
+    if device.type not in ("cpu", "cuda"):
+        raise MeshError(f"`device`: must be `cpu` or `cuda`; got {str(device)!r}.")
+    if device.type == "cpu":
+        return device
+    if not _carries_cuda(seat):
+        raise MeshError(
+            "`device`: must fit the backend of the running process group; got a CUDA device and "
+            f"{dist.get_backend()!r}. Initialise torch.distributed with `nccl`, or pass `device='cpu'`."
+        )
+    index = seat.local if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise MeshError(
+            f"`LOCAL_RANK`: must be below the {torch.cuda.device_count()} GPUs of this machine; got {index}. "
+            "Start one rank per GPU, or pass `device='cpu'`."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _carries_cuda(seat: _Seat) -> bool:
+    """Whether the ranks can talk through NCCL: always, unless somebody else chose the backend."""
+    return seat.source != "running" or seat.world == 1 or "nccl" in dist.get_backend_config()
+
+
+def _world_group(seat: _Seat, device: torch.device, timeout: float) -> dist.ProcessGroup:
+    limit = timedelta(seconds=timeout)
+    if seat.source == "running":
+        # A group of our own: our messages cannot meet the caller's, our timeout holds, and a rank that
+        # dies in our collectives does not break the caller's group.
+        return _group(range(seat.world), limit)
+    try:
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            init_method="env://",
+            rank=seat.rank,
+            world_size=seat.world,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        raise RankError(
+            f"`mesh`: all {seat.world} ranks must join within {timeout:g} s; rank {seat.rank} got "
+            f"{first_line(error)!r}. See that every rank was started and can reach MASTER_ADDR "
+            f"{os.environ.get('MASTER_ADDR')!r}, MASTER_PORT {os.environ.get('MASTER_PORT')!r}."
+        ) from error
+    world = dist.group.WORLD
+    if world is None:
+        raise AssertionError("torch.distributed is initialised without a default group")
+    return world
+
+
+def _axes(
+    shape: MeshShape, rank: int, created: list[dist.ProcessGroup], timeout: float
+) -> dict[AxisName, Axis]:
+    """Every axis of this rank; `created` gains the groups that had to be made."""
+    made = {range(shape.world): (created[0] if created else None, itertools.count())}
+    axes: dict[AxisName, Axis] = {}
+    for name in AXES:
+        # Every rank builds the groups of every line, in one order, though it is on one of them. torch can
+        # also build a group among its members alone, but names it so that one built after a `stop` meets
+        # the addresses that the first left in the store, and hangs.
+        for line in dict.fromkeys(_line(shape, other, name) for other in range(shape.world)):
+            if line in made:
+                continue
+            group = _group(line, timedelta(seconds=timeout)) if len(line) > 1 else None
+            if group is not None and rank in line:
+                created.append(group)
+            made[line] = (group, itertools.count())
+        mine = _line(shape, rank, name)
+        axes[name] = Axis(name, tuple(mine), mine.index(rank), *made[mine])
+    return axes
+
+
+def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:
+    """The world ranks on the axis through `rank`; `shard` is numbered fastest, `pipeline` slowest."""
+    stage = rank - rank % shape.data
+    match axis:
+        case "shard":
+            first = rank - rank % shape.shard
+            return range(first, first + shape.shard)
+        case "replicate":
+            return range(stage + rank % shape.shard, stage + shape.data, shape.shard)
+        case "pipeline":
+            return range(rank % shape.data, shape.world, shape.data)
+        case "data":
+            return range(stage, stage + shape.data)
+        case "world":
+            return range(shape.world)
+
+
+def _group(ranks: range, timeout: timedelta) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), timeout=timeout)
+
+
+def first_line(error: BaseException) -> str:
+    """What a backend said, without its stack."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

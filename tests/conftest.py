@@ -1,0 +1,25 @@
+"""What holds for every test: it leaves no process and no process group behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_running() -> Iterator[None]:
+    """A test that leaks would break another, far from the cause."""
+    yield
+    children = multiprocessing.active_children()
+    for child in children:
+        child.kill()
+        child.join()
+    assert not children, f"processes left running: {children}"
+    # Tests of the pure rooms run without torch: ask only where somebody has imported it.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("a default process group was left initialised")

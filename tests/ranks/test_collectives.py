@@ -1,0 +1,511 @@
+"""Collectives on real ranks: the bits of sums, what is recorded, handles, missing ranks, disagreement.
+
+Every rank can make every rank's values (`values_of`), so each computes the reference for itself: a plain
+loop over ranks in order, divided in fp64. Functions whose name has no `test_` run on the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.harness import run_ranks
+from zerodrift.comm import collectives
+from zerodrift.comm.collectives import Carrier, Collectives, Recorded
+from zerodrift.comm.fold import Sum, fold
+from zerodrift.comm.mesh import AxisName, start
+from zerodrift.dtypes import DType
+from zerodrift.errors import RankError
+from zerodrift.mesh import MeshShape
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+SUMS = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32), (FP32, FP64), (FP64, FP64)]
+"""(wire, sum)."""
+
+
+def joined(carrier: Carrier | None = None, timeout: float = 30.0, **sizes: int) -> Collectives:
+    shape = MeshShape(**sizes) if sizes else lambda world: MeshShape(shard=world)
+    return Collectives(start(shape, device="cpu", timeout=timeout), carrier)
+
+
+def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Values over many binades, so that the order of a sum shows in its bits."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    mantissa = torch.randn(numel, generator=generator, dtype=FP64)
+    exponent = torch.randint(-6, 7, (numel,), generator=generator)
+    return torch.ldexp(mantissa, exponent).to(dtype)
+
+
+def expected(parts: Iterable[torch.Tensor], how: Sum, before: torch.Tensor) -> torch.Tensor:
+    """In rank order, in the dtype of the sum; every step one rounding of an fp64 result."""
+    first, *others = parts
+    total = first.to(how.dtype)
+    for part in others:
+        total = (total.to(FP64) + part.to(FP64)).to(how.dtype)
+    total = (total.to(FP64) / how.divisor).to(how.dtype)
+    if not how.add:
+        return total.to(before.dtype)
+    return (before.to(FP64) + total.to(FP64)).to(before.dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def small_messages(chunk: int = 512, direct: int = 512) -> None:
+    """Cut everything into many messages. Of this process, which ends with the test."""
+    collectives.CHUNK, collectives.DIRECT = chunk, direct
+
+
+# Sums
+
+
+def reduce_every_way(carrier: Carrier) -> list[str]:
+    """Every case whose bits are not the reference's."""
+    comm = joined(carrier)
+    size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
+    small_messages()
+    wrong = []
+    outs, divisors, counts = (BF16, FP32), (1.0, 3.0), (1, 700)
+    cases = itertools.product(SUMS, outs, divisors, (False, True), counts)
+    for seed, ((wire, total), out, divisor, add, count) in enumerate(cases):
+        how = Sum(total, divisor, add)
+        every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
+        mine = slice(rank * count, (rank + 1) * count)
+        before = values_of(99, count, out, seed)
+        got, full = before.clone(), every[rank].clone()
+        comm.reduce_scatter(got, full, "shard", how)
+        want = expected([part[mine] for part in every], how, before)
+        if not same_bits(got, want) or not same_bits(full, every[rank]):
+            wrong.append(f"{wire}>{total} into {out}, {how}, {count}")
+    return wrong
+
+
+@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carrier) -> None:
+    assert run_ranks(reduce_every_way, world, carrier) == [[]] * world
+
+
+def test_the_reference_tells_one_order_from_another() -> None:
+    parts = [values_of(rank, 1000, FP32) for rank in range(4)]
+    before = torch.zeros(1000)
+    forward, backward = (expected(order, Sum(FP32), before) for order in (parts, parts[::-1]))
+    assert not same_bits(forward, backward)
+    assert not same_bits(forward, torch.stack(parts).to(FP64).sum(0).to(FP32))
+
+
+def test_a_mean_is_one_true_division() -> None:
+    values = values_of(0, 4096, FP32)
+    got = torch.empty_like(values)
+    fold(got, [values], Sum(FP32, divisor=3.0))
+    assert same_bits(got, (values.to(FP64) / 3).to(FP32))
+    assert not same_bits(got, values * torch.tensor(1 / 3))
+
+
+def test_a_divisor_is_not_rounded_to_the_dtype_of_the_sum() -> None:
+    values = torch.full((8,), 257.0 * 3, dtype=FP64).to(BF16)
+    got = torch.empty_like(values)
+    fold(got, [values], Sum(BF16, divisor=257.0))
+    assert same_bits(got, (values.to(FP64) / 257).to(BF16))
+
+
+def reduce_all_every_way(carrier: Carrier) -> list[str]:
+    comm = joined(carrier)
+    size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
+    small_messages()
+    wrong = []
+    cases = itertools.product(SUMS, (BF16, FP32), (1.0, 3.0), (7, 840, 841), (False, True))
+    for seed, ((wire, total), out, divisor, count, in_place) in enumerate(cases):
+        how = Sum(total, divisor)
+        every = [values_of(peer, count, wire, seed) for peer in range(size)]
+        values = every[rank].clone()
+        got = values if in_place else torch.empty(count, dtype=out)
+        want = expected(every, how, got)
+        comm.all_reduce(got, values, "shard", how)
+        if not same_bits(got, want):
+            wrong.append(f"{wire}>{total} into {got.dtype}, {how}, {count}")
+    return wrong
+
+
+@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_reduce_has_the_same_bits_whole_or_in_two_phases(world: int, carrier: Carrier) -> None:
+    assert run_ranks(reduce_all_every_way, world, carrier) == [[]] * world
+
+
+def reduce_into_its_own_slice() -> bool:
+    comm = joined()
+    small_messages()
+    line = comm.mesh.axis("shard")
+    every = [values_of(peer, 4 * 100, FP32) for peer in range(4)]
+    full = every[line.rank].clone()
+    comm.reduce_scatter(line.slice(full, line.rank), full, "shard", Sum(FP32))
+    want = every[line.rank].clone()
+    mine = line.slice(want, line.rank)
+    mine.copy_(expected([line.slice(part, line.rank) for part in every], Sum(FP32), mine))
+    return same_bits(full, want)
+
+
+def test_a_slice_may_be_reduced_in_place() -> None:
+    assert run_ranks(reduce_into_its_own_slice, 4) == [True] * 4
+
+
+def sum_small_tensors() -> list[torch.Tensor]:
+    comm = joined(replicate=2, shard=2)
+    rank = float(comm.mesh.rank())
+    norm = comm.all_reduce_sum(torch.tensor([10.0**rank, 1.0], dtype=FP64), "world")
+    scalar = comm.all_reduce_sum(torch.tensor(rank), "shard")
+    flags = comm.all_reduce_sum(torch.tensor([[rank > 2]], dtype=torch.int32), "world")
+    return [norm, scalar, flags]
+
+
+def test_small_sums_are_equal_on_all_ranks() -> None:
+    found = run_ranks(sum_small_tensors, 4)
+    for norm, _, flags in found:
+        assert norm.tolist() == [1111.0, 4.0]
+        assert flags.tolist() == [[1]]
+    assert [scalar.item() for _, scalar, _ in found] == [1.0, 1.0, 5.0, 5.0]
+
+
+def let_the_backend_sum() -> bool:
+    comm = joined("native")
+    every = [values_of(peer, 2 * 64, FP32) for peer in range(2)]
+    got = torch.empty(64)
+    comm.reduce_scatter(got, every[comm.mesh.rank()], "shard", Sum(FP32, divisor=3.0, exact=False))
+    mine = slice(comm.mesh.rank() * 64, (comm.mesh.rank() + 1) * 64)
+    return same_bits(got, expected([part[mine] for part in every], Sum(FP32, 3.0), got))
+
+
+def test_a_backend_may_sum_where_it_is_asked_to() -> None:
+    assert run_ranks(let_the_backend_sum, 2) == [True, True]  # two parts have but one order
+
+
+def test_a_sum_narrower_than_the_wire_is_refused() -> None:
+    comm = Collectives(start(MeshShape(), device="cpu"))
+    with pytest.raises(AssertionError, match="would round"):
+        comm.reduce_scatter(torch.empty(4), torch.ones(4), "shard", Sum(BF16))
+    comm.reduce_scatter(torch.empty(4), torch.ones(4, dtype=BF16), "shard", Sum(FP32))
+
+
+# Moves
+
+MOVED = [FP64, FP32, BF16, FP16, torch.float8_e4m3fn, torch.int64, torch.int16, torch.uint8, torch.bool]
+
+
+def gather_every_way(carrier: Carrier) -> list[str]:
+    comm = joined(carrier)
+    line = comm.mesh.axis("shard")
+    wrong = []
+    for dtype, in_place, count in itertools.product(MOVED, (False, True), (0, 1, 300)):
+        want = torch.cat([values_of(peer, count, FP32).mul(8).to(dtype) for peer in range(line.size)])
+        out = torch.zeros_like(want)
+        shard = line.slice(out, line.rank) if in_place else torch.empty(count, dtype=dtype)
+        shard.copy_(line.slice(want, line.rank))
+        comm.all_gather(out, shard, "shard")
+        if not same_bits(out, want):
+            wrong.append(f"{dtype} in_place={in_place} {count}")
+    return wrong
+
+
+@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_gather_moves_every_dtype(world: int, carrier: Carrier) -> None:
+    assert run_ranks(gather_every_way, world, carrier) == [[]] * world
+
+
+def gather_and_cast() -> torch.Tensor:
+    comm = joined()
+    out = torch.empty(600, dtype=BF16)
+    comm.all_gather(out, values_of(comm.mesh.rank(), 300, FP32), "shard")
+    return out
+
+
+def test_a_shard_of_another_dtype_is_cast_before_it_travels() -> None:
+    want = torch.cat([values_of(0, 300, FP32), values_of(1, 300, FP32)]).to(BF16)
+    assert all(same_bits(out, want) for out in run_ranks(gather_and_cast, 2))
+
+
+def broadcast_from_each() -> list[list[float]]:
+    comm = joined(replicate=2, shard=2)
+    found = []
+    for axis, source in (("world", 3), ("shard", 1), ("replicate", 0)):
+        tensor = torch.full((1, 2), float(comm.mesh.rank()), dtype=BF16)
+        comm.broadcast(tensor, source, axis)  # type: ignore[arg-type]
+        found.append(tensor.flatten().tolist())
+    comm.barrier()
+    return found
+
+
+def test_broadcast_counts_its_source_along_the_axis() -> None:
+    found = run_ranks(broadcast_from_each, 4)
+    assert [world for world, _, _ in found] == [[3.0, 3.0]] * 4
+    assert [shard[0] for _, shard, _ in found] == [1.0, 1.0, 3.0, 3.0]
+    assert [replica[0] for _, _, replica in found] == [0.0, 1.0, 0.0, 1.0]
+
+
+def exchange_objects() -> list[object]:
+    comm = joined(replicate=2, shard=2)
+    rank = comm.mesh.rank()
+    everyone, pair = comm.all_gather_object({"rank": rank}), comm.all_gather_object(rank, "shard")
+    return [everyone, pair, comm.broadcast_object(f"from {rank}", 2)]
+
+
+def test_objects_go_round() -> None:
+    for rank, (everyone, pair, told) in enumerate(run_ranks(exchange_objects, 4)):
+        assert everyone == [{"rank": peer} for peer in range(4)]
+        assert pair == ([0, 1] if rank < 2 else [2, 3])
+        assert told == "from 2"
+
+
+# Handles
+
+
+def overlap(order: list[int], carrier: Carrier) -> list[bool]:
+    """Three operations under way at once, waited for in another order on every rank."""
+    comm = joined(carrier)
+    small_messages()
+    line = comm.mesh.axis("shard")
+    rank, size, count = line.rank, line.size, 2000
+    time.sleep(0.05 * rank)
+    every = [[values_of(peer, size * count, FP32, seed) for peer in range(size)] for seed in (1, 2)]
+    sums = [torch.empty(count), torch.empty(count)]
+    gathered = torch.empty(size * count)
+    handles = [
+        comm.start_reduce_scatter(sums[0], every[0][rank], "shard", Sum(FP32)),
+        comm.start_reduce_scatter(sums[1], every[1][rank], "shard", Sum(FP32)),
+        comm.start_all_gather(gathered, values_of(rank, count, FP32), "shard"),
+    ]
+    for number in order[rank:] + order[:rank]:
+        handles[number].wait()
+        time.sleep(0.02 * rank)
+    for handle in handles:
+        handle.wait()  # a second time: nothing
+    good = [same_bits(gathered, torch.cat([values_of(peer, count, FP32) for peer in range(size)]))]
+    for seed in (0, 1):
+        parts = [line.slice(part, rank) for part in every[seed]]
+        good.append(same_bits(sums[seed], expected(parts, Sum(FP32), sums[seed])))
+    return good
+
+
+@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int], carrier: Carrier) -> None:
+    assert run_ranks(overlap, 3, order, carrier) == [[True] * 3] * 3
+
+
+def keep_scratch() -> tuple[int, int]:
+    comm = joined()
+    small_messages()
+    for count in (10, 4000, 100, 4000, 10):
+        comm.reduce_scatter(torch.empty(count), torch.ones(2 * count, dtype=BF16), "shard", Sum(FP32))
+    held = comm._scratch._free
+    sizes = len(held), sum(buffer.numel() for buffer in held)
+    comm.release()
+    assert not held
+    return sizes
+
+
+def test_a_reduction_receives_a_window_however_large_it_is() -> None:
+    for buffers, size in run_ranks(keep_scratch, 2):
+        assert buffers == 2
+        assert size <= collectives.DEPTH * 512 + 2 * 512  # the window, and a chunk in the dtype of the sum
+
+
+# What is recorded
+
+
+def record_a_step() -> tuple[list[Recorded], list[Recorded]]:
+    comm = joined(replicate=2, shard=2)
+    full, slice_ = torch.ones(512, dtype=BF16), torch.ones(256, dtype=FP32)
+    large = torch.ones(collectives.DIRECT)
+    comm.barrier()
+    with comm.record() as outer:
+        comm.all_gather(full, full[:256].clone(), "shard")
+        with comm.record() as inner:
+            comm.start_reduce_scatter(slice_, full, "shard", Sum(FP32)).wait()
+            comm.all_reduce(slice_, slice_, "replicate", Sum(FP32))
+        comm.all_reduce(large, large, "world", Sum(FP32))
+        comm.all_reduce_sum(torch.zeros(2, dtype=FP64), "world")
+        comm.broadcast(slice_, 0, "data")
+        comm.all_gather_object("unseen")
+    comm.all_reduce_sum(torch.zeros(2, dtype=FP64), "world")
+    return outer, inner
+
+
+def test_the_record_is_the_list_of_calls() -> None:
+    large = collectives.DIRECT
+    reduced = [
+        Recorded("reduce_scatter", DType.BF16, 512, "shard", DType.FP32),
+        Recorded("all_reduce", DType.FP32, 256, "replicate", DType.FP32),
+    ]
+    whole = [
+        Recorded("all_gather", DType.BF16, 512, "shard", None),
+        *reduced,
+        Recorded("all_reduce", DType.FP32, large, "world", DType.FP32),
+        Recorded("all_reduce", DType.FP64, 2, "world", DType.FP64),
+        Recorded("broadcast", DType.FP32, 256, "data", None),
+    ]
+    assert run_ranks(record_a_step, 4) == [(whole, reduced)] * 4
+
+
+def test_a_world_of_one_copies_sums_and_records() -> None:
+    comm = Collectives(start(MeshShape(), device="cpu"))
+    assert not dist.is_initialized()
+    values = values_of(0, 512, FP32)
+    out, total, both = torch.empty(512, dtype=BF16), torch.ones(512), values.clone()
+    with comm.record() as log:
+        comm.all_gather(out, values, "shard")
+        comm.reduce_scatter(total, out, "data", Sum(FP32, divisor=3.0, add=True))
+        comm.all_reduce(both, both, "replicate", Sum(FP32))
+        norm = comm.all_reduce_sum(values.square().sum(), "world")
+        comm.broadcast(both, 0, "pipeline")
+    comm.barrier()
+    assert same_bits(out, values.to(BF16))
+    assert same_bits(total, expected([out], Sum(FP32, 3.0, add=True), torch.ones(512)))
+    assert same_bits(both, values)
+    assert norm == values.square().sum()
+    assert comm.all_gather_object("alone") == ["alone"]
+    comm.agree("digest", list)
+    assert [(entry.op, entry.axis) for entry in log] == [
+        ("all_gather", "shard"),
+        ("reduce_scatter", "data"),
+        ("all_reduce", "replicate"),
+        ("all_reduce", "world"),
+        ("broadcast", "pipeline"),
+    ]
+
+
+# Ranks that are missing
+
+
+def _gather(comm: Collectives) -> None:
+    comm.all_gather(torch.empty(4096 * comm.mesh.size("shard")), torch.ones(4096), "shard")
+
+
+def _reduce(comm: Collectives) -> None:
+    size = comm.mesh.size("shard")
+    comm.reduce_scatter(torch.empty(1 << 20), torch.ones(size << 20), "shard", Sum(FP32))
+
+
+def _sum(comm: Collectives) -> None:
+    comm.all_reduce_sum(torch.ones(2), "world")
+
+
+def _talk(comm: Collectives) -> None:
+    comm.all_gather_object("here")
+
+
+def _meet(comm: Collectives) -> None:
+    comm.barrier()
+
+
+CALLS = {
+    "all_gather": _gather,
+    "reduce_scatter": _reduce,
+    "all_reduce": _sum,
+    "all_gather_object": _talk,
+    "barrier": _meet,
+}
+
+
+def miss(name: str, carrier: Carrier, timeout: float, how: str) -> tuple[str, float, bool]:
+    """The last rank is killed, or sleeps beyond the timeout, before the second call."""
+    comm = joined(carrier, timeout)
+    call: Callable[[Collectives], None] = CALLS[name]
+    call(comm)
+    if comm.mesh.rank() == comm.mesh.size("world") - 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2.5 * timeout)
+        return "", 0.0, True
+    began = time.monotonic()
+    try:
+        call(comm)
+    except RankError as error:
+        return str(error), time.monotonic() - began, isinstance(error.__cause__, RuntimeError)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) -> None:
+    found = run_ranks(miss, 2, name, carrier, 30.0, "killed", dying={1})
+    text, seconds, caused = found[0]
+    assert caused
+    assert seconds < 5.0
+    assert text.startswith(f"`{name}` on axis `")
+    assert "rank 1 must take part" in text
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_a_rank_that_hangs_is_an_error_within_the_timeout(name: str) -> None:
+    for text, seconds, _ in run_ranks(miss, 3, name, "pairs", 1.5, "asleep")[:2]:
+        assert "must take part" in text
+        assert 1.0 < seconds < 3.5
+
+
+# Agreement
+
+
+def compare(digests: list[str], rows: list[list[str]]) -> str:
+    comm = joined()
+    rank = comm.mesh.rank()
+    try:
+        comm.agree(digests[rank], lambda: rows[rank])
+    except RankError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_equal_plans_agree_without_writing_rows() -> None:
+    assert run_ranks(compare, 3, ["a"] * 3, []) == ["agreed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("theirs", "shown"),
+    [
+        (["w fp32", "x bf16"], ["in row 1", "rank 0: x fp32", "rank 2: x bf16"]),
+        (["w fp32"], ["in row 1", "rank 0: x fp32", "rank 2: (nothing)"]),
+        (["w fp32", "x fp32"], ["outside the rows"]),
+    ],
+)
+def test_different_plans_are_an_error_everywhere_with_the_first_row(
+    theirs: list[str], shown: list[str]
+) -> None:
+    mine = ["w fp32", "x fp32"]
+    found = run_ranks(compare, 3, ["a", "a", "b"], [mine, mine, theirs])
+    assert found[0] == found[1] == found[2]
+    assert "ranks 0 and 2" in found[0]
+    for text in shown:
+        assert text in found[0]
+
+
+# Hybrid sharding
+
+
+def reduce_over_both_axes(order: tuple[AxisName, AxisName]) -> list[torch.Tensor]:
+    """Sharded inside a pair, replicated across pairs: two stages on the wire, one gradient."""
+    comm = joined(replicate=2, shard=2)
+    values = values_of(comm.mesh.rank(), 1024, FP32)
+    shard = torch.empty(512)
+    comm.reduce_scatter(shard, values, order[0], Sum(FP32))
+    comm.all_reduce(shard, shard, order[1], Sum(FP32, divisor=4.0))
+    full = torch.empty(1024)
+    comm.all_gather(full, shard, order[0])
+    return [full]
+
+
+def test_a_gradient_is_reduced_over_shards_then_replicas() -> None:
+    ranks = [values_of(rank, 1024, FP32) for rank in range(4)]
+    want = ((ranks[0] + ranks[1]) + (ranks[2] + ranks[3])) / 4
+    for (full,) in run_ranks(reduce_over_both_axes, 4, ("shard", "replicate")):
+        assert same_bits(full, want)

@@ -1,0 +1,134 @@
+"""The harness itself: what comes back, how failures look, and that nothing survives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.harness import RankFailure, run_ranks
+
+
+def answer(text: str) -> tuple[int, int, str, torch.Tensor]:
+    print("not a word of this is lost, or seen", flush=True)
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    return dist.get_rank(), torch.get_num_threads(), text, total
+
+
+def test_results_come_back_in_rank_order() -> None:
+    found = run_ranks(answer, 3, "hello")
+    assert [(rank, threads, text) for rank, threads, text, _ in found] == [
+        (rank, 1, "hello") for rank in range(3)
+    ]
+    assert all(total.tolist() == [3.0, 3.0] for *_, total in found)
+
+
+def fail_on(rank: int) -> None:
+    print(f"rank {dist.get_rank()} says goodbye")
+    if dist.get_rank() == rank:
+        raise KeyError("the one that matters")
+    dist.barrier()
+
+
+def test_the_first_failure_is_raised_with_its_rank_and_output() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(fail_on, 3, 1)
+    text = str(caught.value)
+    assert text.startswith("rank 1 of 3 in `fail_on` raised")
+    assert "KeyError: 'the one that matters'" in text
+    assert "rank 1 says goodbye" in text
+    assert not multiprocessing.active_children()
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def test_a_hang_is_a_failure_with_stacks_within_the_limit() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(hang_on, 2, 1, timeout=2)
+    assert time.monotonic() - began < 5
+    text = str(caught.value)
+    assert text.startswith("ranks 1 of 2 in `hang_on` did not answer in time")
+    assert "in hang_on" in text
+    assert "output of rank 0" not in text
+    assert not multiprocessing.active_children()
+
+
+def die_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dist.get_rank()
+
+
+def test_a_rank_that_dies_is_a_failure_unless_it_was_meant_to() -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2 in `die_on` died with exit code -9"):
+        run_ranks(die_on, 2, 1)
+    assert run_ranks(die_on, 2, 1, dying={1}) == [0, None]
+
+
+def cannot_answer() -> object:
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
+    with pytest.raises(RankFailure, match="cannot_answer"):
+        run_ranks(cannot_answer, 1)
+
+
+def write_pid_and_wait(folder: Path) -> None:
+    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+ORPHANS = """
+import pathlib, sys
+from tests.ranks.harness import run_ranks
+from tests.ranks.test_harness import write_pid_and_wait
+run_ranks(write_pid_and_wait, 2, pathlib.Path(sys.argv[1]))
+"""
+
+
+def _gone(pid: int) -> bool:
+    """Ended, or waiting to be buried by whoever adopted it."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc to see who is alive")
+def test_no_rank_survives_its_killed_parent(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), *filter(None, sys.path)])
+    told, scratch = tmp_path / "told", tmp_path / "scratch"
+    told.mkdir()
+    scratch.mkdir()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHANS, str(told)],
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch)},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while len(pids := [int(path.read_text() or 0) for path in told.iterdir()]) < 2 or 0 in pids:
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 5
+    while not all(_gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} outlived their parent"
+        time.sleep(0.05)

@@ -1,0 +1,198 @@
+"""The mesh on real ranks: coordinates, groups, who may be joined, and what `stop` leaves alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.harness import run_ranks
+from zerodrift.comm.mesh import AXES, _line, start
+from zerodrift.errors import MeshError, RankError
+from zerodrift.mesh import MeshShape, fit
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment in which nobody has launched anything."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+# The arithmetic
+
+
+@pytest.mark.parametrize("shape", [MeshShape(2, 3, 2), MeshShape(4), MeshShape(1, 2, 3), MeshShape()])
+def test_every_axis_is_a_partition_and_shard_is_numbered_fastest(shape: MeshShape) -> None:
+    coordinates = itertools.product(range(shape.pipeline), range(shape.replicate), range(shape.shard))
+    for rank, (stage, replica, shard) in enumerate(coordinates):
+        lines = {name: _line(shape, rank, name) for name in AXES}
+        assert lines["shard"].index(rank) == shard
+        assert lines["replicate"].index(rank) == replica
+        assert lines["pipeline"].index(rank) == stage
+        assert lines["data"].index(rank) == shard + shape.shard * replica
+        assert lines["world"].index(rank) == rank
+        sizes = {name: len(line) for name, line in lines.items()}
+        assert sizes == {
+            "shard": shape.shard,
+            "replicate": shape.replicate,
+            "pipeline": shape.pipeline,
+            "data": shape.data,
+            "world": shape.world,
+        }
+        for name, line in lines.items():
+            assert all(_line(shape, peer, name) == line for peer in line)
+
+
+# A world of one
+
+
+@pytest.mark.parametrize("launched", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_one_rank_needs_no_process_group(variables: pytest.MonkeyPatch, launched: dict[str, str]) -> None:
+    for name, value in launched.items():
+        variables.setenv(name, value)
+    mesh = start(lambda world: fit(world, 0, 0, 1), device="cpu")
+    assert [(mesh.size(axis), mesh.rank(axis), mesh.group(axis)) for axis in AXES] == [(1, 0, None)] * 5
+    assert not dist.is_initialized()
+    mesh.stop()
+    mesh.stop()
+
+
+@pytest.mark.parametrize(
+    ("launched", "shown"),
+    [
+        ({"RANK": "0"}, "`WORLD_SIZE`: must be a whole number; got nothing"),
+        ({"WORLD_SIZE": "2"}, "`RANK`: must be a whole number; got nothing"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "`RANK`: must be a whole number; got 'zero'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "`RANK`: must be at least 0 and below WORLD_SIZE=2; got 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "1. `MASTER_ADDR`: must be set to join 2 ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, "`LOCAL_RANK`: must be a whole number; got ''"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(
+    variables: pytest.MonkeyPatch, launched: dict[str, str], shown: str
+) -> None:
+    for name, value in launched.items():
+        variables.setenv(name, value)
+    with pytest.raises(MeshError) as caught:
+        start(MeshShape(), device="cpu")
+    assert shown in str(caught.value)
+
+
+def test_a_shape_of_another_size_is_refused_before_anybody_joins(variables: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHED, ("0", "3", "0", "127.0.0.1", "1"), strict=True):
+        variables.setenv(name, value)
+    with pytest.raises(MeshError, match=r"replicate 2 x shard 2 = 4 for 3\. Start 4 ranks"):
+        start(MeshShape(shard=2, replicate=2), device="cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_the_device_is_the_cpu_without_cuda(variables: pytest.MonkeyPatch) -> None:
+    assert start(MeshShape()).device == torch.device("cpu")
+    with pytest.raises(MeshError, match="must be below the 0 GPUs"):
+        start(MeshShape(), device="cuda")
+    with pytest.raises(MeshError, match="must be `cpu` or `cuda`; got 'meta'"):
+        start(MeshShape(), device="meta")
+
+
+def test_an_unknown_axis_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match="no axis 'tensor'"):
+        start(MeshShape(), device="cpu").axis("tensor")  # type: ignore[arg-type]
+
+
+# Ranks
+
+
+def describe(shape: MeshShape) -> dict[str, tuple[int, list[int], bool]]:
+    mesh = start(shape, device="cpu")
+    found: dict[str, tuple[int, list[int], bool]] = {}
+    for name in AXES:
+        axis = mesh.axis(name)
+        assert (axis.size, axis.rank) == (mesh.size(name), mesh.rank(name))
+        if axis.group is not None:
+            assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+            total = torch.ones(())
+            dist.all_reduce(total, group=axis.group)
+            assert total == axis.size
+        found[name] = (axis.rank, list(axis.ranks), axis.group is mesh.group("world"))
+    return found
+
+
+def test_axes_have_groups_and_share_equal_ones() -> None:
+    found = run_ranks(describe, 4, MeshShape(shard=2, replicate=2))
+    assert found[2] == {
+        "shard": (0, [2, 3], False),
+        "replicate": (1, [0, 2], False),
+        "pipeline": (0, [2], False),
+        "data": (2, [0, 1, 2, 3], True),
+        "world": (2, [0, 1, 2, 3], True),
+    }
+    found = run_ranks(describe, 4, MeshShape(shard=2, pipeline=2))
+    assert found[1]["pipeline"] == (0, [1, 3], False)
+    assert found[1]["data"] == found[1]["shard"] == (1, [0, 1], False)
+
+
+def borrow() -> list[bool]:
+    """A running default group is borrowed: `stop` leaves it, and a new mesh can start."""
+    good = []
+    for _ in range(2):
+        mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
+        good.append(mesh.group("world") is not dist.group.WORLD)
+        mesh.stop()
+        total = torch.ones(())
+        dist.all_reduce(total)
+        good.append(bool(total == 2))
+    return good
+
+
+def test_stop_leaves_the_callers_group_running() -> None:
+    assert run_ranks(borrow, 2) == [[True] * 4] * 2
+
+
+def _launch(rank: int, world: int, port: int) -> None:
+    """Leave the harness's group and set what torchrun sets."""
+    dist.destroy_process_group()
+    values = (str(rank), str(world), str(rank), "127.0.0.1", str(port))
+    os.environ.update(zip(LAUNCHED, values, strict=True))
+
+
+def join_from_variables(port: int) -> list[bool]:
+    _launch(dist.get_rank(), 2, port)
+    mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
+    total = torch.full((), float(mesh.rank()))
+    dist.all_reduce(total, group=mesh.group("shard"))
+    running = dist.is_initialized()
+    mesh.stop()
+    mesh.stop()
+    return [bool(total == 1), running, dist.is_initialized()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_ranks_join_from_the_launchers_variables() -> None:
+    assert run_ranks(join_from_variables, 2, free_port()) == [[True, True, False]] * 2
+
+
+def join_alone(port: int) -> str:
+    _launch(0, 2, port)
+    with pytest.raises(RankError) as caught:
+        start(lambda world: MeshShape(shard=world), device="cpu", timeout=1.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_never_joins_is_an_error() -> None:
+    (text,) = run_ranks(join_alone, 1, free_port())
+    assert "all 2 ranks must join within 1 s; rank 0 got" in text
+    assert "MASTER_ADDR '127.0.0.1'" in text
