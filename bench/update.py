@@ -1,0 +1,279 @@
+"""The optimizer step on a CPU: one line per scheme, beside torch's and the chain of separate passes.
+
+Every case is timed in turns with a plain `copy_` of as many fp32 elements, and shown as a multiple of that
+copy's bytes per second (8 bytes per element), so a busy or slow machine changes both. Bytes are the fewest
+that the case has to move, so separate passes over the same data count once.
+
+    python bench/update.py [--numel 20M] [--threads 1] [--rounds 15] [--json FILE]
+
+`norm + ...` reads the gradient once more before the step, for the clip factor: that is what replaces the
+chain, which is unscale, `clip_grad_norm_`, fused AdamW, and the cast of the weights to bf16. `torch root`
+takes the square root from the library that torch's default kernels ask; see [Note: roots] in
+`optim/updates.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType
+from zerodrift.kernels import native
+from zerodrift.kernels.squares import block_square_sums, digits, total
+from zerodrift.optim.fused import update
+from zerodrift.optim.reference import Step, reference_update
+from zerodrift.optim.rounding import block_keys, parameter_key
+from zerodrift.optim.schemes import Scheme, allocate
+from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
+from zerodrift.policy.nouns import Master, State
+
+HYPER = Hyper(lr=1e-3, step=10, weight_decay=0.1, momentum=0.9)
+COPY_BYTES = 8
+CHAIN = "chain: unscale, clip, AdamW fused, cast"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to time."""
+
+    name: str
+    size: int
+    """Bytes per parameter, read and written, that cannot be avoided."""
+    build: Callable[[Tensor], Callable[[], object]]
+    """Gradient -> the step. Called when it is this case's turn, so one case is in memory at a time."""
+    slow: bool = False
+    """Ten times the others: fewer rounds."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line."""
+
+    name: str
+    size: int
+    milliseconds: float
+    gigabytes: float
+    copies: float
+    """Bytes per second over those of the copy timed in turns with it."""
+    chains: float
+    """Time over that of the chain, each in copies of its own round."""
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    results = list(measure(options.numel, options.rounds))
+    show(results, options)
+    if options.json:
+        record = {"machine": machine(options), "results": [asdict(result) for result in results]}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The optimizer step on a CPU.")
+    parser.add_argument("--numel", type=count, default=count("20M"), help="parameters: 20M, 200M, 1000000")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def count(text: str) -> int:
+    """`20M` -> 20 million, rounded to whole blocks."""
+    units = {"K": 10**3, "M": 10**6, "G": 10**9}
+    unit = units.get(text[-1:].upper(), 1)
+    number = int(float(text.rstrip("kKmMgG")) * unit)
+    return max(number // native.BLOCK, 1) * native.BLOCK
+
+
+def measure(numel: int, rounds: int) -> Iterator[Result]:
+    source, target = torch.randn(numel), torch.empty(numel)
+    gradient = torch.randn(numel)
+    found = {}
+    for case in cases():
+        step = case.build(gradient)
+        found[case.name] = in_turns(step, lambda: target.copy_(source), 3 if case.slow else rounds)
+        del step
+    for case in cases():
+        seconds, copies = found[case.name]
+        moved = case.size * numel
+        yield Result(
+            name=case.name,
+            size=case.size,
+            milliseconds=seconds * 1e3,
+            gigabytes=moved / seconds / 1e9,
+            copies=case.size / COPY_BYTES / copies,
+            chains=copies / found[CHAIN][1],
+        )
+
+
+def in_turns(step: Callable[[], object], copy: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """(median seconds of a step, median of a step's time in copies of the same round)."""
+    steps, ratios = [], []
+    for number in range(rounds + 2):
+        one, other = timed(copy), timed(step)
+        again = timed(copy)
+        if number >= 2:  # the first rounds touch memory for the first time
+            steps.append(other)
+            ratios.append(other / ((one + again) / 2))
+    return statistics.median(steps), statistics.median(ratios)
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def cases() -> list[Case]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    exact, split, same = Master.FP32, Master.SPLIT, Master.SAME
+    wide, near, drawn = State.FP32, State.BF16, State.BF16_STOCHASTIC
+    return [
+        ours("fp32 master, fp32 state, fp32 grad", 30, DType.BF16, exact, wide, fp32),
+        ours("split, fp32 state, fp32 grad", 28, DType.BF16, split, wide, fp32),
+        ours("split, fp32 state, bf16 grad", 26, DType.BF16, split, wide, bf16),
+        ours("split, bf16 state, fp32 grad", 20, DType.BF16, split, near, fp32),
+        ours("split, bf16-stochastic state, fp32 grad", 20, DType.BF16, split, drawn, fp32),
+        ours("split, bf16-stochastic state, bf16 grad", 18, DType.BF16, split, drawn, bf16),
+        ours("fp32 storage, fp32 state, fp32 grad", 28, DType.FP32, same, wide, fp32),
+        ours("split, torch root", 28, DType.BF16, split, wide, fp32, root=Root.TORCH),
+        ours("split, SGD momentum", 16 + 4, DType.BF16, split, wide, fp32, Algorithm.SGD),
+        ours("split, Lion", 16 + 4, DType.BF16, split, wide, fp32, Algorithm.LION),
+        Case("norm of an fp32 grad", 4, norm),
+        ours("norm + fp32 master", 34, DType.BF16, exact, wide, fp32, clip=True),
+        ours("norm + split", 32, DType.BF16, split, wide, fp32, clip=True),
+        ours("reference: split in plain PyTorch", 28, DType.BF16, split, wide, fp32, slow=True),
+        Case("torch AdamW fused", 28, torch_step(fused=True)),
+        Case("torch AdamW foreach", 28, torch_step(foreach=True), slow=True),
+        Case("torch AdamW default", 28, torch_step(foreach=False), slow=True),
+        *deepspeed_cases(),
+        Case(CHAIN, 34, chain),
+    ]
+
+
+def ours(
+    name: str,
+    size: int,
+    storage: DType,
+    master: Master,
+    state: State,
+    grad: torch.dtype,
+    algorithm: Algorithm = Algorithm.ADAMW,
+    root: Root = Root.EXACT,
+    clip: bool = False,
+    slow: bool = False,
+) -> Case:
+    def build(gradient: Tensor) -> Callable[[], object]:
+        scheme = Scheme(storage, master, state)
+        numel = gradient.numel()
+        mine = allocate(
+            scheme,
+            torch.randn(numel).to(storage.torch),
+            moment_count(algorithm, (HYPER,)),
+            groups=torch.zeros(numel // native.BLOCK, dtype=torch.int32),
+            keys=block_keys(parameter_key("weight"), 0, numel // native.BLOCK),
+        )
+        given = gradient.to(grad)
+        path = reference_update if slow else update
+
+        def step() -> None:
+            factor = 0.5
+            if clip:
+                factor = min(1.0, 1.0 / (total(digits(block_square_sums(given))) ** 0.5 + 1e-6))
+            path(scheme, mine, given, Step(algorithm, (HYPER,), 10, factor, root))
+
+        return step
+
+    return Case(name, size, build, slow)
+
+
+def norm(gradient: Tensor) -> Callable[[], object]:
+    return lambda: total(digits(block_square_sums(gradient)))
+
+
+def torch_step(**kind: bool) -> Callable[[Tensor], Callable[[], object]]:
+    def build(gradient: Tensor) -> Callable[[], object]:
+        parameter = torch.nn.Parameter(torch.randn(gradient.numel()))
+        parameter.grad = gradient
+        optimizer = torch.optim.AdamW([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
+        optimizer.param_groups[0].update(kind)
+        return optimizer.step
+
+    return build
+
+
+def deepspeed_cases() -> list[Case]:
+    """DeepSpeed's own CPU Adam, which compiles itself on first use; no line where it is not installed."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        return []
+
+    def build(gradient: Tensor) -> Callable[[], object]:
+        parameter = torch.nn.Parameter(torch.randn(gradient.numel()))
+        parameter.grad = gradient
+        return DeepSpeedCPUAdam([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay).step
+
+    return [Case("DeepSpeed CPU Adam", 28, build)]
+
+
+def chain(gradient: Tensor) -> Callable[[], object]:
+    parameter = torch.nn.Parameter(torch.randn(gradient.numel()))
+    summed = parameter.grad = gradient.clone()
+    visible = torch.empty(gradient.numel(), dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True)
+
+    def step() -> None:
+        summed.mul_(0.5)
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+        optimizer.step()
+        visible.copy_(parameter.detach())
+
+    return step
+
+
+def machine(options: argparse.Namespace) -> dict[str, object]:
+    built = native.library()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": options.threads,
+        "numel": options.numel,
+        "rounds": options.rounds,
+        "kernels": "compiled" if built is not None else "reference",
+    }
+
+
+def processor() -> str:
+    first = native.processor().splitlines()[0]
+    return first.split(":")[-1].strip()
+
+
+def show(results: list[Result], options: argparse.Namespace) -> None:
+    about = machine(options)
+    print(
+        f"{options.numel / 1e6:.4g}M parameters, {options.threads} thread(s), {about['kernels']} kernels, "
+        f"torch {about['torch']}, {about['processor']}"
+    )
+    print(f"{'AdamW unless said':41} {'B/param':>7} {'ms':>8} {'GB/s':>6} {'x copy_':>8} {'of chain':>9}")
+    for result in results:
+        print(
+            f"{result.name:41} {result.size:7} {result.milliseconds:8.2f} {result.gigabytes:6.1f} "
+            f"{result.copies:8.2f} {result.chains:9.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

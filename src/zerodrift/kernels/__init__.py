@@ -1,0 +1,1 @@
+"""Kernels: the compiled CPU fast path, and sums of squares that no slicing can change."""

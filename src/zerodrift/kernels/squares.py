@@ -1,0 +1,122 @@
+"""Sums of squares per block of 256 elements, and a sum of those that has no order.
+
+A block's sum is taken in fp64 in a fixed order: the squares of fp32 values are exact there, and additions
+go over 16 lanes and then by halves. Blocks are added as integers: each sum is cut into 32-bit digits of one
+long fixed-point number, so any grouping of blocks over slices, ranks and stages gives the same total, to
+the last bit, and one integer all-reduce carries the norm and the count of non-finite blocks together.
+
+`engine/scale.py` turns this into a norm, a clip factor and a skip decision.
+
+Invariant: the total of a set of blocks is its exact sum. It depends on no order, and cannot overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from zerodrift.kernels import native
+from zerodrift.kernels.native import BLOCK
+
+LANES = 16
+
+DIGITS = 44
+"""32-bit digits: from 2^-352 to the largest double. The square of the least fp32 value is 2^-298."""
+
+LOWEST = -352
+"""The lowest digit counts multiples of 2^LOWEST."""
+
+_MASK = 0xFFFFFFFF
+
+
+def block_square_sums(flat: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum of squares of each 256 elements of a flat fp32, bf16 or fp16 tensor, in fp64.
+
+    A sum is finite if and only if every element of its block is: 256 squares of fp32 values cannot overflow
+    fp64. So the same read answers whether a gradient may be used at all.
+    """
+    blocks = -(-flat.numel() // BLOCK)
+    if out is None:
+        out = torch.empty(blocks, dtype=torch.float64, device=flat.device)
+    built = native.library() if flat.device.type == "cpu" else None
+    if built is None or not flat.is_contiguous():
+        return out.copy_(reference_square_sums(flat))
+    kind = native.TYPES[flat.dtype]
+    built.squares(flat.numel(), flat.data_ptr(), kind, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def reference_square_sums(flat: Tensor) -> Tensor:
+    """The definition of `block_square_sums`."""
+    blocks = -(-flat.numel() // BLOCK)
+    wide = flat.new_zeros(blocks * BLOCK, dtype=torch.float64)
+    wide[: flat.numel()] = flat
+    squares = wide.square_().view(blocks, BLOCK // LANES, LANES)
+    lanes = squares[:, 0].clone()
+    for row in range(1, BLOCK // LANES):
+        lanes += squares[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def square_sum(flat: Tensor) -> Tensor:
+    """The sum of squares of a flat tensor as one fp64 number on its device: exact over its blocks."""
+    return torch.tensor(total(digits(block_square_sums(flat))), dtype=torch.float64, device=flat.device)
+
+
+def digits(sums: Tensor, out: Tensor | None = None) -> Tensor:
+    """Add block sums to a long integer: int64 of DIGITS places, then the count of non-finite blocks.
+
+    Pass `out` to go on adding. Digits of several tensors or ranks are added place by place; every call
+    leaves its places below 2^34, so 2^29 of them can be added before a place could overflow.
+    """
+    if out is None:
+        out = torch.zeros(DIGITS + 1, dtype=torch.int64, device=sums.device)
+    built = native.library() if sums.device.type == "cpu" else None
+    if built is None or not (sums.is_contiguous() and out.is_contiguous()):
+        _add_digits(sums, out)
+    else:
+        built.digits(sums.numel(), sums.data_ptr(), out.data_ptr())
+    carry = out[: DIGITS - 1] >> 32
+    out[: DIGITS - 1] &= _MASK
+    out[1:DIGITS] += carry
+    return out
+
+
+def _add_digits(sums: Tensor, out: Tensor) -> None:
+    """The definition of the compiled `digits`."""
+    bits = sums.contiguous().view(torch.int64)
+    exponent = (bits >> 52) & 0x7FF
+    out[DIGITS] += (exponent == 0x7FF).sum()
+    mantissa = (bits & ((1 << 52) - 1)) + ((exponent > 0).long() << 52)
+    place = exponent.clamp(min=1) - 1075 - LOWEST
+    mantissa = mantissa.masked_fill((exponent == 0x7FF) | (place < 0), 0)
+    place = place.clamp(min=0)
+    digit, shift = place // 32, place % 32
+    digit = digit.clamp(max=DIGITS - 3)
+    low, high = (mantissa & _MASK) << shift, (mantissa >> 32) << shift
+    out.index_add_(0, digit, low & _MASK)
+    # The shift of a 32-bit value by up to 31 places stays below 2^63, so `>>` meets no sign.
+    out.index_add_(0, digit + 1, (low >> 32) + (high & _MASK))
+    out.index_add_(0, digit + 2, high >> 32)
+
+
+def total(summed: Tensor) -> float:
+    """The exact sum that digits stand for, rounded once to fp64; infinity where a block was not finite.
+
+    Reads the digits to the host.
+    """
+    if nonfinite_blocks(summed):
+        return math.inf
+    value = sum(place << (32 * index) for index, place in enumerate(summed[:DIGITS].tolist()))
+    return float(Fraction(value) * Fraction(2) ** LOWEST)
+
+
+def nonfinite_blocks(summed: Tensor) -> int:
+    """How many blocks held a NaN or an infinity. Reads the count to the host."""
+    return int(summed[DIGITS])

@@ -1,0 +1,271 @@
+"""AdamW, Adam, SGD and Lion on whole pieces: master, moments, storage and gradient in one pass.
+
+Answers for the config's `optimizer` block and for a caller's `torch.optim` object of one of these classes,
+whose parameter groups stay what schedules and users read and write: every step takes learning rates,
+betas and weight decay from them. Which group an element belongs to is a table of one number per block of
+256 elements, so groups cost no launch of their own.
+
+Invariant: a piece's master is what the named optimizer makes of it in a plain fp32 loop, bit for bit (see
+[Note: roots] in `updates.py`), whatever the master scheme.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.errors import ConfigError, UnsupportedError, did_you_mean
+from zerodrift.optim import schemes
+from zerodrift.optim.fused import update
+from zerodrift.optim.reference import Step
+from zerodrift.optim.rounding import block_keys, parameter_key
+from zerodrift.optim.schemes import Scheme
+from zerodrift.optim.update import Owned
+from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
+from zerodrift.plan.table import ALIGNMENT, Plan
+from zerodrift.policy.nouns import Recipe, State
+
+MOMENT_NAMES = {
+    Algorithm.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Algorithm.ADAM: ("exp_avg", "exp_avg_sq"),
+    Algorithm.SGD: ("momentum_buffer",),
+    Algorithm.LION: ("exp_avg",),
+}
+"""torch's names for them."""
+
+HELD_STILL = Hyper(lr=0.0)
+"""The group of trained parameters that the optimizer was not given: their update is exactly zero."""
+
+
+class Groups(torch.optim.Optimizer):
+    """Parameter groups for a config's optimizer. It takes no step itself: the engine does."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], defaults: dict[str, Any]) -> None:
+        super().__init__(parameters, defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Replaced on every object by `_refuse_step`."""
+
+
+class FlatUpdater:
+    """An `Updater` on whole pieces."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        owned: Sequence[Owned],
+        algorithm: Algorithm,
+        root: Root,
+        groups: torch.optim.Optimizer,
+        group_of: Mapping[str, int],
+    ) -> None:
+        self.groups = groups
+        # A step of the optimizer's own would find no gradient and do nothing, without a word.
+        groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
+        self._algorithm = algorithm
+        self._root = root
+        self._steps = 0
+        still = len(groups.param_groups)
+        self._pieces = {piece.number: piece for piece in owned}
+        self._schemes = {piece.number: _scheme(piece) for piece in owned}
+        count = moment_count(algorithm, self._hypers())
+        self._slices = {
+            piece.number: schemes.allocate(
+                self._schemes[piece.number],
+                piece.storage,
+                count,
+                initial=piece.initial,
+                groups=_group_table(piece, group_of, still),
+                keys=_keys(piece) if self._schemes[piece.number].state is State.BF16_STOCHASTIC else None,
+            )
+            for piece in owned
+        }
+
+    def _hypers(self) -> tuple[Hyper, ...]:
+        return (*(_hyper(group, self._steps + 1) for group in self.groups.param_groups), HELD_STILL)
+
+    def learning_rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self.groups.param_groups)
+
+    @torch.no_grad()
+    def update(self, gradients: Mapping[int, torch.Tensor], multiplier: float) -> None:
+        step = Step(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
+        for number, gradient in gradients.items():
+            update(self._schemes[number], self._slices[number], gradient, step)
+        self._steps += 1
+        # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.11 to 2.13).
+        self.groups._opt_called = True  # type: ignore[attr-defined]
+
+    def master(self, number: int) -> torch.Tensor:
+        return schemes.read(self._schemes[number], self._slices[number])
+
+    @torch.no_grad()
+    def set_master(self, number: int, values: torch.Tensor) -> None:
+        schemes.write(self._schemes[number], self._slices[number], values)
+
+    def states(self, number: int) -> dict[str, torch.Tensor]:
+        if self._steps == 0:
+            return {}
+        named = zip(MOMENT_NAMES[self._algorithm], self._slices[number].moments, strict=False)
+        return {name: moment.to(torch.float32, copy=True) for name, moment in named}
+
+    @torch.no_grad()
+    def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
+        place = MOMENT_NAMES[self._algorithm].index(key)
+        self._slices[number].moments[place].copy_(values)
+
+    def held(self) -> int:
+        """Bytes of masters and moments, beyond storage."""
+        tensors = [t for s in self._slices.values() for t in (s.master, *s.moments) if t is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+    raise UnsupportedError(
+        f"`{type(optimizer).__name__}.step`: must be `engine.step()`, which updates this rank's pieces."
+    )
+
+
+def _scheme(piece: Owned) -> Scheme:
+    columns, rule = piece.spec.columns, piece.spec.columns.update
+    if rule is None:
+        raise AssertionError("a frozen segment has no update")
+    return Scheme(columns.storage.dtype, rule.master, rule.state)
+
+
+def _group_table(piece: Owned, group_of: Mapping[str, int], still: int) -> torch.Tensor | None:
+    """The group of every block; None where all are in group 0."""
+    table = torch.zeros(-(-piece.storage.numel() // ALIGNMENT), dtype=torch.int32)
+    for row in piece.rows:
+        span = piece.span(row)
+        first, last = span.start // ALIGNMENT, -(-span.stop // ALIGNMENT)
+        table[first:last] = group_of.get(row.name, still)
+    return table.to(piece.storage.device) if table.any() else None
+
+
+def _keys(piece: Owned) -> torch.Tensor:
+    """The key of every block, from the parameter's name and the block's place in it."""
+    keys = torch.zeros(-(-piece.storage.numel() // ALIGNMENT), dtype=torch.int64)
+    for row in piece.rows:
+        span = piece.span(row)
+        if span.stop > span.start:
+            first, last = span.start // ALIGNMENT, -(-span.stop // ALIGNMENT)
+            inside = (piece.start + span.start - row.offset) // ALIGNMENT
+            keys[first:last] = block_keys(parameter_key(row.name), inside, last - first)
+    return keys.to(piece.storage.device)
+
+
+def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
+    known = {field.name for field in fields(Hyper)}
+    given = {key: value for key, value in group.items() if key in known and value is not None}
+    beta1, beta2 = given.get("betas", (0.9, 0.999))
+    return Hyper(
+        lr=float(given["lr"]),
+        step=step,
+        betas=(float(beta1), float(beta2)),
+        eps=float(given.get("eps", 1e-8)),
+        weight_decay=float(given.get("weight_decay", 0.0)),
+        momentum=float(given.get("momentum", 0.0)),
+        dampening=float(given.get("dampening", 0.0)),
+        nesterov=bool(given.get("nesterov", False)),
+        maximize=bool(given.get("maximize", False)),
+    )
+
+
+# --- from a config ------------------------------------------------------------------------------------
+
+_DEFAULTS: dict[Algorithm, dict[str, Any]] = {
+    Algorithm.ADAMW: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    Algorithm.ADAM: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    Algorithm.SGD: {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    Algorithm.LION: {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+
+_MEANINGLESS = ("torch_adam", "fp32_optimizer_states", "bias_correction", "foreach", "fused", "amsgrad")
+"""Accepted at the value that says what happens here anyway."""
+
+_EXPECTED = {"fp32_optimizer_states": True, "bias_correction": True, "amsgrad": False}
+
+
+def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe) -> FlatUpdater:
+    """The optimizer that a config's `optimizer` block means."""
+    params = json.loads(recipe.params)
+    algorithm = _algorithm(recipe.type, bool(params.pop("adam_w_mode", True)))
+    for key in _MEANINGLESS:
+        value = params.pop(key, None)
+        if value is not None and key in _EXPECTED and value is not _EXPECTED[key]:
+            raise ConfigError(
+                f"`optimizer.params.{key}`: must be {_EXPECTED[key]} or left out; got {value!r}. Build the "
+                f"optimizer yourself and pass it to `initialize`."
+            )
+    defaults = dict(_DEFAULTS[algorithm])
+    if recipe.type in ("FusedAdam", "CPUAdam"):
+        defaults["weight_decay"] = 0.0
+    unknown = [key for key in params if key not in (*defaults, "maximize")]
+    if unknown:
+        raise ConfigError(
+            f"`optimizer.params.{unknown[0]}`: must be an argument of {recipe.type}: {', '.join(defaults)}. "
+            f"{did_you_mean(unknown[0], defaults)}".rstrip()
+        )
+    defaults |= params
+    _check_numbers(defaults)
+    # One stand-in parameter: groups exist for their numbers, the values are in the pieces.
+    groups = Groups([nn.Parameter(torch.zeros(0))], defaults)
+    everything = {row.name: 0 for piece in owned for row in piece.rows}
+    return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything)
+
+
+def _algorithm(kind: str, decoupled: bool) -> Algorithm:
+    if kind in ("Adam", "FusedAdam", "CPUAdam"):
+        return Algorithm.ADAMW if decoupled else Algorithm.ADAM
+    found = {"AdamW": Algorithm.ADAMW, "SGD": Algorithm.SGD, "Lion": Algorithm.LION}.get(kind)
+    if found is None:
+        raise UnsupportedError(
+            f"`optimizer.type`: {kind} can be planned but not yet run. Use AdamW, Adam, SGD or Lion, or pass "
+            f"an elementwise optimizer to `initialize`."
+        )
+    return found
+
+
+def _check_numbers(params: Mapping[str, Any]) -> None:
+    for key in ("lr", "eps", "weight_decay", "momentum"):
+        value = params.get(key, 0.0)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"`optimizer.params.{key}`: must be a number of at least 0; got {value!r}.")
+    betas = params.get("betas", (0.9, 0.999))
+    fine = isinstance(betas, (list, tuple)) and len(betas) == 2
+    if not fine or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"`optimizer.params.betas`: must be two numbers in [0, 1); got {betas!r}.")
+
+
+# --- from a torch optimizer ---------------------------------------------------------------------------
+
+
+def algorithm_of(optimizer: torch.optim.Optimizer) -> tuple[Algorithm, Root] | None:
+    """Which of our updates a torch optimizer is, exactly; None for any other class or variant."""
+    kinds: dict[type, Algorithm] = {
+        torch.optim.AdamW: Algorithm.ADAMW,
+        torch.optim.Adam: Algorithm.ADAM,
+        torch.optim.SGD: Algorithm.SGD,
+    }
+    algorithm = kinds.get(type(optimizer))
+    if algorithm is None:
+        return None
+    plain = ("amsgrad", "capturable", "differentiable")
+    if any(group.get(key) for group in optimizer.param_groups for key in plain):
+        return None
+    if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+        return None
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if algorithm is Algorithm.ADAM and decoupled == {True}:
+        algorithm = Algorithm.ADAMW
+    elif algorithm is not Algorithm.SGD and len(decoupled) > 1:
+        return None
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return algorithm, Root.EXACT if fused else Root.TORCH

@@ -1,0 +1,150 @@
+"""The step of a slice, as fast as there is a way: one compiled pass over memory on a CPU, or the reference.
+
+Chooses the path, checks what compiled code cannot, and hands addresses over. The arithmetic is defined by
+`updates` and `reference`; `kernels/native.cpp` repeats it.
+
+Invariant: both paths leave the same bits, so which one ran never shows in a result. (The bits of a NaN are
+the one exception: any NaN equals any other.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from zerodrift.kernels import native
+from zerodrift.kernels.probe import vector_root
+from zerodrift.optim.reference import Step, check_step, reference_update
+from zerodrift.optim.rounding import step_key
+from zerodrift.optim.schemes import Rounding, Scheme, Slice
+from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.updates import Algorithm, Coefficients, Root, coefficients
+from zerodrift.policy.nouns import Master, State
+
+_MASTERS = {Master.FP32: 0, Master.SPLIT: 1, Master.SAME: 2}
+_STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2}
+_ROUNDINGS = {Rounding.EVEN: 0, Rounding.AWAY: 1}
+_ALGORITHMS = {Algorithm.ADAMW: 0, Algorithm.ADAM: 0, Algorithm.SGD: 1, Algorithm.LION: 2}
+
+_log = logging.getLogger("zerodrift")
+
+
+class _Update(ctypes.Structure):
+    """`struct Update` of native.cpp, field by field."""
+
+    _fields_ = (
+        ("numel", ctypes.c_int64),
+        ("stochastic", ctypes.c_int64),
+        ("grad", ctypes.c_void_p),
+        ("storage", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("moment1", ctypes.c_void_p),
+        ("moment2", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("root", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+        ("grad_type", ctypes.c_int32),
+        ("storage_type", ctypes.c_int32),
+        ("master_kind", ctypes.c_int32),
+        ("rounding", ctypes.c_int32),
+        ("state_kind", ctypes.c_int32),
+        ("algorithm", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+def update(
+    scheme: Scheme, of: Slice, gradient: Tensor, step: Step, statistics: Statistics | None = None
+) -> None:
+    """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
+    built = compiled_for(of.storage.device, step)
+    if built is None or not gradient.is_contiguous():
+        reference_update(scheme, of, gradient, step, statistics)
+    elif of.numel:
+        _update_compiled(built, scheme, of, gradient, step, statistics)
+
+
+def compiled_for(device: torch.device, step: Step) -> native.Library | None:
+    """The compiled kernels, where they can run this step on this device."""
+    if device.type != "cpu":
+        return None
+    if _needs_torch_root(step) and vector_root() is None:
+        _tell_once_about_roots()
+        return None
+    return native.library()
+
+
+def _needs_torch_root(step: Step) -> bool:
+    return step.root is Root.TORCH and step.algorithm in (Algorithm.ADAM, Algorithm.ADAMW)
+
+
+@functools.cache
+def _tell_once_about_roots() -> None:
+    _log.warning(
+        "zerodrift: this torch's square root cannot be called from compiled code; updates that must equal "
+        "`torch.optim` bit for bit run in plain PyTorch"
+    )
+
+
+def _update_compiled(
+    built: native.Library,
+    scheme: Scheme,
+    of: Slice,
+    gradient: Tensor,
+    step: Step,
+    statistics: Statistics | None,
+) -> None:
+    check_step(scheme, of, gradient, step)
+    if of.groups is not None and not _within(of.groups, len(step.hypers)):
+        raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {of.groups.unique().tolist()}")
+    table = _table(step)
+    root = vector_root() if _needs_torch_root(step) else None
+    moments = [moment.data_ptr() for moment in of.moments] + [None, None]
+    call = _Update(
+        numel=of.numel,
+        stochastic=step_key(step.number),
+        grad=gradient.data_ptr(),
+        storage=of.storage.data_ptr(),
+        master=_address(of.master),
+        moment1=moments[0],
+        moment2=moments[1],
+        groups=_address(of.groups),
+        keys=_address(of.keys),
+        table=table.data_ptr(),
+        root=root.address if root is not None else None,
+        statistics=_address(statistics.blocks if statistics is not None else None),
+        grad_type=native.TYPES[gradient.dtype],
+        storage_type=native.TYPES[of.storage.dtype],
+        master_kind=_MASTERS[scheme.master],
+        rounding=_ROUNDINGS[scheme.rounding],
+        state_kind=_STATES[scheme.state],
+        algorithm=_ALGORITHMS[step.algorithm],
+        threads=torch.get_num_threads(),
+    )
+    built.update(ctypes.addressof(call))
+
+
+def _within(groups: Tensor, count: int) -> bool:
+    least, most = torch.aminmax(groups)
+    return int(least) >= 0 and int(most) < count
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _table(step: Step) -> Tensor:
+    """fp32, a row of coefficients per group; the sign of the first takes the multiplier in."""
+    fields = tuple(Coefficients.__dataclass_fields__)
+    groups = [coefficients(step.algorithm, hyper) for hyper in step.hypers]
+    table = torch.tensor(
+        [[getattr(group, field) for field in fields] for group in groups], dtype=torch.float32
+    )
+    table[:, 0] *= torch.as_tensor(step.multiplier, dtype=torch.float32)
+    return table

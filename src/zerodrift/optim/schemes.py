@@ -1,0 +1,160 @@
+"""Master and state schemes: what rests in memory for a slice, and how fp32 values come out of it and go in.
+
+A slice is one rank's part of a segment: flat tensors of one length, worked on in blocks of 256 elements.
+`reference` and `fused` update slices; nothing here computes an update.
+
+Invariant: `read` after `write` gives the values back exactly for the masters `fp32` and `split` (any NaN
+as a NaN), and rounded to storage for `same`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import TRAINING_DTYPES, DType
+from zerodrift.errors import UnsupportedError
+from zerodrift.kernels.native import BLOCK
+from zerodrift.optim.split import join, round_away, split
+from zerodrift.policy.nouns import Master, State
+
+
+class Rounding(enum.Enum):
+    """How an fp32 master becomes the bf16 weight that the model sees."""
+
+    EVEN = "even"
+    """To nearest, ties to even: what a cast does."""
+    AWAY = "away"
+    """To nearest, ties away from zero: what `split` must do, for runs that are compared with it."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The columns of the plan that an update obeys."""
+
+    storage: DType
+    master: Master
+    state: State
+    rounding: Rounding = Rounding.EVEN
+    """Read where storage is bf16 and the master is `fp32` or `same`; `split` always rounds away."""
+
+    def __post_init__(self) -> None:
+        where, got = "optim.Scheme", f"storage {self.storage}, master {self.master}"
+        if self.storage not in TRAINING_DTYPES:
+            raise UnsupportedError(f"{where}: storage must be fp32, bf16 or fp16; {got}.")
+        if self.master is Master.SPLIT and self.storage is not DType.BF16:
+            raise UnsupportedError(f"{where}: a split master needs bf16 storage; {got}. Use master `fp32`.")
+        if self.master is Master.FP32 and self.storage is DType.FP32:
+            raise UnsupportedError(f"{where}: fp32 storage is its own master; {got}. Use master `same`.")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The tensors of one slice: all flat, contiguous and of one length, on one device."""
+
+    storage: Tensor
+    """What the model sees, in the scheme's storage dtype."""
+    master: Tensor | None
+    """fp32 values for `fp32`, the int16 low halves for `split`, None for `same`."""
+    moments: tuple[Tensor, ...]
+    """In the scheme's state dtype: none, one or two."""
+    groups: Tensor | None = None
+    """int32 per block: which group of hyper-parameters it belongs to. None: all to group 0."""
+    keys: Tensor | None = None
+    """int64 per block, from `rounding.block_keys`; needed by stochastic states alone."""
+
+    @property
+    def numel(self) -> int:
+        return self.storage.numel()
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.numel // BLOCK)
+
+
+def allocate(
+    scheme: Scheme,
+    storage: Tensor,
+    moments: int,
+    initial: Tensor | None = None,
+    groups: Tensor | None = None,
+    keys: Tensor | None = None,
+) -> Slice:
+    """A slice around `storage` with moments of zero.
+
+    Its master starts as `initial`, fp32 values that are kept as the master where there is one in fp32, and
+    storage becomes their rounding; without them it starts as what storage holds.
+    """
+    made = Slice(
+        storage=storage,
+        master=_first_master(scheme, storage, initial),
+        moments=tuple(torch.zeros_like(storage, dtype=scheme.state.dtype.torch) for _ in range(moments)),
+        groups=groups,
+        keys=keys,
+    )
+    check(scheme, made)
+    if initial is not None:
+        write(scheme, made, initial)
+    return made
+
+
+def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Tensor | None:
+    if scheme.master is Master.SAME:
+        return None
+    if scheme.master is Master.SPLIT:
+        # Zeros mean that storage is exact.
+        return torch.zeros_like(storage, dtype=torch.int16)
+    return storage.float() if initial is None else initial
+
+
+def check(scheme: Scheme, of: Slice) -> None:
+    """That the tensors are what the scheme says: the compiled path sees addresses and nothing else."""
+    wanted = {"storage": (of.storage, scheme.storage.torch)}
+    if of.master is not None:
+        wanted["master"] = (of.master, torch.float32 if scheme.master is Master.FP32 else torch.int16)
+    wanted |= {f"moments[{i}]": (moment, scheme.state.dtype.torch) for i, moment in enumerate(of.moments)}
+    for name, (tensor, dtype) in wanted.items():
+        if tensor.dtype is not dtype or tensor.shape != (of.numel,) or not tensor.is_contiguous():
+            raise AssertionError(
+                f"{name} must be {dtype}, flat and contiguous: {tensor.dtype}, {tensor.shape}"
+            )
+    tables = (("groups", of.groups, torch.int32), ("keys", of.keys, torch.int64))
+    for name, table, dtype in tables:
+        if table is None:
+            continue
+        if table.dtype is not dtype or table.shape != (of.blocks,) or not table.is_contiguous():
+            raise AssertionError(f"{name} must be {dtype}, one per block: {table.dtype}, {table.shape}")
+    if (of.master is None) != (scheme.master is Master.SAME):
+        raise AssertionError(f"master `{scheme.master}` with a master tensor: {of.master is not None}")
+    if scheme.state is State.BF16_STOCHASTIC and of.moments and of.keys is None:
+        raise AssertionError("stochastic states need a key per block")
+    tensors = [of.storage, of.master, *of.moments, of.groups, of.keys]
+    if len({tensor.device for tensor in tensors if tensor is not None}) > 1:
+        raise AssertionError("the tensors of a slice must be on one device")
+
+
+def read(scheme: Scheme, of: Slice, start: int = 0, stop: int | None = None) -> Tensor:
+    """The master's values in fp32, in a tensor of its own."""
+    part = slice(start, stop)
+    if scheme.master is Master.SPLIT and of.master is not None:
+        return join(of.storage[part], of.master[part])
+    return (of.storage if of.master is None else of.master)[part].to(torch.float32, copy=True)
+
+
+def write(scheme: Scheme, of: Slice, values: Tensor, start: int = 0) -> None:
+    """Set master and storage, from `start` on, to fp32 values."""
+    part = slice(start, start + values.numel())
+    if scheme.master is Master.SPLIT and of.master is not None:
+        split(values, of.storage[part], of.master[part])
+        return
+    if of.master is not None and of.master.data_ptr() != values.data_ptr():
+        of.master[part] = values
+    if scheme.storage is DType.BF16 and scheme.rounding is Rounding.AWAY:
+        values = round_away(values)
+    of.storage[part] = values

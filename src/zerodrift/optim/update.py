@@ -1,0 +1,92 @@
+"""What the engine asks of an optimizer, and the choice of who answers.
+
+The engine hands over what this rank owns: per segment a flat piece of storage and the initial fp32 values.
+From then on masters and moments live here, in the scheme and dtype of the plan's rows. An `Updater` sees
+flat reduced gradients and one multiplier; it never sees a collective, a loss scale or a clip value.
+
+Invariant: after `update`, owned storage is the master rounded once to the storage dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zerodrift.errors import UnsupportedError
+from zerodrift.plan.table import Plan, Row, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The part of a segment that this rank updates."""
+
+    number: int
+    """Index into `Plan.segments`."""
+    spec: Segment
+    rows: tuple[Row, ...]
+    storage: torch.Tensor
+    """Flat, in the storage dtype; written by every update."""
+    initial: torch.Tensor
+    """Flat fp32: the values that the model was given. Free to be kept as the master."""
+    start: int
+    """Where the piece begins in the segment."""
+
+    def span(self, row: Row) -> slice:
+        """The part of `row` that is in this piece, as a slice of the piece; may be empty."""
+        low = max(row.offset - self.start, 0)
+        high = min(row.offset + row.numel - self.start, self.storage.numel())
+        return slice(low, max(low, high))
+
+
+class Updater(Protocol):
+    """An optimizer as the engine sees it."""
+
+    groups: torch.optim.Optimizer
+    """Parameter groups with their learning rates, for schedules."""
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """Of each parameter group, now."""
+
+    def update(self, gradients: Mapping[int, torch.Tensor], multiplier: float) -> None:
+        """One step. Flat gradients of owned pieces by segment number; each is multiplied once, in fp32."""
+
+    def master(self, number: int) -> torch.Tensor:
+        """The fp32 values of an owned piece; a copy."""
+
+    def set_master(self, number: int, values: torch.Tensor) -> None:
+        """Replace them; storage follows."""
+
+    def states(self, number: int) -> dict[str, torch.Tensor]:
+        """The moments of an owned piece, flat and fp32, by torch's names; copies."""
+
+    def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
+        """Replace one of them."""
+
+
+def make_updater(
+    plan: Plan,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer | None,
+    names: Mapping[int, str],
+) -> Updater:
+    """The updater for a plan. `optimizer` is the caller's, over the model's own parameters, whose names
+    `names` gives by `id`; without one the plan's `optimizer` block is built."""
+    from zerodrift.optim import flat, views
+
+    if plan.policy.sharding.offload and any(piece.storage.is_cuda for piece in owned):
+        raise UnsupportedError(
+            "`zero_optimization.offload_optimizer.device`: cpu can be planned but not yet run on "
+            "a GPU. Remove it."
+        )
+    if optimizer is None:
+        if plan.policy.optimizer is None:
+            raise AssertionError("neither an optimizer nor a recipe for one")
+        return flat.from_recipe(plan, owned, plan.policy.optimizer)
+    group_of = views.group_of(optimizer, names, plan)
+    ours = flat.algorithm_of(optimizer)
+    if ours is not None:
+        return flat.FlatUpdater(plan, owned, *ours, optimizer, group_of)
+    return views.TorchViews(plan, owned, optimizer, group_of)

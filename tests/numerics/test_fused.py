@@ -1,0 +1,343 @@
+"""The compiled path against the reference: the same bits in every scheme, slicing and thread count."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType
+from zerodrift.errors import UnsupportedError
+from zerodrift.kernels import native
+from zerodrift.kernels.probe import contraction
+from zerodrift.optim import fused
+from zerodrift.optim.reference import Step, reference_update
+from zerodrift.optim.rounding import block_keys, parameter_key
+from zerodrift.optim.schemes import Rounding, Scheme, Slice, allocate, read, write
+from zerodrift.optim.statistics import Statistics, summarize
+from zerodrift.optim.updates import Algorithm, Hyper, Root
+from zerodrift.policy.nouns import Master, State
+
+BLOCKS = 11
+NUMEL = 256 * BLOCKS
+
+MASTERS = [
+    (DType.BF16, Master.FP32, Rounding.EVEN),
+    (DType.BF16, Master.FP32, Rounding.AWAY),
+    (DType.FP16, Master.FP32, Rounding.EVEN),
+    (DType.BF16, Master.SPLIT, Rounding.EVEN),
+    (DType.FP32, Master.SAME, Rounding.EVEN),
+    (DType.BF16, Master.SAME, Rounding.EVEN),
+    (DType.BF16, Master.SAME, Rounding.AWAY),
+    (DType.FP16, Master.SAME, Rounding.EVEN),
+]
+GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
+
+compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels on this machine")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make(scheme: Scheme, moments: int = 2, blocks: int = BLOCKS, groups: bool = True) -> Slice:
+    numel = 256 * blocks
+    return allocate(
+        scheme,
+        torch.empty(numel, dtype=scheme.storage.torch),
+        moments,
+        initial=torch.randn(numel, generator=generator()),
+        groups=(torch.arange(blocks) // 4 % 3).int() if groups else None,
+        keys=block_keys(parameter_key("weight"), 3, blocks),
+    )
+
+
+def gradient_of(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    spread = 10.0 ** torch.randn(numel, generator=generator(seed))
+    gradient = torch.randn(numel, generator=generator(seed + 1000)) * spread
+    gradient[::7] = 0
+    return gradient.to(dtype)
+
+
+def step_of(algorithm: Algorithm, number: int, root: Root = Root.EXACT) -> Step:
+    hypers = (
+        Hyper(1e-3, number, weight_decay=0.1, momentum=0.9, dampening=0.1),
+        Hyper(1e-2, number, (0.3, 0.95), 1e-6, momentum=0.0, dampening=0.3),
+        Hyper(3e-4, number, (0.95, 0.98), weight_decay=0.01, momentum=0.8, nesterov=True, maximize=True),
+    )
+    return Step(algorithm, hypers, number, torch.tensor(0.37), root)
+
+
+def moments_of(algorithm: Algorithm) -> int:
+    return 2 if algorithm in (Algorithm.ADAM, Algorithm.ADAMW) else 1
+
+
+def assert_equal(one: Slice, other: Slice, what: str = "") -> None:
+    """Bit for bit, any NaN for any NaN."""
+    pairs = {"storage": (one.storage, other.storage)}
+    if one.master is not None and other.master is not None:
+        pairs["master"] = (one.master, other.master)
+    pairs |= {f"moment {i}": pair for i, pair in enumerate(zip(one.moments, other.moments, strict=True))}
+    for name, (first, second) in pairs.items():
+        assert first.dtype is second.dtype
+        if first.is_floating_point():
+            nan = first.isnan()
+            assert torch.equal(nan, second.isnan()), (what, name)
+            bits = torch.int32 if first.dtype is torch.float32 else torch.int16
+            first, second = first.view(bits)[~nan], second.view(bits)[~nan]
+        assert torch.equal(first, second), (what, name, torch.nonzero(first != second).flatten()[:8])
+
+
+@compiled
+@pytest.mark.parametrize("algorithm", Algorithm, ids=str)
+@pytest.mark.parametrize("state", State, ids=str)
+def test_compiled_equals_reference(algorithm: Algorithm, state: State) -> None:
+    for (storage, master, rounding), dtype in itertools.product(MASTERS, GRADIENTS):
+        root = Root.TORCH if (storage, dtype) == (DType.BF16, torch.bfloat16) else Root.EXACT
+        scheme = Scheme(storage, master, state, rounding)
+        one = make(scheme, moments_of(algorithm))
+        other = copy.deepcopy(one)
+        for number in (1, 2):
+            gradient, step = gradient_of(NUMEL, number, dtype), step_of(algorithm, number, root)
+            reference_update(scheme, one, gradient, step)
+            fused.update(scheme, other, gradient, step)
+            assert_equal(one, other, f"{scheme} {dtype} step {number}")
+
+
+@compiled
+@pytest.mark.parametrize("algorithm", Algorithm, ids=str)
+def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm) -> None:
+    for storage, master, rounding in MASTERS:
+        scheme = Scheme(storage, master, State.BF16_STOCHASTIC, rounding)
+        one = make(scheme, moments_of(algorithm))
+        other, silent = copy.deepcopy(one), copy.deepcopy(one)
+        mine, theirs = Statistics.empty(BLOCKS), Statistics.empty(BLOCKS)
+        for number in (1, 2):
+            gradient, step = gradient_of(NUMEL, number), step_of(algorithm, number)
+            reference_update(scheme, one, gradient, step, theirs)
+            fused.update(scheme, other, gradient, step, mine)
+            fused.update(scheme, silent, gradient, step)
+            assert torch.equal(mine.blocks, theirs.blocks)
+            assert_equal(one, other)
+            assert_equal(other, silent)
+
+
+def test_statistics_say_what_was_lost() -> None:
+    """bf16 weights of 1 and a change of a thousandth: every update is lost, unless there is a master."""
+    step = Step(Algorithm.SGD, (Hyper(1e-3),), 1)
+    for scheme, lost in (
+        (Scheme(DType.BF16, Master.SAME, State.FP32), 1.0),
+        (Scheme(DType.FP32, Master.SAME, State.FP32), 0.0),
+    ):
+        mine = allocate(scheme, torch.ones(512, dtype=scheme.storage.torch), 0)
+        room = Statistics.empty(mine.blocks)
+        gradient = torch.ones(512)
+        gradient[:128] = 0
+        fused.update(scheme, mine, gradient, step, room)
+        found = summarize(room.blocks)
+        assert (found.moved, found.lost_share, found.underflow) == (384, lost, 0)
+        assert found.ratio == pytest.approx(1e-3 * (384 / 512) ** 0.5)
+
+
+def test_statistics_count_moments_that_underflow() -> None:
+    scheme = Scheme(DType.FP32, Master.SAME, State.BF16)
+    mine = allocate(scheme, torch.ones(256), 2)
+    gradient = torch.full((256,), 1e-30)
+    gradient[:100] = 1e-3
+    room = Statistics.empty(1)
+    fused.update(
+        Scheme(DType.FP32, Master.SAME, State.BF16), mine, gradient, step_of(Algorithm.ADAMW, 1), room
+    )
+    assert summarize(room.blocks).underflow == 156
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler on this machine")
+def test_a_library_that_contracts_otherwise_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison above can fail: one rounding more or less is seen."""
+    names = ("ADD", "ADDCMUL", "LERP")
+    found = contraction()
+    turned = [f"-DZERODRIFT_FMA_{n}={not had:d}" for n, had in zip(names, astuple(found), strict=True)]
+    monkeypatch.setattr(native, "_definitions", lambda: tuple(turned))
+    other = native.obtain(tmp_path, native.find_compiler())
+    monkeypatch.setattr(native, "library", lambda: other)
+    scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
+    for algorithm in (Algorithm.ADAMW, Algorithm.SGD, Algorithm.LION):
+        one, two = make(scheme, moments_of(algorithm)), make(scheme, moments_of(algorithm))
+        for number in (1, 2):
+            step = step_of(algorithm, number)
+            reference_update(scheme, one, gradient_of(NUMEL, number), step)
+            fused.update(scheme, two, gradient_of(NUMEL, number), step)
+        assert not torch.equal(one.moments[0], two.moments[0])
+
+
+@compiled
+def test_special_values() -> None:
+    """NaNs, infinities, subnormals and both zeros in every place."""
+    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 65520.0, 1.0])
+    numel = odd.numel() ** 2
+    weight, gradient = odd.repeat(odd.numel()), odd.repeat_interleave(odd.numel())
+    for (storage, master, rounding), state in itertools.product(MASTERS, State):
+        scheme = Scheme(storage, master, state, rounding)
+        for algorithm in Algorithm:
+            one = allocate(
+                scheme,
+                torch.empty(numel, dtype=storage.torch),
+                moments_of(algorithm),
+                initial=weight.clone(),
+                keys=block_keys(1, 0, 1),
+            )
+            other = copy.deepcopy(one)
+            for number in (1, 2):
+                step = Step(algorithm, (Hyper(1e-2, number, weight_decay=0.1, momentum=0.9),), number)
+                reference_update(scheme, one, gradient, step)
+                fused.update(scheme, other, gradient, step)
+                assert_equal(one, other, f"{scheme} {algorithm}")
+
+
+@compiled
+@pytest.mark.parametrize("numel", [0, 1, 7, 255, 256, 257, 1000])
+def test_any_length_and_alignment(numel: int) -> None:
+    scheme = Scheme(DType.BF16, Master.SPLIT, State.BF16_STOCHASTIC)
+    blocks = -(-numel // 256)
+    keys = block_keys(9, 0, blocks)
+    for dtype in GRADIENTS:
+        gradient = gradient_of(numel + 3, 1, dtype)[3:]
+        storage = torch.randn(numel + 1, generator=generator()).bfloat16()[1:]
+        one = allocate(scheme, storage.clone(), 2, keys=keys)
+        other = allocate(scheme, storage, 2, keys=keys)
+        step = replace(step_of(Algorithm.ADAMW, 1))
+        reference_update(scheme, one, gradient, step)
+        fused.update(scheme, other, gradient, step)
+        assert_equal(one, other)
+
+
+@compiled
+def test_threads_do_not_change_bits() -> None:
+    scheme = Scheme(DType.BF16, Master.SPLIT, State.BF16_STOCHASTIC)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            mine = make(scheme, blocks=513)
+            fused.update(scheme, mine, gradient_of(mine.numel, 1), step_of(Algorithm.ADAMW, 1))
+            found.append(mine)
+    finally:
+        torch.set_num_threads(before)
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+
+
+def part(of: Slice, first: int, last: int) -> Slice:
+    """A slice of its own with blocks [first, last), as another rank would hold it."""
+    span = slice(first * 256, last * 256)
+    return Slice(
+        storage=of.storage[span].clone(),
+        master=None if of.master is None else of.master[span].clone(),
+        moments=tuple(moment[span].clone() for moment in of.moments),
+        groups=None if of.groups is None else of.groups[first:last].clone(),
+        keys=None if of.keys is None else of.keys[first:last].clone(),
+    )
+
+
+@pytest.mark.parametrize("path", [reference_update, fused.update])
+def test_slices_do_not_change_bits(path: object) -> None:
+    scheme = Scheme(DType.BF16, Master.SPLIT, State.BF16_STOCHASTIC)
+    whole = make(scheme)
+    pieces = [part(whole, 0, 1), part(whole, 1, 6), part(whole, 6, BLOCKS)]
+    for number in (1, 2, 3):
+        gradient, step = gradient_of(NUMEL, number), step_of(Algorithm.ADAMW, number)
+        path(scheme, whole, gradient, step)  # type: ignore[operator]
+        for piece, own in zip(pieces, gradient.split([256, 256 * 5, 256 * 5]), strict=True):
+            path(scheme, piece, own, step)  # type: ignore[operator]
+    assert torch.equal(whole.storage, torch.cat([piece.storage for piece in pieces]))
+    for index in range(2):
+        assert torch.equal(whole.moments[index], torch.cat([piece.moments[index] for piece in pieces]))
+
+
+@pytest.mark.parametrize("algorithm", Algorithm, ids=str)
+def test_split_equals_an_fp32_master_that_rounds_away(algorithm: Algorithm) -> None:
+    """300 steps: every visible weight and every master, bit for bit."""
+    halves = Scheme(DType.BF16, Master.SPLIT, State.FP32)
+    whole = Scheme(DType.BF16, Master.FP32, State.FP32, Rounding.AWAY)
+    one, other = make(halves, moments_of(algorithm)), make(whole, moments_of(algorithm))
+    for number in range(1, 301):
+        # The gradient follows the visible weight, so a difference would feed back.
+        gradient = gradient_of(NUMEL, number) + one.storage
+        step = step_of(algorithm, number)
+        fused.update(halves, one, gradient, step)
+        fused.update(whole, other, gradient, step)
+        assert torch.equal(one.storage, other.storage)
+    assert torch.equal(read(halves, one), read(whole, other))
+
+
+def test_without_compiled_kernels_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
+    one, other = make(scheme), make(scheme)
+    gradient, step = gradient_of(NUMEL, 1), step_of(Algorithm.ADAMW, 1)
+    fused.update(scheme, one, gradient, step)
+    monkeypatch.setattr(native, "library", lambda: None)
+    fused.update(scheme, other, gradient, step)
+    assert_equal(one, other)
+
+
+def test_a_strided_gradient_is_accepted() -> None:
+    scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
+    one, other = make(scheme), make(scheme)
+    gradient = torch.stack([gradient_of(NUMEL, 1)] * 2, 1)[:, 0]
+    fused.update(scheme, one, gradient, step_of(Algorithm.ADAMW, 1))
+    fused.update(scheme, other, gradient.contiguous(), step_of(Algorithm.ADAMW, 1))
+    assert_equal(one, other)
+
+
+@pytest.mark.parametrize(("storage", "master", "rounding"), MASTERS, ids=str)
+def test_masters_read_what_was_written(storage: DType, master: Master, rounding: Rounding) -> None:
+    scheme = Scheme(storage, master, State.FP32, rounding)
+    mine = make(scheme)
+    values = torch.randn(512, generator=generator(4))
+    write(scheme, mine, values, start=256)
+    expected = values if master is not Master.SAME else mine.storage[256:768].float()
+    assert torch.equal(read(scheme, mine, 256, 768), expected)
+    if rounding is Rounding.EVEN and master is not Master.SPLIT:
+        assert torch.equal(mine.storage[256:768], values.to(storage.torch))
+    before = read(scheme, mine).clone()
+    read(scheme, mine).zero_()
+    assert torch.equal(read(scheme, mine), before), "what is read is a copy"
+
+
+@pytest.mark.parametrize(
+    ("storage", "master", "told"),
+    [
+        (DType.FP16, Master.SPLIT, "a split master needs bf16 storage"),
+        (DType.FP32, Master.FP32, "fp32 storage is its own master"),
+        (DType.FP8_E4M3, Master.SAME, "storage must be fp32, bf16 or fp16"),
+    ],
+)
+def test_schemes_that_cannot_be_are_refused(storage: DType, master: Master, told: str) -> None:
+    with pytest.raises(UnsupportedError, match=told):
+        Scheme(storage, master, State.FP32)
+
+
+def test_tensors_that_do_not_fit_are_refused_before_an_address_is_used() -> None:
+    scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
+    mine, step = make(scheme), step_of(Algorithm.ADAMW, 1)
+    gradient = gradient_of(NUMEL, 1)
+    broken = [
+        (replace(mine, moments=mine.moments[:1]), gradient),
+        (replace(mine, moments=(mine.moments[0], mine.moments[1][1:])), gradient),
+        (replace(mine, master=None), gradient),
+        (replace(mine, master=torch.zeros(NUMEL)), gradient),
+        (replace(mine, groups=torch.zeros(BLOCKS - 1, dtype=torch.int32)), gradient),
+        (replace(mine, groups=torch.full((BLOCKS,), 3, dtype=torch.int32)), gradient),
+        (mine, gradient[1:]),
+    ]
+    for of, given in broken:
+        with pytest.raises((AssertionError, IndexError, ValueError)):
+            fused.update(scheme, of, given, step)

@@ -1,0 +1,190 @@
+"""The definition of the updates: torch's own bits where torch has the algorithm, the formula where not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType
+from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
+from zerodrift.optim.fused import update
+from zerodrift.optim.reference import Step, reference_update
+from zerodrift.optim.schemes import Scheme, allocate
+from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
+from zerodrift.policy.nouns import Master, State
+
+PLAIN = Scheme(DType.FP32, Master.SAME, State.FP32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer of torch and what it is called here."""
+
+    torch: type[torch.optim.Optimizer]
+    algorithm: Algorithm
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join([str(self.algorithm), *(f"{key}={value}" for key, value in self.numbers.items())])
+
+
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+QUICK = {"betas": (0.4, 0.95), "eps": 1e-6, "weight_decay": 0.0, "maximize": True}
+CASES = [
+    Case(torch.optim.AdamW, Algorithm.ADAMW, ADAM),
+    Case(torch.optim.AdamW, Algorithm.ADAMW, QUICK),
+    Case(torch.optim.Adam, Algorithm.ADAM, ADAM),
+    Case(torch.optim.Adam, Algorithm.ADAM, QUICK),
+    Case(torch.optim.SGD, Algorithm.SGD, {"weight_decay": 0.01}),
+    Case(torch.optim.SGD, Algorithm.SGD, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.05}),
+    Case(torch.optim.SGD, Algorithm.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+]
+PATHS = [reference_update, update]
+
+
+def gradients(numel: int, steps: int) -> list[Tensor]:
+    """Over many orders of magnitude, with exact zeros."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(steps):
+        spread = 10.0 ** torch.randn(numel, generator=generator)
+        gradient = torch.randn(numel, generator=generator) * spread
+        gradient[::5] = 0
+        made.append(gradient)
+    return made
+
+
+def differences(case: Case, path: Any, numel: int, root: Root, **kind: bool) -> dict[str, Tensor]:
+    """Name -> where it differs from torch after 12 steps with a learning rate that changes."""
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(3))
+    parameter = torch.nn.Parameter(start.clone())
+    plain = case.torch([parameter], lr=1.0, **case.numbers, **kind)  # type: ignore[call-arg]
+    count = moment_count(case.algorithm, (Hyper(1.0, **case.numbers),))
+    mine = allocate(PLAIN, start.clone(), count)
+    for number, gradient in enumerate(gradients(numel, 12), 1):
+        rate = 1e-2 / number
+        plain.param_groups[0]["lr"] = rate
+        parameter.grad = gradient.clone()
+        plain.step()
+        hyper = Hyper(rate, number, **case.numbers)
+        path(PLAIN, mine, gradient, Step(case.algorithm, (hyper,), number, root=root))
+    theirs = [parameter.detach()]
+    theirs += [value for value in plain.state[parameter].values() if value is not None and value.dim() == 1]
+    names = ["weight", "first", "second"]
+    pairs = zip(names, theirs, [mine.storage, *mine.moments], strict=False)
+    assert len(theirs) == 1 + count
+    return {name: torch.nonzero(one != other).flatten() for name, one, other in pairs}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [{}, {"foreach": True}], ids=["default", "foreach"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_torch_bit_for_bit(case: Case, kind: dict[str, bool], path: Any) -> None:
+    """On any length: torch's element-wise kernels give an element the same bits wherever it stands."""
+    found = differences(case, path, 256 * 5 + 37, Root.TORCH, **kind)
+    assert all(where.numel() == 0 for where in found.values()), found
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_torch_fused_bit_for_bit(case: Case, path: Any) -> None:
+    """With the exact root. See [Note: roots] for the last elements of a tensor, which are left out here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = differences(case, path, 256 * 5, Root.EXACT, fused=True)
+        assert all(where.numel() == 0 for where in found.values()), found
+        found = differences(case, path, 256 * 5 + 5, Root.EXACT, fused=True)
+        assert all((where >= 256 * 5).all() for where in found.values()), found
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_exact_root_is_correctly_rounded() -> None:
+    """Against integer arithmetic: r is right if and only if (r - ulp/2)^2 <= x <= (r + ulp/2)^2."""
+    bits = torch.randint(
+        1, 0x7F800000, (2000,), generator=torch.Generator().manual_seed(1), dtype=torch.int32
+    )
+    edges = torch.tensor([1, 2, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x3F7FFFFF, 0x3F800001], dtype=torch.int32)
+    values = torch.cat([bits, edges]).view(torch.float32)
+    roots = exact_sqrt(values)
+    above = torch.nextafter(roots, torch.tensor(torch.inf))
+    below = torch.nextafter(roots, torch.tensor(0.0))
+    for x, root, up, down in zip(*(t.tolist() for t in (values, roots, above, below)), strict=True):
+        numerator, denominator = x.as_integer_ratio()
+        for neighbour, side in ((up, 1), (down, -1)):
+            middle = (root + neighbour) / 2  # exact: 25 bits in a double
+            n, d = middle.as_integer_ratio()
+            assert side * (n * n * denominator - numerator * d * d) > 0
+
+
+def test_the_probe_tells_contraction_apart() -> None:
+    """An addition with alpha rounds once or twice, on random values as on the probe's."""
+    a, b = torch.randn(2, 4096, generator=torch.Generator().manual_seed(2))
+    found = torch.add(a, b, alpha=0.1)
+    twice = a + b * torch.tensor(0.1)
+    once = (a.double() + b.double() * torch.tensor(0.1).double()).float()
+    assert contraction().add == (not torch.equal(found, twice))
+    assert torch.equal(found, once) or not contraction().add
+
+
+def test_the_vector_root_is_known_on_x86() -> None:
+    root = vector_root()
+    if not torch.backends.mkl.is_available() and root is None:
+        pytest.skip("this torch has a square root of its own")
+    assert root is not None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_lion_is_its_formula(path: Any) -> None:
+    """In fp64, which agrees to fp32 rounding as long as no direction is within rounding of zero."""
+    numel, rate, decay, (beta1, beta2) = 512, 1e-2, 0.1, (0.9, 0.99)
+    weight = torch.randn(numel, generator=torch.Generator().manual_seed(3))
+    mine = allocate(PLAIN, weight.clone(), 1)
+    weight, mean = weight.double(), torch.zeros(numel, dtype=torch.float64)
+    for number, gradient in enumerate(gradients(numel, 10), 1):
+        hyper = Hyper(rate, number, (beta1, beta2), weight_decay=decay)
+        path(PLAIN, mine, gradient, Step(Algorithm.LION, (hyper,), number))
+        wide = gradient.double()
+        weight = weight * (1 - rate * decay) - rate * (beta1 * mean + (1 - beta1) * wide).sign()
+        mean = beta2 * mean + (1 - beta2) * wide
+    torch.testing.assert_close(mine.storage.double(), weight, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mine.moments[0].double(), mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_multiplier_is_one_product_in_fp32(path: Any) -> None:
+    numel = 700
+    gradient = gradients(numel, 1)[0]
+    hyper = Hyper(1e-2)
+    found = []
+    for given, multiplier in ((gradient, 0.37), (gradient, torch.tensor(0.37)), (gradient * 0.37, 1.0)):
+        mine = allocate(PLAIN, torch.ones(numel), 2)
+        kept = given.clone()
+        path(PLAIN, mine, given, Step(Algorithm.ADAMW, (hyper,), 1, multiplier))
+        assert torch.equal(given, kept), "the gradient is not the update's to change"
+        found.append(mine.storage)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_groups_are_as_if_alone(path: Any) -> None:
+    """Blocks of three groups, interleaved, against three slices of one group each."""
+    blocks = 12
+    hypers = (Hyper(1e-2), Hyper(1e-3, 7, (0.8, 0.9), 1e-5, 0.3), Hyper(1e-1, maximize=True))
+    groups = torch.tensor([0, 0, 1, 2, 1, 1, 0, 2, 2, 2, 2, 0], dtype=torch.int32)
+    start = torch.randn(256 * blocks, generator=torch.Generator().manual_seed(3))
+    gradient = gradients(256 * blocks, 1)[0]
+    step = Step(Algorithm.ADAMW, hypers, 1)
+    together = allocate(PLAIN, start.clone(), 2, groups=groups)
+    path(PLAIN, together, gradient, step)
+    for number, hyper in enumerate(hypers):
+        where = (groups == number).repeat_interleave(256)
+        alone = allocate(PLAIN, start[where].clone(), 2)
+        path(PLAIN, alone, gradient[where].clone(), replace(step, hypers=(hyper,)))
+        assert torch.equal(together.storage[where], alone.storage)
+        assert torch.equal(together.moments[1][where], alone.moments[1])

@@ -1,0 +1,101 @@
+"""Building the compiled kernels: once, complete or not at all, and never a condition for working."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from zerodrift.kernels import native
+
+needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler on this machine")
+
+
+@needs_compiler
+def test_several_builders_make_one_library(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """File locks belong to open files, so threads stand in for ranks."""
+    found: list[native.Library | None] = []
+    compiler = native.find_compiler()
+    threads = [
+        threading.Thread(target=lambda: found.append(native.obtain(tmp_path, compiler))) for _ in range(3)
+    ]
+    with caplog.at_level(logging.WARNING, logger="zerodrift"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(library is not None for library in found) and len(found) == 3
+    assert [record.getMessage().count("compiling") for record in caplog.records] == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"kernels-{native.key()}.so", "lock"]
+
+
+def test_a_cached_library_needs_no_compiler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    built = native.library()
+    if built is None:
+        pytest.skip("no compiled kernels on this machine")
+    (tmp_path / f"kernels-{native.key()}.so").write_bytes(built.path.read_bytes())
+    with caplog.at_level(logging.WARNING, logger="zerodrift"):
+        assert native.obtain(tmp_path, None) is not None
+    assert not caplog.records
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
+    (tmp_path / f"kernels-{native.key()}.so").write_bytes(b"half a file")
+    assert native.obtain(tmp_path, native.find_compiler()) is not None
+
+
+def test_without_a_compiler_there_is_one_notice_and_no_library(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="zerodrift"):
+        assert native.obtain(tmp_path, None) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "zerodrift: no C++ compiler found (c++, g++, clang++, or CXX); "
+        "updates run in plain PyTorch, with the same bits, several times slower"
+    ]
+
+
+def test_a_compiler_that_fails_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with caplog.at_level(logging.WARNING, logger="zerodrift"):
+        assert native.obtain(tmp_path, str(broken)) is None
+    assert "could not compile the CPU kernels (it is broken)" in caplog.records[-1].getMessage()
+    assert not list(tmp_path.glob("*.so")) and not list(tmp_path.glob("build-*"))
+
+
+def test_a_name_covers_what_a_library_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = native.key()
+    assert native.key() == first
+    monkeypatch.setattr(native, "processor", lambda: "another processor")
+    assert native.key() != first
+    monkeypatch.undo()
+    monkeypatch.setattr(native.torch, "__version__", "0.0")
+    assert native.key() != first
+
+
+def test_the_cache_follows_the_convention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.cache_folder() == tmp_path / "zerodrift"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert native.cache_folder() == tmp_path / "home" / ".cache" / "zerodrift"
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert native.cache_folder() is None
+
+
+def test_a_compiler_named_by_the_user_is_the_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("")
+    os.chmod(mine, 0o755)
+    monkeypatch.setenv("CXX", str(mine))
+    assert native.find_compiler() == str(mine)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native.find_compiler() is None

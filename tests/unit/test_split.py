@@ -1,0 +1,106 @@
+"""An fp32 value as bf16 and 16 more bits: lossless for every pattern, and rounded as promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerodrift.optim.split import join, round_away, split
+
+CHUNK = 1 << 16
+"""Patterns at a time: few enough to stay in a cache."""
+
+
+def patterns(upper: int) -> Tensor:
+    """All fp32 values with these 16 upper bits."""
+    first = (upper << 16) - (1 << 32 if upper >= 1 << 15 else 0)
+    return (torch.arange(CHUNK, dtype=torch.int32) + first).view(torch.float32)
+
+
+def assert_exact(values: Tensor) -> None:
+    high, low = split(values)
+    back = join(high, low)
+    nan = values.isnan()
+    same = values.view(torch.int32) == back.view(torch.int32)
+    assert (same | nan).all()
+    if nan.any():
+        assert (high.view(torch.int16)[nan] == 0x7FC0).all() and (low[nan] == 0).all()
+        assert back[nan].isnan().all()
+
+
+def assert_rounded(values: Tensor) -> None:
+    """`high` is torch's own rounding, but for exact ties, which move away from zero."""
+    high = split(values)[0].view(torch.int16)
+    bits = values.view(torch.int32)
+    expected = values.bfloat16().view(torch.int16)
+    tie = torch.arange(0x8000, values.numel(), CHUNK)
+    expected[tie] = ((bits[tie] >> 16) + 1).to(torch.int16)
+    assert ((high == expected) | values.isnan()).all()
+
+
+def boundaries() -> Iterator[int]:
+    """The upper bits around every exponent, of both signs, and all of the subnormals and specials."""
+    for sign in (0, 1 << 15):
+        for exponent in range(256):
+            for step in (-2, -1, 0, 1, 2, 63, 64):
+                yield (sign + (exponent << 7) + step) % (1 << 16)
+
+
+def test_every_exponent_boundary_is_exact_and_rounded() -> None:
+    for upper in sorted(set(boundaries()))[::8]:
+        assert_exact(patterns(upper))
+    for upper in sorted(set(boundaries()))[::16]:
+        assert_rounded(patterns(upper))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Chunks this small cost more to share out than to compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_all_patterns_are_exact_and_rounded() -> None:
+    for upper in range(1 << 16):
+        values = patterns(upper)
+        assert_exact(values)
+        assert_rounded(values)
+
+
+def test_special_values() -> None:
+    largest = torch.finfo(torch.float32).max
+    values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, largest, -largest, 2.0**-149, -(2.0**-149)])
+    assert_exact(values)
+    high, low = split(values)
+    assert high.view(torch.int16)[:2].tolist() == [0, -(1 << 15)] and low[:4].tolist() == [0, 0, 0, 0]
+    # The largest finite values show as infinity, and are still there.
+    assert high[4:6].tolist() == [torch.inf, -torch.inf] and low[4:6].tolist() == [-1, -1]
+
+
+def test_a_nan_never_shows_as_a_number() -> None:
+    values = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    high, low = split(values)
+    assert high.isnan().all() and join(high, low).isnan().all()
+
+
+def test_results_go_into_given_tensors() -> None:
+    values = torch.randn(1000)
+    high, low = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16)
+    out = torch.empty(1000)
+    assert split(values, high, low) == (high, low)
+    assert join(high, low, out) is out and torch.equal(out, values)
+    assert torch.equal(round_away(values), high)
+
+
+def test_slices_and_empty_tensors() -> None:
+    values = torch.randn(1001)
+    high, low = split(values[1:])
+    assert torch.equal(join(high[3:], low[3:]), values[4:])
+    assert all(part.numel() == 0 for part in split(values[:0]))
+    assert join(high[:0], low[:0]).numel() == 0
