@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from zerodrift.api import make_plan
+    from zerodrift.api import initialize, make_plan
     from zerodrift.config.load import load
     from zerodrift.config.schema import Config
+    from zerodrift.engine.engine import Engine, StepResult
     from zerodrift.errors import (
         ConfigError,
         MeshError,
@@ -36,6 +37,7 @@ _HOMES = {
     "Config": "config.schema",
     "ConfigError": "errors",
     "Cost": "plan.cost",
+    "Engine": "engine.engine",
     "MeshError": "errors",
     "MeshShape": "mesh",
     "ModelError": "errors",
@@ -44,11 +46,13 @@ _HOMES = {
     "Plan": "plan.table",
     "Policy": "policy.nouns",
     "RankError": "errors",
+    "StepResult": "engine.engine",
     "UnsupportedError": "errors",
     "ZerodriftError": "errors",
     "build": "plan.build",
     "cost": "plan.cost",
     "describe": "model.sources",
+    "initialize": "api",
     "load": "config.load",
     "make_plan": "api",
     "mesh_for": "policy.resolve",
@@ -59,6 +63,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Cost",
+    "Engine",
     "MeshError",
     "MeshShape",
     "ModelError",
@@ -67,11 +72,13 @@ __all__ = [
     "Plan",
     "Policy",
     "RankError",
+    "StepResult",
     "UnsupportedError",
     "ZerodriftError",
     "build",
     "cost",
     "describe",
+    "initialize",
     "load",
     "make_plan",
     "mesh_for",

@@ -6,6 +6,7 @@ Invariant: nothing is decided here.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,10 @@ from zerodrift.policy.numbers import AutoValues
 from zerodrift.policy.resolve import mesh_for, resolve
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+    from zerodrift.engine.engine import Engine
 
 
 def make_plan(
@@ -37,3 +41,38 @@ def make_plan(
     loaded = load(config, overrides)
     mesh = mesh_for(loaded, world_size)
     return build(resolve(loaded, mesh, auto), describe(model), mesh)
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] = "zerodrift.yaml",
+    *,
+    schedule: Any = None,
+    device: str | torch.device | None = None,
+    auto: AutoValues | None = None,
+    overrides: Sequence[str] = (),
+    quiet: bool = False,
+) -> Engine:
+    """An engine that trains `model` as `config` says; prints the plan on rank 0 unless `quiet`.
+
+    Joins the ranks that torchrun started, or those of a running torch.distributed, or is alone. `optimizer`
+    is built over `model.parameters()` as usual, or comes from the config's `optimizer` block. `schedule` is
+    a torch scheduler, or a function that makes one from an optimizer.
+    """
+    from zerodrift.comm.mesh import start
+    from zerodrift.engine.engine import Engine
+    from zerodrift.plan.cost import cost
+    from zerodrift.report.rows import grouped
+    from zerodrift.report.terminal import plan_text
+
+    loaded = load(config, overrides)
+    mesh = start(lambda world: mesh_for(loaded, world), device)
+    try:
+        plan = build(resolve(loaded, mesh.shape, auto), describe(model), mesh.shape)
+        if mesh.rank() == 0 and not quiet:
+            print(plan_text(plan, cost(plan), grouped(plan), color=sys.stdout.isatty()))
+        return Engine(plan, model, mesh, optimizer, schedule)
+    except BaseException:
+        mesh.stop()
+        raise

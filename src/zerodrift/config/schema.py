@@ -310,7 +310,7 @@ class Config(Block):
     scheduler: Scheduler | None = None
     """The learning-rate schedule to build when none is passed."""
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None
-    """Print a line every so many optimizer steps; 0 is never."""
+    """Rank 0 prints a line every so many optimizer steps. Default 0, never."""
 
     keys: tuple[KeyUse, ...] = ()
     """How every written key ended; filled by `config.load`."""

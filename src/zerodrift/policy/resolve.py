@@ -68,7 +68,7 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
     sharding, sharding_decisions = choices.sharding(config, stage, backend, problems)
     safe = _safe_modules(config, mode)
     schedule = choices.schedule(config, numbers, problems)
-    print_every = int(numbers.number("steps_per_print", config.steps_per_print, 10))
+    print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
     decisions = (

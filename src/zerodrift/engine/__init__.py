@@ -1,0 +1,1 @@
+"""The plan, executed: segments, units, compute, gradients, scale, and the step as a recipe."""

@@ -1,0 +1,159 @@
+"""The compute column: what is cast at which module's boundary, and where autocast is on or off.
+
+Floating inputs of the model are cast to the mode's dtype. A module all of whose parameters compute in
+another dtype than the mode's (a pinned router, norm or head) gets its floating inputs cast to that dtype,
+runs with autocast off, and returns what its rule says: its own dtype (`keep`) or its input's (`input`).
+Nothing else casts.
+
+Invariant: a module's casts depend on the plan alone, and leaving the module restores what was there.
+
+[Note: autocast] In the autocast modes the forward runs under `torch.autocast` with the configured dtype. A
+caller's own autocast around the engine is switched to the configured one, with one warning; around an
+engine whose precision is not autocast it is refused, because it would change the dtype of every op behind
+the plan's back. Autocast inside the model's code is the model's own business: `transformers` turns it off
+where it computes rotary tables in fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.engine.unit import map_tensors, tensors_in
+from zerodrift.errors import UnsupportedError
+from zerodrift.plan.table import Plan, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A module that computes in a dtype of its own."""
+
+    path: str
+    dtype: torch.dtype
+    output: str
+    """`keep` or `input`."""
+
+
+def boundaries(plan: Plan, model: nn.Module) -> list[Boundary]:
+    """The outermost modules whose parameters all compute in one dtype that is not the mode's."""
+    usual = plan.policy.mode.dtype.torch
+    autocast = plan.policy.mode.autocast
+    rows = {name: row for row in plan.rows for name in row.names}
+    found: list[Boundary] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        inside = [rows[name] for name in _parameter_names(path, module) if name in rows]
+        dtype = _own_dtype(inside, usual, autocast)
+        if dtype is not None and path:
+            output = "keep" if any(row.columns.output == "keep" for row in inside) else "input"
+            found.append(Boundary(path, dtype, output))
+            return
+        for name, child in module.named_children():
+            visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    return found
+
+
+def _parameter_names(path: str, module: nn.Module) -> Iterator[str]:
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        yield f"{path}.{name}" if path else name
+
+
+def _own_dtype(rows: list[Row], usual: torch.dtype, autocast: bool) -> torch.dtype | None:
+    """The one compute dtype of the rows where it is not what their surroundings compute in."""
+    if not rows:
+        return None
+    if autocast:
+        # Under autocast each op decides; only a pin takes a module out of it.
+        return rows[0].columns.compute.torch if all(row.columns.pinned for row in rows) else None
+    dtypes = {row.columns.compute.torch for row in rows if row.columns.compute.is_floating}
+    if len(dtypes) != 1 or usual in dtypes:
+        return None
+    return dtypes.pop()
+
+
+def attach(model: nn.Module, found: list[Boundary]) -> list[Any]:
+    """Put the casting hooks on the modules; returns their handles."""
+    modules = dict(model.named_modules())
+    handles = []
+    for boundary in found:
+        handles += _hooks(modules[boundary.path], boundary)
+    return handles
+
+
+def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
+    inputs: list[torch.dtype | None] = []
+    switches: list[contextlib.ExitStack] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        floating = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+        inputs.append(floating[0] if floating else None)
+        switch = contextlib.ExitStack()
+        device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
+        switch.enter_context(torch.autocast(device, enabled=False))
+        switches.append(switch)
+        return map_tensors((args, kwargs), lambda tensor: _cast(tensor, boundary.dtype))
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        # Called even when the forward raised: autocast must come back on, whatever happened.
+        switches.pop().close()
+        dtype = inputs.pop()
+        if boundary.output == "keep" or dtype is None or output is None:
+            return None
+        return map_tensors(output, lambda tensor: _cast(tensor, dtype))
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class Precision:
+    """How the engine enters the model's forward."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        mode = plan.policy.mode
+        self._mode = mode
+        self._dtype = mode.dtype.torch
+        self._device = device.type
+        self._warned = False
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Floating inputs in the mode's dtype; under autocast they stay what they are."""
+        if self._mode.autocast:
+            return args, kwargs
+        return map_tensors((args, kwargs), lambda tensor: _cast(tensor, self._dtype))
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The dtype context of a forward. See [Note: autocast]."""
+        around = torch.is_autocast_enabled(self._device)
+        if around and not self._mode.autocast:
+            raise UnsupportedError(
+                f"`torch.autocast`: must not be active around an engine of mode {self._mode}; got autocast "
+                f"to {torch.get_autocast_dtype(self._device)}. Leave the context, or set `precision.mode: "
+                f"autocast-bf16`."
+            )
+        if not self._mode.autocast:
+            yield
+            return
+        if around and torch.get_autocast_dtype(self._device) is not self._dtype and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"torch.autocast around the engine is {torch.get_autocast_dtype(self._device)}; switched to "
+                f"{self._dtype}, as the config says. Leave the context out: the engine enters its own.",
+                stacklevel=4,
+            )
+        with torch.autocast(self._device, self._dtype):
+            yield

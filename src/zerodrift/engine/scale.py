@@ -1,0 +1,136 @@
+"""One multiplier per step: loss scale, averaging, global norm, clip, and whether to skip.
+
+Gradients are never touched for any of it: they stay summed and scaled as they are, and one number, the
+product of everything, goes into the update, which multiplies once in fp32.
+
+Invariant: the norm is the exact sum of the square sums of all blocks (`kernels/squares.py`), which has no
+order: it is the same at every stage and for every way to slice, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.errors import NonFiniteError, RankError
+from zerodrift.kernels import squares
+from zerodrift.policy.nouns import LossScale
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+class Scaler:
+    """The multiplier of the loss, static or dynamic, by DeepSpeed's keys.
+
+    An overflow first spends `hysteresis`; once it is spent, every overflow halves the scale, down to
+    `minimum`. After `window` steps without overflow the scale doubles and the hysteresis is refilled;
+    `consecutive` refills it after every good step.
+    """
+
+    def __init__(self, spec: LossScale | None) -> None:
+        self._spec = spec
+        self.scale = spec.initial if spec else 1.0
+        self._left = spec.hysteresis if spec else 0
+        self._good = 0
+
+    @property
+    def active(self) -> bool:
+        return self._spec is not None
+
+    def update(self, overflow: bool) -> None:
+        """After every step, skipped or not."""
+        spec = self._spec
+        if spec is None or not spec.dynamic:
+            return
+        if overflow:
+            self._good = 0
+            if self._left > 1:
+                self._left -= 1
+                return
+            if self.scale <= spec.minimum:
+                raise NonFiniteError(
+                    f"`fp16.min_loss_scale`: must leave room for the loss scale to fall; gradients overflow "
+                    f"at the minimum, {spec.minimum:g}. Lower the learning rate, lower "
+                    f"`fp16.min_loss_scale`, or use bf16."
+                )
+            self.scale = max(self.scale / 2, spec.minimum)
+            return
+        self._good += 1
+        if spec.consecutive:
+            self._left = spec.hysteresis
+        if self._good % spec.window == 0:
+            self._left = spec.hysteresis
+            self.scale *= 2
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {"scale": self.scale, "left": self._left, "good": self._good}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        self.scale = float(state["scale"])
+        self._left, self._good = int(state["left"]), int(state["good"])
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The global gradient norm of a step."""
+
+    value: float
+    """Of the averaged, unscaled gradient; not finite where a gradient is not."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.value)
+
+    def multiplier(self, unscale: float, clip: float) -> float:
+        """What the update multiplies the summed gradient by."""
+        if not clip:
+            return unscale
+        factor = clip / (self.value + CLIP_EPSILON)
+        return unscale * factor if factor < 1.0 else unscale
+
+
+def global_norm(segments: Iterable[FlatSegment], comm: Collectives, unscale: float, order: int = 0) -> Norm:
+    """One small collective; the one place of a step where the host waits for the device.
+
+    `order` is a checksum of the units that this rank has gathered since the last step, in their order. Where
+    another rank has another, weights of different units may have been mixed: RankError.
+    """
+    summed = torch.zeros(squares.DIGITS + 2, dtype=torch.int64, device=comm.mesh.device)
+    places = summed[:-1]
+    for segment in segments:
+        if segment.reduced is not None:
+            squares.digits(squares.block_square_sums(segment.reduced), places)
+    summed[-1] = order
+    ranks = comm.mesh.size("shard")
+    if ranks > 1:
+        summed = comm.all_reduce_sum(summed, "shard")
+    if int(summed[-1]) != ranks * order:
+        raise RankError(
+            "`units`: must be used in the same order on every rank; got different orders in this step. A "
+            "unit that only some ranks run, such as an expert without tokens, cannot be gathered by itself: "
+            "name a larger one in `sharding.units`."
+        )
+    return Norm(math.sqrt(squares.total(summed[:-1])) * unscale)
+
+
+def bad_parameters(segments: Iterable[FlatSegment], comm: Collectives, limit: int = 5) -> list[str]:
+    """Names of parameters with a NaN or an infinity in their gradient, on any rank, in plan order."""
+    mine: list[tuple[int, int, str]] = []
+    for segment in segments:
+        if segment.reduced is None:
+            continue
+        start = 0 if segment.ranks == 1 else segment.rank * segment.reduced.numel()
+        for number, row in enumerate(segment.rows):
+            low = max(row.offset - start, 0)
+            high = min(row.offset + row.numel - start, segment.reduced.numel())
+            if low < high and not torch.isfinite(segment.reduced[low:high]).all():
+                mine.append((segment.number, number, row.name))
+    everywhere = comm.all_gather_object(mine, "shard")
+    found = dict.fromkeys(name for *_, name in sorted({entry for rank in everywhere for entry in rank}))
+    return list(found)[:limit]

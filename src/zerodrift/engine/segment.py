@@ -1,0 +1,333 @@
+"""One flat buffer: its storage at rest, its full form in compute, its gradient, a view per parameter.
+
+A segment knows where its bytes are and moves them when told; when to do so is `unit.py`'s and `grads.py`'s
+affair, which dtype everything has is the plan's. The optimizer's side (master, state) is in `optim`.
+
+Invariant: parameters are views of `full` from the first moment on and never get another tensor.
+
+[Note: freeing] A gathered buffer is freed with `untyped_storage().resize_(0)` and allocated again on the
+same storage, so views that autograd saved (`weight.t()` of a linear) see the bytes of the next gather.
+Between, reading a parameter raises torch's "data is not allocated yet" instead of yielding stale numbers.
+
+[Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
+`param.grad_dtype` makes autograd cast. The first of a parameter is copied there when its unit's backward
+is over, which costs less than a buffer of zeros to add to; from then on `param.grad` is preset to a view
+of the buffer, so autograd adds in place, and so does whoever writes `param.grad` late. A gradient that was
+put elsewhere (the user cleared or replaced `param.grad`) is folded in at the next collection: nothing that
+reaches `param.grad` is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from zerodrift.comm.collectives import Collectives, Handle
+from zerodrift.comm.fold import Sum
+from zerodrift.optim.update import Owned
+from zerodrift.plan.table import Row, Segment
+
+
+class Pool:
+    """Flat buffers that segments of one size take turns in, because fresh memory costs a page fault per
+    4 KiB: as much as what is then done with it."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer with anything in it."""
+        free = self._free.get((numel, dtype))
+        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, flat: torch.Tensor) -> None:
+        self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
+
+    def clear(self) -> None:
+        self._free.clear()
+
+
+class FlatSegment:
+    """The tensors of one segment of the plan on this rank."""
+
+    def __init__(
+        self,
+        number: int,
+        spec: Segment,
+        rows: list[Row],
+        parameters: list[nn.Parameter],
+        comm: Collectives,
+        pool: Pool,
+    ) -> None:
+        self.number = number
+        self.spec = spec
+        self.rows = rows
+        self.parameters = parameters
+        self.update = spec.columns.update
+        self._comm = comm
+        self._pool = pool
+        self.ranks = comm.mesh.size("shard")
+        self.rank = comm.mesh.rank("shard")
+        columns = spec.columns
+        self.sharded = columns.storage.axis != "" and self.ranks > 1
+        device = comm.mesh.device
+        numel = spec.padded // self.ranks if self.sharded else spec.padded
+        self.storage = torch.zeros(numel, dtype=columns.storage.dtype.torch, device=device)
+        """At rest, in the storage dtype: `[padded]`, or this rank's `[padded / ranks]`."""
+        self._resident = not self.sharded and columns.storage.dtype is columns.compute
+        self.full = self._make_full(device)
+        """What parameters are views of, in the compute dtype: `[padded]`."""
+        self.is_full = self._resident
+        self._gathering: Handle | None = None
+        self._wide: torch.Tensor | None = None
+        self.landing: torch.Tensor | None = None
+        """See [Note: landing]: `[padded]` in the accumulate dtype while gradients are on their way."""
+        self.reduced: torch.Tensor | None = None
+        """This rank's slice of the sum over ranks and micro-batches: `[padded / ranks]`."""
+        self._grads: list[torch.Tensor] = []
+
+    def _make_full(self, device: torch.device) -> torch.Tensor:
+        if self._resident:
+            return self.storage
+        full = torch.empty(self.spec.padded, dtype=self.spec.columns.compute.torch, device=device)
+        full.untyped_storage().resize_(0)
+        return full
+
+    # --- the parameter --------------------------------------------------------------------------------
+
+    def adopt(self, values: torch.Tensor) -> None:
+        """Take the initial values, `[padded]` in any dtype, and turn the parameters into views."""
+        with torch.no_grad():
+            self.storage.copy_(self.slice_of(values) if self.sharded else values)
+        if not self._resident:
+            self._allocate(self.full)  # a view cannot be made of memory that is not there
+        for row, parameter in zip(self.rows, self.parameters, strict=True):
+            parameter.data = self.view(self.full, row)
+            if self.update is not None:
+                # Sticks to the parameter: autograd casts what it leaves to this dtype before adding.
+                parameter.grad_dtype = self.update.accumulate.dtype.torch
+        if not self._resident:
+            self.full.untyped_storage().resize_(0)
+
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's equal slice of a `[padded]` buffer."""
+        count = flat.numel() // self.ranks
+        return flat[self.rank * count : (self.rank + 1) * count]
+
+    @staticmethod
+    def view(flat: torch.Tensor, row: Row) -> torch.Tensor:
+        """A row's values inside a `[padded]` buffer, in the row's shape."""
+        return flat[row.offset : row.offset + row.numel].view(row.shape)
+
+    def start_gather(self) -> None:
+        """Begin to make the full form; does nothing where it is there or under way."""
+        if self.is_full or self._gathering is not None:
+            return
+        self._allocate(self.full)
+        with torch.no_grad():
+            if not self.sharded:
+                self.full.copy_(self.storage)
+                self._gathering = Handle()
+                return
+            columns = self.spec.columns
+            target = self.full
+            if columns.gather is not columns.compute:
+                target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
+            self._gathering = self._comm.start_all_gather(target, self.storage, "shard")
+
+    def finish_gather(self) -> None:
+        """The full form is there when this returns."""
+        self.start_gather()
+        handle, self._gathering = self._gathering, None
+        if handle is None:
+            return
+        handle.wait()
+        if self._wide is not None:
+            with torch.no_grad():
+                self.full.copy_(self._wide)
+            self._wide = None
+        self.is_full = True
+
+    def release(self) -> None:
+        """Give the full form's memory back. See [Note: freeing]."""
+        if self._gathering is not None:
+            self.finish_gather()
+        if self.is_full and not self._resident:
+            self.full.untyped_storage().resize_(0)
+            self.is_full = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the full form is anything else than storage."""
+        return not self._resident
+
+    @staticmethod
+    def _allocate(flat: torch.Tensor) -> None:
+        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+    # --- the gradient -----------------------------------------------------------------------------------
+
+    def open_gradients(self) -> None:
+        """Preset every `param.grad` to its place in the landing buffer, where there is one already."""
+        if self.update is None:
+            return
+        for parameter, grad in zip(self.parameters, self._grads, strict=False):
+            if parameter.grad is None:
+                parameter.grad = grad
+
+    def collect_gradients(self) -> bool:
+        """Bring what autograd left into the landing buffer and take `param.grad` away.
+
+        Returns whether there is anything to reduce: false for a frozen segment alone. A parameter without a
+        gradient counts as zero, so every rank reduces the same segments whatever its data did.
+        """
+        if self.update is None:
+            return False
+        arrived = [parameter.grad for parameter in self.parameters]
+        with torch.no_grad():
+            if self.landing is None:
+                self._land_first(arrived)
+            else:
+                for grad, home in zip(arrived, self._grads, strict=True):
+                    if grad is not None and grad is not home and grad.data_ptr() != home.data_ptr():
+                        home.add_(_dense(grad))
+        for parameter in self.parameters:
+            parameter.grad = None
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients that have not been reduced."""
+        return self.landing is not None or any(parameter.grad is not None for parameter in self.parameters)
+
+    def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
+        """Copy the first gradients into a buffer; zero what got none, and the gaps between parameters."""
+        if self.update is None:
+            raise AssertionError("unreachable")
+        dtype = self.update.accumulate.dtype.torch
+        landing = self._pool.take(self.spec.padded, dtype, self.full.device)
+        self._grads = [self.view(landing, row) for row in self.rows]
+        pairs = list(zip(self._grads, arrived, strict=True))
+        here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
+        empty = [home for home, grad in pairs if grad is None] + [landing[gap] for gap in self._gaps]
+        if here:
+            torch._foreach_copy_([home for home, _ in here], [grad for _, grad in here])
+        if empty:
+            torch._foreach_zero_(empty)
+        self.landing = landing
+
+    @functools.cached_property
+    def _gaps(self) -> list[slice]:
+        """What of the buffer belongs to no parameter."""
+        starts = [row.offset + row.numel for row in self.rows]
+        ends = [*(row.offset for row in self.rows[1:]), self.spec.padded]
+        return [
+            slice(start, end)
+            for start, end in zip([0, *starts], [self._first, *ends], strict=True)
+            if start < end
+        ]
+
+    @property
+    def _first(self) -> int:
+        return self.rows[0].offset if self.rows else 0
+
+    def start_reduce(self, before: float) -> Handle:
+        """Begin to add this rank's slice of the ranks' sum to `reduced`. The landing buffer stays until
+        `finish_reduce`. `before` divides what travels."""
+        if self.update is None or self.landing is None:
+            raise AssertionError(f"segment {self.number} has no gradient to reduce")
+        if self.ranks == 1:
+            return Handle()
+        flat, reduce = self.landing, self.update.reduce
+        with torch.no_grad():
+            if before != 1.0:
+                flat.div_(before)
+            if reduce.wire.torch is not flat.dtype:
+                flat = flat.to(reduce.wire.torch)
+        first = self.reduced is None
+        if first:
+            numel = self.spec.padded // self.ranks
+            self.reduced = self._pool.take(numel, self.landing.dtype, flat.device)
+        if self.reduced is None:
+            raise AssertionError("unreachable")
+        how = Sum(reduce.sum.torch, add=not first)
+        return self._comm.start_reduce_scatter(self.reduced, flat, "shard", how)
+
+    def finish_reduce(self) -> None:
+        """The reduction is done: the landing buffer is given back, or is itself what was reduced."""
+        if self.ranks == 1:
+            self.reduced = self.landing
+            return
+        if self.landing is not None:
+            self._pool.give(self.landing)
+        self.landing = None
+        self._grads = []
+
+    def sum_over_replicas(self, before: float) -> None:
+        """Add the slices of the other replicas, once per step."""
+        if self.update is None or self.reduced is None:
+            raise AssertionError(f"segment {self.number} has nothing to sum over replicas")
+        reduce = self.update.reduce
+        flat = self.reduced
+        with torch.no_grad():
+            if before != 1.0 and self.ranks == 1:
+                flat.div_(before)
+            wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
+        self._comm.all_reduce(flat, wire, "replicate", Sum(reduce.sum.torch))
+
+    def whole_gradient(self) -> torch.Tensor:
+        """The reduced gradient on every rank, `[padded]` in the accumulate dtype."""
+        if self.reduced is None:
+            raise AssertionError(f"segment {self.number} has no reduced gradient")
+        if self.ranks == 1:
+            return self.reduced
+        whole = self._pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
+        self._comm.all_gather(whole, self.reduced, "shard")
+        return whole
+
+    def give_back(self, whole: torch.Tensor) -> None:
+        """The buffer of `whole_gradient` is not needed any more."""
+        if whole is not self.reduced:
+            self._pool.give(whole)
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient, landed or reduced."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for flat in {id(flat): flat for flat in (self.landing, self.reduced) if flat is not None}.values():
+            self._pool.give(flat)
+        self.landing = self.reduced = None
+        self._grads = []
+
+    # --- after the update -------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """The part of storage that this rank's optimizer writes."""
+        if self.update is None:
+            raise AssertionError(f"segment {self.number} is frozen")
+        if self.update.axis and not self.sharded and self.ranks > 1:
+            return self.slice_of(self.storage)
+        return self.storage
+
+    def owned_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """What `owned` is of storage, of another `[padded]` buffer."""
+        return flat if self.owned.numel() == flat.numel() else self.slice_of(flat)
+
+    def piece(self, initial: torch.Tensor) -> Owned:
+        """What the optimizer gets; `initial` is the fp32 values of `owned`."""
+        whole = self.owned.numel() == self.spec.padded
+        start = 0 if whole else self.rank * self.owned.numel()
+        return Owned(self.number, self.spec, tuple(self.rows), self.owned, initial, start)
+
+    def spread(self) -> Handle:
+        """After the update: storage that is whole gets the other ranks' slices."""
+        if self.update is None or self.ranks == 1 or self.sharded or not self.update.axis:
+            return Handle()
+        return self._comm.start_all_gather(self.storage, self.owned, "shard")
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad

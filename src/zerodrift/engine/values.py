@@ -1,0 +1,175 @@
+"""Full values out of an engine and back in: parameters, gradients, masters, moments.
+
+For people, tests and checkpoints; no step goes through here. All calls are collective: every rank asks for
+the same names in the same order. What comes out is a copy, but for `gathered`, which shows the parameters
+themselves.
+
+Invariant: reading changes nothing; writing goes to the master, and what is visible follows from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.errors import ModelError, UnsupportedError, did_you_mean
+from zerodrift.plan.table import Row
+
+if TYPE_CHECKING:
+    from zerodrift.engine.engine import Engine
+
+
+class Values:
+    """Access to the full values of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @contextlib.contextmanager
+    def gathered(
+        self, names: Iterable[str] | None = None, write: bool = False
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Parameters by name, full, in their compute dtype. With `write`, rank 0's values at the end of the
+        context become everybody's, masters included."""
+        rows = {name: self._row(name) for name in (self._all_names() if names is None else names)}
+        segments = {segment.number: segment for segment, _ in rows.values()}
+        kept = {number for number, segment in segments.items() if segment.is_full}
+        for segment in segments.values():
+            segment.start_gather()
+        for segment in segments.values():
+            segment.finish_gather()
+        try:
+            yield {name: segment.view(segment.full, row) for name, (segment, row) in rows.items()}
+            if write:
+                for segment in segments.values():
+                    touched = [row for name, (owner, row) in rows.items() if owner is segment]
+                    self._write_back(segment, touched)
+        finally:
+            for number, segment in segments.items():
+                if number not in kept or write:
+                    segment.release()
+
+    def _write_back(self, segment: FlatSegment, rows: list[Row]) -> None:
+        """The rows as they stand on rank 0 into master and storage; other rows keep every bit."""
+        whole = self._whole_master(segment)
+        with torch.no_grad():
+            for row in rows:
+                shown = segment.view(segment.full, row).clone()
+                self._engine.comm.broadcast(shown.view(-1), 0, "data")
+                place = segment.view(whole, row)
+                if not torch.equal(place.to(shown.dtype), shown):
+                    place.copy_(shown)
+        self._set_whole_master(segment, whole)
+
+    # --- masters ----------------------------------------------------------------------------------------
+
+    def master(self, name: str) -> torch.Tensor:
+        segment, row = self._row(name)
+        return segment.view(self._whole_master(segment), row).clone()
+
+    def set_master(self, name: str, value: torch.Tensor) -> None:
+        segment, row = self._row(name)
+        whole = self._whole_master(segment)
+        with torch.no_grad():
+            segment.view(whole, row).copy_(value)
+        segment.release()
+        self._set_whole_master(segment, whole)
+
+    def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
+        updater = self._engine.updater
+        if segment.update is None or updater is None:
+            return self._whole(segment, segment.storage.float())
+        return self._whole(segment, updater.master(segment.number))
+
+    def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
+        updater = self._engine.updater
+        with torch.no_grad():
+            if segment.update is None or updater is None:
+                segment.storage.copy_(segment.slice_of(whole) if segment.sharded else whole)
+                return
+            updater.set_master(segment.number, segment.owned_of(whole))
+        segment.spread().wait()
+
+    # --- gradients --------------------------------------------------------------------------------------
+
+    def gradient(self, name: str) -> torch.Tensor:
+        segment, row = self._trained_row(name)
+        self._engine.gradients.flush()
+        if segment.reduced is None:
+            return torch.zeros(row.shape, device=segment.storage.device)
+        whole = segment.whole_gradient()
+        found = segment.view(whole, row).float() * self._engine.unscale
+        segment.give_back(whole)
+        return found
+
+    def set_gradient(self, name: str, value: torch.Tensor) -> None:
+        segment, row = self._trained_row(name)
+        self._engine.gradients.flush()
+        if segment.reduced is None:
+            raise UnsupportedError(f"`{name}`: must have a gradient to replace; got none in this step.")
+        whole = segment.whole_gradient()
+        with torch.no_grad():
+            segment.view(whole, row).copy_(value / self._engine.unscale)
+            if segment.reduced is not whole:
+                segment.reduced.copy_(segment.slice_of(whole))
+        segment.give_back(whole)
+
+    # --- moments ----------------------------------------------------------------------------------------
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        segment, row = self._trained_row(name)
+        flats = self._states(segment)
+        return {key: segment.view(self._whole(segment, flat), row).clone() for key, flat in flats.items()}
+
+    def set_state(self, name: str, key: str, value: torch.Tensor) -> None:
+        segment, row = self._trained_row(name)
+        updater, flats = self._engine.updater, self._states(segment)
+        if updater is None or key not in flats:
+            raise ModelError(
+                f"`{name}`: must have optimizer state {key!r}; got {', '.join(flats) or 'none yet'}. "
+                f"State is there after the first step."
+            )
+        whole = self._whole(segment, flats[key])
+        with torch.no_grad():
+            segment.view(whole, row).copy_(value)
+        updater.set_state(segment.number, key, segment.owned_of(whole))
+
+    def _states(self, segment: FlatSegment) -> dict[str, torch.Tensor]:
+        """Owned moments with the same keys on every rank: one that owns padding only has none itself."""
+        updater = self._engine.updater
+        if updater is None:
+            return {}
+        mine = updater.states(segment.number)
+        keys = dict.fromkeys(key for keys in self._engine.comm.all_gather_object(list(mine)) for key in keys)
+        empty = torch.zeros_like(segment.owned, dtype=torch.float32)
+        return {key: mine.get(key, empty) for key in keys}
+
+    # --- rows -------------------------------------------------------------------------------------------
+
+    def _whole(self, segment: FlatSegment, owned: torch.Tensor) -> torch.Tensor:
+        """`[padded]` of what each rank holds a slice of, as a copy."""
+        if owned.numel() == segment.spec.padded:
+            return owned.clone()
+        whole = owned.new_empty(segment.spec.padded)
+        self._engine.comm.all_gather(whole, owned, "shard")
+        return whole
+
+    def _all_names(self) -> list[str]:
+        return [row.name for row in self._engine.plan.rows]
+
+    def _row(self, name: str) -> tuple[FlatSegment, Row]:
+        row = self._engine.plan.row(name)
+        if row is None:
+            known = [name for row in self._engine.plan.rows for name in row.names]
+            raise ModelError(f"`{name}`: must be a parameter of the model. {did_you_mean(name, known)}")
+        return self._engine.segments[row.segment], row
+
+    def _trained_row(self, name: str) -> tuple[FlatSegment, Row]:
+        segment, row = self._row(name)
+        if segment.update is None:
+            raise ModelError(f"`{name}`: must be trained; it is frozen.")
+        return segment, row

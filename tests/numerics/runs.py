@@ -1,0 +1,94 @@
+"""Training runs on the ranks of a test: what a stage, a mode and a mesh make of the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.numerics.networks import GPT, batch
+from zerodrift.api import initialize
+from zerodrift.engine.engine import Engine
+
+
+@dataclass
+class Run:
+    """What a run leaves: bits to compare."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def differs(self, other: Run) -> list[str]:
+        """What is not bit for bit the same."""
+        found = [
+            name for name in ("losses", "norms", "scales") if getattr(self, name) != getattr(other, name)
+        ]
+        for kind in ("weights", "masters"):
+            mine, theirs = getattr(self, kind), getattr(other, kind)
+            assert mine.keys() == theirs.keys()
+            found += [f"{kind} {name}" for name in mine if not torch.equal(mine[name], theirs[name])]
+        for name, state in self.states.items():
+            found += [
+                f"state {name} {key}" for key in state if not torch.equal(state[key], other.states[name][key])
+            ]
+        return found
+
+
+def config(stage: int, mode: str, micro_batches: int = 1, **rest: Any) -> dict[str, Any]:
+    """A config for the runs here: clipping on, AdamW."""
+    precision = {"mode": mode, **rest.pop("precision", {})}
+    base = {
+        "precision": precision,
+        "zero_optimization": {"stage": stage},
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]}},
+    }
+    return {**base, **rest}
+
+
+def make(written: dict[str, Any], model: torch.nn.Module | None = None, **rest: Any) -> Engine:
+    """An engine on the CPU; of a small GPT unless told."""
+    return initialize(model if model is not None else GPT(), config=written, device="cpu", quiet=True, **rest)
+
+
+def train(
+    engine: Engine,
+    steps: int,
+    micro_batches: int = 1,
+    data: Callable[[int, int, int], torch.Tensor] = batch,
+) -> Run:
+    """Some steps, and everything that can be compared afterwards."""
+    run = Run()
+    rank = engine.mesh.rank("data")
+    for step in range(steps):
+        for micro in range(micro_batches):
+            loss = engine(data(step, rank, micro))
+            engine.backward(loss)
+            run.losses.append(loss.item())
+            result = engine.step()
+        run.norms.append(result.grad_norm)
+        run.scales.append(result.loss_scale)
+    finish(engine, run)
+    return run
+
+
+def finish(engine: Engine, run: Run) -> None:
+    """Read weights, masters and moments, full."""
+    with engine.gathered() as values:
+        run.weights = {name: value.detach().clone() for name, value in values.items()}
+    for row in engine.plan.rows:
+        if row.columns.update is not None:
+            run.masters[row.name] = engine.full_master(row.name)
+            run.states[row.name] = engine.full_state(row.name)
+
+
+def same(runs: Sequence[Run]) -> list[str]:
+    """What differs between the first run and any other."""
+    return [f"run {number}: {what}" for number, run in enumerate(runs) for what in runs[0].differs(run)]
