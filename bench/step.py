@@ -343,9 +343,9 @@ def main() -> None:
         names = [name for name in names if not name.startswith("ds-")]
     count = sum(p.numel() for p in make_model(options).parameters())
     print(
-        f"{count / 1e6:.1f}M parameters, width {options.width}, {options.layers} layers, batch "
-        f"{options.batch} x {options.length}, {options.dtype}, 2 ranks x 1 thread, torch {torch.__version__}, "
-        f"{platform.machine()}"
+        f"{count / 1e6:.1f}M parameters, width {options.width}, {options.layers} layers, "
+        f"batch {options.batch} x {options.length}, {options.dtype}, 2 ranks x 1 thread, "
+        f"torch {torch.__version__}, {platform.machine()}"
     )
     if options.memory:
         found: dict[str, Any] = {name: launch(measured, options, name) for name in names}

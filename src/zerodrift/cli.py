@@ -57,7 +57,9 @@ Set = Annotated[
 Auto = Annotated[
     list[str] | None,
     typer.Option(
-        "--auto", metavar="KEY=NUMBER", help='What a numeric "auto" of the config stands for. Repeatable.'
+        "--auto",
+        metavar="KEY=NUMBER[,NUMBER]",
+        help='What a numeric "auto" of the config stands for. Repeatable.',
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

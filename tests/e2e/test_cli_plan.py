@@ -165,7 +165,7 @@ def test_auto_needs_a_number_and_takes_one(files: Files) -> None:
     message = refused("plan", *files, *auto)
     assert "train_micro_batch_size_per_gpu" in message and "--auto" in message
     text = ok("plan", *files, *auto, "--auto", "train_micro_batch_size_per_gpu=2")
-    assert "2 x 4 micro-batches x 1 ranks = 8" in text
+    assert "2 x 4 micro-batches x 1 rank = 8" in text
 
 
 def test_rows_shows_only_what_matches_one_by_one(files: Files) -> None:

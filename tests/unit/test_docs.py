@@ -176,6 +176,20 @@ def test_bytes_on_the_wire_are_those_of_the_table() -> None:
         assert found == [float(number) for number in numbers], written
 
 
+def test_what_the_pages_say_of_bf16_is_so() -> None:
+    torch = pytest.importorskip("torch")
+
+    def bf16(number: float) -> float:
+        return float(torch.tensor(number, dtype=torch.float64).bfloat16())
+
+    assert bf16(256 + 1) == 256
+    assert bf16(2048 + 15 * 0.5) == 2048
+    assert bf16(1.0 + 0.0039) == 1.0 < bf16(1.0 + 0.004)
+    sums = torch.linspace(1.0, 2.0, 1000, dtype=torch.float64).bfloat16().double()
+    assert bool(((sums + sums / 512).bfloat16().double() == sums).all())
+    assert not bool(((sums + sums / 256).bfloat16().double() == sums).all())
+
+
 def test_the_sections_of_a_plan_are_those_that_are_described(refresh: ModuleType) -> None:
     pytest.importorskip("transformers")
     text = refresh.output(f"zerodrift plan examples/deepspeed/zero3-bf16.json --model {MODEL}")

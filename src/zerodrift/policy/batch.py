@@ -21,20 +21,21 @@ def arithmetic(
     train: int | None, micro: int | None, steps: int | None, ranks: int, problems: Problems
 ) -> tuple[Batch, str]:
     """The batch and the reason for what was not written."""
+    over = "1 rank" if ranks == 1 else f"{ranks} ranks"
     if train is None:
         steps = steps or 1
         if micro is None:
             return Batch(0, steps, 0), "batch sizes are the caller's loader's"
-        return Batch(micro, steps, micro * steps * ranks), f"{MICRO} x {STEPS} x {ranks} ranks"
+        return Batch(micro, steps, micro * steps * ranks), f"{MICRO} x {STEPS} x {over}"
     if micro is None and steps is None:
-        return Batch(_share(train, ranks, TRAIN, problems), 1, train), f"{TRAIN} over {ranks} ranks"
+        return Batch(_share(train, ranks, TRAIN, problems), 1, train), f"{TRAIN} over {over}"
     if micro is None:
         steps = steps or 1
         share = _share(train, ranks * steps, TRAIN, problems)
-        return Batch(share, steps, train), f"{TRAIN} over {ranks} ranks and {steps} micro-batches"
+        return Batch(share, steps, train), f"{TRAIN} over {over} and {steps} micro-batches"
     if steps is None:
         share = _share(train, ranks * micro, TRAIN, problems)
-        return Batch(micro, share, train), f"{TRAIN} over {ranks} ranks of {micro}"
+        return Batch(micro, share, train), f"{TRAIN} over {over} of {micro}"
     if train != micro * steps * ranks:
         problems.add(
             TRAIN,
