@@ -203,8 +203,8 @@ def test_the_order_of_a_stage_3_step() -> None:
         "forward all_gather bf16 1",
         "forward all_gather bf16 2",
         "backward all_gather bf16 2",
+        "backward all_gather bf16 1",  # ahead
         "reduce reduce_scatter fp32 2",
-        "backward all_gather bf16 1",
         "reduce reduce_scatter fp32 1",
         "reduce reduce_scatter fp32 0",
         "norm all_reduce int64 -1",

@@ -155,5 +155,14 @@ class Precision:
                 f"{self._dtype}, as the config says. Leave the context out: the engine enters its own.",
                 stacklevel=4,
             )
-        with torch.autocast(self._device, self._dtype):
-            yield
+        try:
+            with torch.autocast(self._device, self._dtype):
+                yield
+        finally:
+            # By itself torch forgets the weights that were cast only where the outermost context ends, even a
+            # disabled one: around a whole loop, a step's weights would be used after the next.
+            torch.clear_autocast_cache()
+
+    def backward(self) -> contextlib.AbstractContextManager[Any]:
+        """The dtype context of a backward: none, whatever is around, for autograd has its casts already."""
+        return torch.autocast(self._device, enabled=False)

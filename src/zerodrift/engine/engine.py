@@ -4,7 +4,8 @@ It owns the parts and decides nothing: what is gathered, cast, reduced and updat
 plan's rows, when each happens is in `unit.py` and `grads.py`. A micro-batch is `engine(...)` and
 `engine.backward(loss)`; `engine.step()` ends it and, at the last one of a step, updates.
 
-Invariant: after an exception, in the model's forward or in a backward, the next step starts clean.
+Invariant: after an exception, in the model's forward or in a backward, the engine is as good as before. A
+forward that failed costs nothing else; a backward that failed costs the micro-batches of its step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.engine import compute, scale
-from zerodrift.engine.grads import Gradients
+from zerodrift.engine.attached import Attached
+from zerodrift.engine.grads import Gradients, Watcher
 from zerodrift.engine.place import place
 from zerodrift.engine.segment import FlatSegment, Pool
-from zerodrift.engine.unit import LiveUnit, link
+from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
-from zerodrift.errors import NonFiniteError, UnsupportedError
+from zerodrift.engine.walk import Walk
+from zerodrift.errors import NonFiniteError, RankError, UnsupportedError
 from zerodrift.optim.update import Updater, make_updater
 from zerodrift.plan.table import Plan
 from zerodrift.report.explain import Explanation, explain
@@ -80,11 +83,14 @@ class Engine:
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
             self.segments, self.units, masters = place(plan, model, self.comm, self._pool)
-        link(self.units)
-        self.gradients = Gradients(self.units, policy.averaging.before)
+        self._walk = Walk(self.units)
+        self.gradients = Gradients(self._walk, policy.averaging.before)
         self._precision = compute.Precision(plan, mesh.device)
         self._handles = [handle for unit in self.units for handle in unit.attach(self.gradients)]
         self._handles += compute.attach(model, compute.boundaries(plan, model))
+        self._handles += guard(model, self.segments)
+        self.attached = Attached(model, self.segments)
+        self._handles += self.attached.attach()
         self._trained = [segment for segment in self.segments if segment.update is not None]
         self.updater: Updater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
@@ -92,13 +98,13 @@ class Engine:
             self.updater = make_updater(plan, owned, optimizer, originals)
         self.schedule = self._make_schedule(schedule)
         self.scaler = scale.Scaler(policy.loss_scale)
-        self.values = Values(self)
-        self.gradients.when_done = self._backward_ended
+        self.gradients.watcher = Watcher(self._is_last, self._backward_ended, self._backward_failed)
         self.global_steps = 0
         self.skipped_steps = 0
         self.grad_norm: float | None = None
         """Of the last complete step, before clipping."""
         self._micro_batches = 0
+        """Backwards since the last step."""
         self._sync = True
         self._scaled = False
         self._closed = False
@@ -107,11 +113,14 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in the plan's precision."""
+        self._require_open()
+        self.attached.check()
         args, kwargs = self._precision.inputs(args, kwargs)
-        self._expect_backward()
         try:
             with self._precision.forward():
                 return self.module(*args, **kwargs)
+        except RankError:
+            raise  # there is nobody to finish with what is under way
         except BaseException:
             self._recover()
             raise
@@ -123,38 +132,49 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
-        self._expect_backward()
+        self._require_open()
+        before = self._micro_batches
         try:
-            self.scale(loss).backward(**kwargs)
+            with self._precision.backward():
+                self.scale(loss).backward(**kwargs)
+            if self._micro_batches == before:
+                self.gradients.end_unseen()
+        except RankError:
+            raise
         except BaseException:
-            self._recover()
+            self._backward_failed()
             raise
 
-    def _expect_backward(self) -> None:
-        """Tell the gradients whether the coming backward is the last micro-batch of its step."""
+    def _is_last(self) -> bool:
+        """Whether the coming backward is the last micro-batch of its step."""
         last = (self._micro_batches + 1) % self.plan.policy.batch.accumulation == 0
-        self.gradients.last = last and self._sync
+        return last and self._sync
 
     def _backward_ended(self) -> None:
         self._micro_batches += 1
-        for unit in self.units:
-            if unit.is_root and self.plan.policy.sharding.keep_gathered != "step":
-                unit.release()
-        if self.scaler.active and not self._scaled:
+        scaled, self._scaled = self._scaled, False
+        if self.scaler.active and not scaled:
+            self.zero_grad()
             raise UnsupportedError(
                 f"`backward`: the loss must be scaled in mode {self.plan.policy.mode}; got a plain "
                 f"`loss.backward()`. Call `engine.backward(loss)` or `engine.scale(loss).backward()`."
             )
-        self._scaled = False
-        self._expect_backward()
+
+    def _backward_failed(self) -> None:
+        """Part of a micro-batch was added to the others and cannot be taken out: the step starts anew."""
+        self._recover()
+        self.zero_grad()
 
     def _recover(self) -> None:
         """Something was raised in the middle: nothing may be under way or half gathered afterwards."""
         self.gradients.abort()
         for unit in self.units:
-            unit.uses = 0
-            unit.release()
+            unit.forget()
         self._scaled = False
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UnsupportedError("`engine`: must not be used after `destroy`. Make another one.")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -179,7 +199,11 @@ class Engine:
                 "`step`: needs an optimizer; got none. Pass one to `initialize`, or write an `optimizer` "
                 "block."
             )
+        self._require_open()
+        self.attached.check()
         lr, loss_scale = self.updater.learning_rates(), self.scaler.scale
+        if self._micro_batches == 0:
+            self.gradients.end_unseen()
         if self._micro_batches == 0 or not self.is_boundary:
             return StepResult(False, False, None, loss_scale, lr, self.global_steps)
         with torch.no_grad():
@@ -187,7 +211,8 @@ class Engine:
             if self.mesh.size("replicate") > 1:
                 self.gradients.sum_over_replicas()
             unscale = self.unscale
-            norm = scale.global_norm(self._trained, self.comm, unscale)
+            norm = scale.global_norm(self._trained, self.comm, unscale, self._walk.checksum)
+            self._walk.checksum = 0
             self.grad_norm = norm.value
             skip = not norm.finite
             bad = tuple(scale.bad_parameters(self._trained, self.comm)) if skip else ()
@@ -207,7 +232,7 @@ class Engine:
         """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
         averaging = self.plan.policy.averaging
         ranks = self.plan.mesh.data / averaging.before if averaging.mean else 1.0
-        return 1.0 / (self.scaler.scale * max(1, self._micro_batches) * ranks)
+        return 1.0 / (self.scaler.scale * self.plan.policy.batch.accumulation * ranks)
 
     def _update(self, multiplier: float) -> None:
         if self.updater is None:
@@ -226,6 +251,8 @@ class Engine:
         handles = [segment.spread() for segment in self._trained if segment.number in gradients]
         for handle in handles:
             handle.wait()
+        for segment in self._trained:
+            segment.changed()
 
     def _finish_step(self, skipped: bool) -> None:
         self.zero_grad()
@@ -258,7 +285,6 @@ class Engine:
         if self.plan.policy.sharding.free_accumulator:
             self._pool.clear()
         self._micro_batches = 0
-        self._expect_backward()
 
     # --- modes, schedules, the end ----------------------------------------------------------------------
 
@@ -280,6 +306,13 @@ class Engine:
         if given is not None or self.updater is None or self.plan.policy.schedule is None:
             return given(self.optimizer) if callable(given) and not hasattr(given, "step") else given
         return make_schedule(self.plan.policy.schedule, self.updater.groups)
+
+    @property
+    def values(self) -> Values:
+        """Full values out and in."""
+        # Made anew: one that was kept would hold the engine, and the engine it, until Python looks for
+        # cycles, and their memory with them.
+        return Values(self)
 
     def explain(self, name: str) -> Explanation:
         """Every column of a parameter, with its reason."""
@@ -316,11 +349,12 @@ class Engine:
         """Take the hooks off and leave the process groups. The module keeps what it holds."""
         if self._closed:
             return
-        self._closed = True
         self._recover()
         self.zero_grad()
+        self._closed = True
         for handle in self._handles:
             handle.remove()
+        self.gradients.watcher = None
         self.mesh.stop()
 
 

@@ -5,6 +5,9 @@ over, and ready units are reduced strictly in the plan's order, the rest at the 
 ranks issue the same collectives in the same order whatever their data did (an expert that got no token, a
 unit that was not used), and stage 0 goes the way of stage 3.
 
+A gradient that arrives when its unit was reduced already (a shared block under reentrant checkpointing, a
+deferred weight gradient) is reduced at the end of the backward, or in the step.
+
 Invariant: when a backward has ended, every gradient of that backward is either in a landing buffer that
 waits for the step's last micro-batch, or in `reduced`; no `param.grad` is left behind.
 """
@@ -19,6 +22,8 @@ import torch
 from zerodrift.comm.collectives import Handle
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
+from zerodrift.engine.walk import Walk
+from zerodrift.plan.schedule import reduce_order
 
 IN_FLIGHT = 2
 """Reductions under way at once: the landing buffers of so many segments are alive beside the one that is
@@ -31,60 +36,107 @@ class _Sending:
     handle: Handle
 
 
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Who counts micro-batches: the engine."""
+
+    is_last: Callable[[], bool]
+    """Whether the backward that begins now is the last micro-batch of its step."""
+    ended: Callable[[], None]
+    """Every gradient of a backward is where it belongs."""
+    failed: Callable[[], None]
+    """A backward that the engine did not call has raised; its gradients are incomplete."""
+
+
 class Gradients:
     """The gradients of all units through one optimizer step."""
 
-    def __init__(self, units: list[LiveUnit], before: float) -> None:
-        self._units = [*reversed([u for u in units if not u.is_root]), *[u for u in units if u.is_root]]
+    def __init__(self, walk: Walk, before: float) -> None:
+        units = walk.units
+        self._walk = walk
+        self._units = units
+        by_name = {unit.spec.name: unit for unit in units}
+        order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in units])]
+        self._trained = [unit for unit in order if unit.trains]
         """In the order in which the plan reduces them."""
         self._before = before
         self._running = False
+        self._last = True
         self._ready: set[int] = set()
         self._next = 0
-        """How many of `_units` have been reduced in this backward."""
+        """How many of `_trained` have been reduced in this backward."""
         self._sending: list[_Sending] = []
-        self.last = True
-        """Whether this backward is the step's last micro-batch: set by the engine before it begins."""
-        self.when_done: Callable[[], None] = lambda: None
-        """Called at the end of every backward."""
+        self.watcher: Watcher | None = None
 
     # --- one backward (the protocol that units ask of) ------------------------------------------------
 
-    @property
-    def running(self) -> bool:
-        return self._running
+    def forward_begins(self) -> None:
+        if self._running and self.watcher is not None:
+            # autograd drops its callbacks when a backward raises, so only the next forward tells.
+            self.watcher.failed()
 
     def begin(self) -> None:
-        if not self._running:
-            self._running = True
-            self._ready.clear()
-            self._next = 0
-            # The one callback at the end of a backward that autograd offers; FSDP2 and DDP use it too.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if self._running:
+            return
+        self._start()
+        # The one callback at the end of a backward that autograd offers; FSDP2 and DDP use it too.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _start(self) -> None:
+        self._running = True
+        self._walk.turn()
+        self._last = self.watcher is None or self.watcher.is_last()
+        self._ready.clear()
+        self._next = 0
 
     def over(self, unit: LiveUnit) -> None:
         self._ready.add(unit.number)
-        while self._next < len(self._units) and self._units[self._next].number in self._ready:
-            self._reduce(self._units[self._next])
+        while self._next < len(self._trained) and self._trained[self._next].number in self._ready:
+            self._reduce(self._trained[self._next])
             self._next += 1
 
     def _end(self) -> None:
         try:
-            for unit in self._units[self._next :]:
+            self._walk.end(self)
+            for unit in self._trained[self._next :]:
                 self._reduce(unit)
             self._finish(0)
+            for segment in self._segments():
+                if segment.has_loose_gradients:
+                    self._collect(segment)
+            self._finish(0)
             for unit in self._units:
-                unit.uses = 0 if self.last else unit.uses
+                unit.uses = 0 if self._last else unit.uses
+                unit.rest()
         finally:
             self._running = False
-        self.when_done()
+        if self.watcher is not None:
+            self.watcher.ended()
+
+    def end_unseen(self) -> bool:
+        """End a backward that no hook has told of: the model's output holds no tensor that could be found.
+        Returns whether there was one."""
+        if self._running or not any(segment.has_loose_gradients for segment in self._segments()):
+            return False
+        self._start()
+        self._end()
+        return True
+
+    def _segments(self) -> list[FlatSegment]:
+        """The trained ones, in the order in which they are reduced."""
+        return [segment for unit in self._trained for segment in unit.segments if segment.update is not None]
 
     def _reduce(self, unit: LiveUnit) -> None:
         for segment in unit.segments:
-            if not segment.collect_gradients() or segment.update is None:
-                continue
-            if self.last or segment.update.reduce.when == "every":
-                self._send(segment)
+            if segment.update is not None:
+                self._collect(segment)
+
+    def _collect(self, segment: FlatSegment) -> None:
+        if segment.update is None:
+            raise AssertionError(f"segment {segment.number} is frozen")
+        segment.collect_gradients()
+        if self._last or segment.update.reduce.when == "every":
+            self._send(segment)
 
     def _send(self, segment: FlatSegment) -> None:
         self._finish(IN_FLIGHT - 1)
@@ -99,18 +151,18 @@ class Gradients:
     # --- the step -------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Reduce what still waits, in order: a step that comes before the planned last micro-batch."""
-        for unit in self._units:
-            for segment in unit.segments:
-                if segment.waits and segment.collect_gradients() and segment.landing is not segment.reduced:
-                    self._send(segment)
+        """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""
+        self._finish(0)
+        for segment in self._segments():
+            if segment.has_loose_gradients or segment.waits:
+                segment.collect_gradients()
+                self._send(segment)
         self._finish(0)
 
     def sum_over_replicas(self) -> None:
-        for unit in self._units:
-            for segment in unit.segments:
-                if segment.reduced is not None:
-                    segment.sum_over_replicas(self._before)
+        for segment in self._segments():
+            if segment.reduced is not None:
+                segment.sum_over_replicas(self._before)
 
     def abort(self) -> None:
         """A backward or forward failed: nothing stays under way, what had been reduced before stays."""

@@ -3,11 +3,12 @@
 A segment knows where its bytes are and moves them when told; when to do so is `unit.py`'s and `grads.py`'s
 affair, which dtype everything has is the plan's. The optimizer's side (master, state) is in `optim`.
 
-Invariant: parameters are views of `full` from the first moment on and never get another tensor.
+Invariant: parameters are views of `full` wherever that is there, and never get other memory.
 
 [Note: freeing] A gathered buffer is freed with `untyped_storage().resize_(0)` and allocated again on the
 same storage, so views that autograd saved (`weight.t()` of a linear) see the bytes of the next gather.
-Between, reading a parameter raises torch's "data is not allocated yet" instead of yielding stale numbers.
+Most kernels do not look whether memory is there, so between, a parameter is not a view of the buffer but
+one NaN expanded to its shape: reading it cannot pass for a value, and writing it in place is an error.
 
 [Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first of a parameter is copied there when its unit's backward
@@ -86,7 +87,13 @@ class FlatSegment:
         """See [Note: landing]: `[padded]` in the accumulate dtype while gradients are on their way."""
         self.reduced: torch.Tensor | None = None
         """This rank's slice of the sum over ranks and micro-batches: `[padded / ranks]`."""
+        self._whole: torch.Tensor | None = None
+        """Stage 0: the buffer that `reduced` is a slice of, to be gathered in place."""
         self._grads: list[torch.Tensor] = []
+        self._views: list[torch.Tensor] = []
+        """Of `full`, one per parameter."""
+        self._stubs: list[torch.Tensor] = []
+        """What parameters are while `full` is not there; see [Note: freeing]."""
 
     def _make_full(self, device: torch.device) -> torch.Tensor:
         if self._resident:
@@ -103,13 +110,25 @@ class FlatSegment:
             self.storage.copy_(self.slice_of(values) if self.sharded else values)
         if not self._resident:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
-        for row, parameter in zip(self.rows, self.parameters, strict=True):
-            parameter.data = self.view(self.full, row)
-            if self.update is not None:
+        self._views = [self.view(self.full, row) for row in self.rows]
+        absent = torch.full((), _nowhere(self.full.dtype), dtype=self.full.dtype, device=self.full.device)
+        self._stubs = [absent.expand(row.shape) for row in self.rows]
+        self._show(self._views)
+        if self.update is not None:
+            for parameter in self.parameters:
                 # Sticks to the parameter: autograd casts what it leaves to this dtype before adding.
                 parameter.grad_dtype = self.update.accumulate.dtype.torch
         if not self._resident:
-            self.full.untyped_storage().resize_(0)
+            self._free()
+
+    def _show(self, tensors: list[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    @property
+    def shown(self) -> list[torch.Tensor]:
+        """What each parameter is a view of now."""
+        return self._views if self.is_full else self._stubs
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's equal slice of a `[padded]` buffer."""
@@ -121,21 +140,23 @@ class FlatSegment:
         """A row's values inside a `[padded]` buffer, in the row's shape."""
         return flat[row.offset : row.offset + row.numel].view(row.shape)
 
-    def start_gather(self) -> None:
-        """Begin to make the full form; does nothing where it is there or under way."""
+    def start_gather(self) -> bool:
+        """Begin to make the full form; does nothing where it is there or under way. Returns whether it took
+        a collective."""
         if self.is_full or self._gathering is not None:
-            return
+            return False
         self._allocate(self.full)
         with torch.no_grad():
             if not self.sharded:
                 self.full.copy_(self.storage)
                 self._gathering = Handle()
-                return
+                return False
             columns = self.spec.columns
             target = self.full
             if columns.gather is not columns.compute:
                 target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
             self._gathering = self._comm.start_all_gather(target, self.storage, "shard")
+            return True
 
     def finish_gather(self) -> None:
         """The full form is there when this returns."""
@@ -148,6 +169,7 @@ class FlatSegment:
             with torch.no_grad():
                 self.full.copy_(self._wide)
             self._wide = None
+        self._show(self._views)
         self.is_full = True
 
     def release(self) -> None:
@@ -155,8 +177,12 @@ class FlatSegment:
         if self._gathering is not None:
             self.finish_gather()
         if self.is_full and not self._resident:
-            self.full.untyped_storage().resize_(0)
-            self.is_full = False
+            self._free()
+
+    def _free(self) -> None:
+        self._show(self._stubs)
+        self.full.untyped_storage().resize_(0)
+        self.is_full = False
 
     @property
     def gathers(self) -> bool:
@@ -177,14 +203,22 @@ class FlatSegment:
             if parameter.grad is None:
                 parameter.grad = grad
 
-    def collect_gradients(self) -> bool:
+    @property
+    def has_loose_gradients(self) -> bool:
+        """Whether a parameter has a gradient that was not collected."""
+        return self.update is not None and any(parameter.grad is not None for parameter in self.parameters)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients have landed that were not reduced."""
+        return self.landing is not None and self.landing is not self.reduced
+
+    def collect_gradients(self) -> None:
         """Bring what autograd left into the landing buffer and take `param.grad` away.
 
-        Returns whether there is anything to reduce: false for a frozen segment alone. A parameter without a
-        gradient counts as zero, so every rank reduces the same segments whatever its data did.
+        A parameter without a gradient counts as zero, so every rank reduces the same segments whatever its
+        data did.
         """
-        if self.update is None:
-            return False
         arrived = [parameter.grad for parameter in self.parameters]
         with torch.no_grad():
             if self.landing is None:
@@ -195,12 +229,6 @@ class FlatSegment:
                         home.add_(_dense(grad))
         for parameter in self.parameters:
             parameter.grad = None
-        return True
-
-    @property
-    def waits(self) -> bool:
-        """Whether there are gradients that have not been reduced."""
-        return self.landing is not None or any(parameter.grad is not None for parameter in self.parameters)
 
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
         """Copy the first gradients into a buffer; zero what got none, and the gaps between parameters."""
@@ -240,6 +268,8 @@ class FlatSegment:
             raise AssertionError(f"segment {self.number} has no gradient to reduce")
         if self.ranks == 1:
             return Handle()
+        # What arrives while this travels must not be added to what travels.
+        self._grads = []
         flat, reduce = self.landing, self.update.reduce
         with torch.no_grad():
             if before != 1.0:
@@ -248,19 +278,26 @@ class FlatSegment:
                 flat = flat.to(reduce.wire.torch)
         first = self.reduced is None
         if first:
-            numel = self.spec.padded // self.ranks
-            self.reduced = self._pool.take(numel, self.landing.dtype, flat.device)
+            self.reduced = self._place_of_sum(flat)
         if self.reduced is None:
             raise AssertionError("unreachable")
         how = Sum(reduce.sum.torch, add=not first)
         return self._comm.start_reduce_scatter(self.reduced, flat, "shard", how)
+
+    def _place_of_sum(self, flat: torch.Tensor) -> torch.Tensor:
+        """Where the sum goes: a slice of its own, or at stage 0 its place among what will be gathered."""
+        if self.update is not None and not self.update.axis and flat is self.landing:
+            self._whole = self.landing
+            return self.slice_of(self.landing)
+        dtype = flat.dtype if self.landing is None else self.landing.dtype
+        return self._pool.take(self.spec.padded // self.ranks, dtype, flat.device)
 
     def finish_reduce(self) -> None:
         """The reduction is done: the landing buffer is given back, or is itself what was reduced."""
         if self.ranks == 1:
             self.reduced = self.landing
             return
-        if self.landing is not None:
+        if self.landing is not None and self.landing is not self._whole:
             self._pool.give(self.landing)
         self.landing = None
         self._grads = []
@@ -283,22 +320,26 @@ class FlatSegment:
             raise AssertionError(f"segment {self.number} has no reduced gradient")
         if self.ranks == 1:
             return self.reduced
-        whole = self._pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
+        whole = self._whole
+        if whole is None:
+            whole = self._pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
         self._comm.all_gather(whole, self.reduced, "shard")
         return whole
 
     def give_back(self, whole: torch.Tensor) -> None:
         """The buffer of `whole_gradient` is not needed any more."""
-        if whole is not self.reduced:
+        if whole is not self.reduced and whole is not self._whole:
             self._pool.give(whole)
 
     def drop_gradients(self) -> None:
         """Forget every gradient, landed or reduced."""
         for parameter in self.parameters:
             parameter.grad = None
-        for flat in {id(flat): flat for flat in (self.landing, self.reduced) if flat is not None}.values():
+        reduced = None if self._whole is not None else self.reduced
+        held = [flat for flat in (self.landing, reduced, self._whole) if flat is not None]
+        for flat in {id(flat): flat for flat in held}.values():
             self._pool.give(flat)
-        self.landing = self.reduced = None
+        self.landing = self.reduced = self._whole = None
         self._grads = []
 
     # --- after the update -------------------------------------------------------------------------------
@@ -328,6 +369,16 @@ class FlatSegment:
             return Handle()
         return self._comm.start_all_gather(self.storage, self.owned, "shard")
 
+    def changed(self) -> None:
+        """The values are others now: a backward through a graph that used the old ones must raise, as it
+        does in plain torch. Gathers write the same values again, and count for nothing."""
+        torch.autograd.graph.increment_version(self.parameters)
+
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
+
+
+def _nowhere(dtype: torch.dtype) -> float | int:
+    """A value that cannot pass for one: NaN, or the least whole number."""
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min

@@ -2,46 +2,46 @@
 
 A unit is gathered when its module's forward begins, released when it ends, gathered again when the
 gradient of its output arrives, and handed to `grads.py` when its backward is over. Hooks on modules and
-tensors do all of it, so a user's own loop, `generate`, or a call of a submodule work like `engine(...)`.
+tensors do all of it, so a user's own loop, `generate`, or a call of a unit work like `engine(...)`.
 
-Invariant: hooks never change a value and never issue a collective that other ranks would not: gathers
-follow the execution of the model, reductions the order of the plan (`grads.py`).
+Invariant: hooks never change a value. Which collectives they lead to is `walk.py`'s affair for gathers and
+`grads.py`'s for reductions.
 
 [Note: end of a backward] A unit's backward is over when the gradients of its inputs are formed, which an
 identity function around the inputs tells, once per forward that is in flight. Where no input needs a
 gradient, or a unit was not used at all, the end of the whole backward tells, by a callback of the engine
 of autograd. torch's AccumulateGrad nodes run before that identity, so weight gradients have landed.
 
-[Note: recomputation] Activation checkpointing runs forwards inside a backward. Then a unit is gathered
-already, is not released by the end of the forward, and counts no new use: no third gather.
+[Note: recomputation] Activation checkpointing runs forwards inside a backward. Such a forward counts no new
+use and does not release the unit, which its own backward needs at once: no third gather. Reentrant
+checkpointing builds a graph of its own there, so its inputs are marked as well; the other kind discards
+what it builds, and its marks never run.
+
+[Note: copies] A deep copy of a module carries its hooks along, and they are ours. A hook that is called for
+another module than the unit's does nothing: a copy is a plain module.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.walk import Backward, Walk
+from zerodrift.errors import ModelError
 from zerodrift.plan.table import Unit
 
 
-class Backward(Protocol):
-    """What a unit asks of the step it is part of."""
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread.
 
-    @property
-    def running(self) -> bool:
-        """Whether a backward is under way."""
-
-    def begin(self) -> None:
-        """A gradient has arrived at a unit's output; the first call of a backward arms its end."""
-
-    def over(self, unit: LiveUnit) -> None:
-        """The unit's gradients have landed."""
+    Private in torch (2.11 to 2.13); its own checkpointing asks the same way.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 class LiveUnit:
@@ -63,15 +63,15 @@ class LiveUnit:
         self.segments = segments
         self.is_root = spec.name == ""
         self._keep_after_forward = keep_after_forward or self.is_root
-        self._keep_after_backward = keep_after_backward or self.is_root
+        self._keep_after_backward = keep_after_backward
         self.uses = 0
         """Forwards whose backward is still to come."""
-        self.next: LiveUnit | None = None
-        """In the order of the plan: gathered ahead in a forward."""
-        self.previous: LiveUnit | None = None
-        """Gathered ahead in a backward."""
+        self.recomputed = False
+        """Whether its last forward in training was under activation checkpointing."""
+        self.walk: Walk
+        """Set by the walk that goes through it."""
         self._gathers = any(segment.gathers for segment in segments)
-        self._trains = any(segment.update is not None for segment in segments)
+        self.trains = any(segment.update is not None for segment in segments)
 
     def __repr__(self) -> str:
         return f"LiveUnit({self.spec.name or 'root'})"
@@ -79,8 +79,9 @@ class LiveUnit:
     # --- gathering ------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        for segment in self.segments:
-            segment.start_gather()
+        # A list, because every segment is to start, whatever the first one says.
+        if any([segment.start_gather() for segment in self.segments]):
+            self.walk.gathered(self)
 
     def gather(self) -> None:
         """Full when this returns."""
@@ -99,9 +100,20 @@ class LiveUnit:
     def is_full(self) -> bool:
         return all(segment.is_full for segment in self.segments)
 
-    def _ahead(self, other: LiveUnit | None) -> None:
-        if other is not None and other._gathers and not other.is_root:
-            other.start_gather()
+    def leave(self) -> None:
+        """A forward has ended that no backward will come back to."""
+        if not self._keep_after_forward:
+            self.release()
+
+    def rest(self) -> None:
+        """A whole backward has ended: only what is kept for the next micro-batch stays full."""
+        if not self._keep_after_backward:
+            self.release()
+
+    def forget(self) -> None:
+        """What was under way is not: an exception ended it."""
+        self.uses = 0
+        self.release()
 
     # --- hooks ----------------------------------------------------------------------------------------
 
@@ -109,16 +121,26 @@ class LiveUnit:
         """Put the hooks on the module; returns their handles."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self.gather()
-            if not backward.running:
-                self._ahead(self.next)
-            if not (self._trains and torch.is_grad_enabled()) or backward.running:
+            if module is not self.module:
+                return None  # see [Note: copies]
+            if in_backward():
+                backward.begin()
+                self.walk.recompute(self, backward)
+                self._open_gradients()
+            else:
+                backward.forward_begins()
+                if self.is_root:
+                    self.walk.enter(torch.is_grad_enabled())
+                self.walk.forward(self)
+            if not torch.is_grad_enabled():
                 return None
             return _mark_inputs(args, kwargs, lambda: self._backward_is_over(backward))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if backward.running:
+            if module is not self.module or in_backward():
                 return
+            if self.is_root:
+                self.walk.leave()
             needs_backward = False
             if torch.is_grad_enabled():
                 for tensor in tensors_in(output):
@@ -127,7 +149,8 @@ class LiveUnit:
                         tensor.register_hook(lambda grad: self._backward_begins(backward))
             if needs_backward:
                 self.uses += 1
-            if not needs_backward or not self._keep_after_forward:
+                self.leave()
+            else:
                 self.release()
 
         return [
@@ -137,24 +160,44 @@ class LiveUnit:
 
     def _backward_begins(self, backward: Backward) -> None:
         backward.begin()
-        self.gather()
-        self._ahead(self.previous)
-        if self._trains:
-            for segment in self.segments:
-                segment.open_gradients()
+        self.walk.backward(self, backward)
+        self._open_gradients()
+
+    def _open_gradients(self) -> None:
+        for segment in self.segments:
+            segment.open_gradients()
 
     def _backward_is_over(self, backward: Backward) -> None:
         self.uses = max(0, self.uses - 1)
         if self.uses == 0:
             backward.over(self)
-            if not self._keep_after_backward:
+            if not (self._keep_after_backward or self.is_root):
                 self.release()
 
 
-def link(units: list[LiveUnit]) -> None:
-    """Tell each unit which one comes before and after it."""
-    for left, right in itertools.pairwise(units):
-        left.next, right.previous = right, left
+def guard(model: nn.Module, segments: list[FlatSegment]) -> list[Any]:
+    """Modules that hold sharded parameters refuse to run where these are not gathered; returns the handles.
+
+    A unit gathers in its own hook, so only a part of one that is called by itself meets the refusal.
+    """
+    home = {id(p): segment for segment in segments if segment.gathers for p in segment.parameters}
+    handles = []
+    for path, module in model.named_modules():
+        held = [home[id(p)] for p in module.parameters(recurse=False) if id(p) in home]
+        if held:
+            handles.append(module.register_forward_pre_hook(_refusal(path, module, held)))
+    return handles
+
+
+def _refusal(path: str, owner: nn.Module, held: list[FlatSegment]) -> Callable[..., None]:
+    def refuse(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is owner and not all(segment.is_full for segment in held):
+            raise ModelError(
+                f"`{path or 'model'}`: its parameters must be gathered when it is called; got sharded ones. "
+                f"Call the model or the unit that it is part of, or call it inside `engine.gathered()`."
+            )
+
+    return refuse
 
 
 # --- marking inputs -----------------------------------------------------------------------------------
@@ -166,7 +209,8 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, then: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.then = then
-        return tensors
+        # Not the tensors themselves: autograd would refuse a model that changes its input in place.
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:

@@ -42,20 +42,29 @@ class Values:
             segment.start_gather()
         for segment in segments.values():
             segment.finish_gather()
+        masters = {}
+        if write:
+            # Before anything is written: storage that is whole is what will be written to, and it is the
+            # high half of a split master.
+            masters = {n: self._owned_master(s) for n, s in segments.items() if not s.gathers}
+            self._engine.attached.open(segments.values())
         try:
             yield {name: segment.view(segment.full, row) for name, (segment, row) in rows.items()}
             if write:
+                self._engine.attached.close()
                 for segment in segments.values():
                     touched = [row for name, (owner, row) in rows.items() if owner is segment]
-                    self._write_back(segment, touched)
+                    self._write_back(segment, touched, masters.pop(segment.number, None))
         finally:
+            if write:
+                self._engine.attached.close()
             for number, segment in segments.items():
                 if number not in kept or write:
                     segment.release()
 
-    def _write_back(self, segment: FlatSegment, rows: list[Row]) -> None:
-        """The rows as they stand on rank 0 into master and storage; other rows keep every bit."""
-        whole = self._whole_master(segment)
+    def _write_back(self, segment: FlatSegment, rows: list[Row], owned: torch.Tensor | None) -> None:
+        """The rows as they stand on rank 0 into master and storage; what was not changed keeps every bit."""
+        whole = self._whole(segment, self._owned_master(segment) if owned is None else owned)
         with torch.no_grad():
             for row in rows:
                 shown = segment.view(segment.full, row).clone()
@@ -80,19 +89,25 @@ class Values:
         self._set_whole_master(segment, whole)
 
     def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
+        return self._whole(segment, self._owned_master(segment))
+
+    def _owned_master(self, segment: FlatSegment) -> torch.Tensor:
+        """A copy in fp32 of what this rank holds: storage, where there is no master."""
         updater = self._engine.updater
         if segment.update is None or updater is None:
-            return self._whole(segment, segment.storage.float())
-        return self._whole(segment, updater.master(segment.number))
+            return segment.storage.to(torch.float32, copy=True)
+        return updater.master(segment.number)
 
     def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
         updater = self._engine.updater
         with torch.no_grad():
             if segment.update is None or updater is None:
                 segment.storage.copy_(segment.slice_of(whole) if segment.sharded else whole)
+                segment.changed()
                 return
             updater.set_master(segment.number, segment.owned_of(whole))
         segment.spread().wait()
+        segment.changed()
 
     # --- gradients --------------------------------------------------------------------------------------
 

@@ -25,8 +25,7 @@ from zerodrift.optim import schemes
 from zerodrift.optim.fused import update
 from zerodrift.optim.reference import Step
 from zerodrift.optim.rounding import block_keys, parameter_key
-from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.update import Owned
+from zerodrift.optim.update import Owned, scheme_of
 from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
 from zerodrift.plan.table import ALIGNMENT, Plan
 from zerodrift.policy.nouns import Recipe, State
@@ -73,7 +72,7 @@ class FlatUpdater:
         self._steps = 0
         still = len(groups.param_groups)
         self._pieces = {piece.number: piece for piece in owned}
-        self._schemes = {piece.number: _scheme(piece) for piece in owned}
+        self._schemes = {piece.number: scheme_of(piece) for piece in owned}
         count = moment_count(algorithm, self._hypers())
         self._slices = {
             piece.number: schemes.allocate(
@@ -132,11 +131,8 @@ def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
     )
 
 
-def _scheme(piece: Owned) -> Scheme:
-    columns, rule = piece.spec.columns, piece.spec.columns.update
-    if rule is None:
-        raise AssertionError("a frozen segment has no update")
-    return Scheme(columns.storage.dtype, rule.master, rule.state)
+# A scheduler that was made before the engine looks for its own mark on the method (torch 2.11 to 2.13).
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _group_table(piece: Owned, group_of: Mapping[str, int], still: int) -> torch.Tensor | None:

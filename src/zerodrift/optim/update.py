@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from zerodrift.errors import UnsupportedError
+from zerodrift.optim.schemes import Scheme
 from zerodrift.plan.table import Plan, Row, Segment
 
 
@@ -39,6 +40,14 @@ class Owned:
         low = max(row.offset - self.start, 0)
         high = min(row.offset + row.numel - self.start, self.storage.numel())
         return slice(low, max(low, high))
+
+
+def scheme_of(piece: Owned) -> Scheme:
+    """The columns that an update of a piece obeys."""
+    columns, rule = piece.spec.columns, piece.spec.columns.update
+    if rule is None:
+        raise AssertionError("a frozen segment has no update")
+    return Scheme(columns.storage.dtype, rule.master, rule.state)
 
 
 class Updater(Protocol):

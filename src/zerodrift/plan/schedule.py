@@ -6,7 +6,8 @@ still moves and sums what is said here.
 
 One step of m micro-batches is: per micro-batch, gather each unit in order for the forward, again in
 reverse order for the backward (unless it was kept), reduce each unit's gradient behind it; after the
-last, sum over replicas; then the norm; then the update and what it must send.
+last, sum over replicas; then the norm; then the update and what it must send. In a backward one unit is
+gathered ahead, so its gather comes before the reduction of the unit that is being worked on.
 
 Invariant: nothing here depends on data, so all ranks of a stage issue the same list.
 """
@@ -51,7 +52,7 @@ def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) ->
     for number in range(count):
         yield from _micro_batch(plan, units, first=number == 0, last=number == count - 1)
     if plan.mesh.replicate > 1:
-        for unit in _backward(units):
+        for unit in reduce_order(units):
             yield from _over_replicas(plan, unit)
     yield from _boundary(plan, units)
 
@@ -61,15 +62,36 @@ def _micro_batch(plan: Plan, units: list[Unit], *, first: bool, last: bool) -> I
     if first or keep != "step":
         for unit in units:
             yield from _gather(plan, unit, "forward")
-    for unit in _backward(units):
-        if keep == "never" and unit.name:
-            yield from _gather(plan, unit, "backward")
+    # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
+    order = [unit for unit in backward_order(units) if unit.name] if keep == "never" else []
+    gathered = 0
+    for unit in reduce_order(units):
+        # A backward that has come to this unit has gathered it and, ahead, the one after it.
+        needed = min(order.index(unit) + 2, len(order)) if unit in order else 0
+        for other in order[gathered:needed]:
+            yield from _gather(plan, other, "backward")
+        gathered = max(gathered, needed)
         yield from _reduce(plan, unit, last=last)
 
 
-def _backward(units: list[Unit]) -> list[Unit]:
-    """Blocks in reverse, the root last: its gradients are whole only when the backward ends."""
+def backward_order(units: list[Unit]) -> list[Unit]:
+    """In which a backward comes to units: the reverse of a forward, but that a unit which holds others is
+    come to before them, as in a forward."""
+    found: list[Unit] = []
+    for unit in units:
+        holders = [place for place, other in enumerate(found) if holds(other, unit)]
+        found.insert(holders[-1] + 1 if holders else 0, unit)
+    return found
+
+
+def reduce_order(units: list[Unit]) -> list[Unit]:
+    """In which gradients are whole: blocks in reverse, the root last, when the backward ends."""
     return [*reversed([u for u in units if u.name]), *[u for u in units if not u.name]]
+
+
+def holds(outer: Unit, inner: Unit) -> bool:
+    """Whether the module of one unit is inside that of the other."""
+    return outer.name == "" or inner.name.startswith(f"{outer.name}.")
 
 
 def _gather(plan: Plan, unit: Unit, purpose: Purpose) -> Iterator[Collective]:

@@ -1,0 +1,52 @@
+"""The engine's promises under CUDA: the same bodies as on the CPU, on one device and on all there are."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT
+from tests.numerics.runs import Run, config, same, train
+from zerodrift.api import initialize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+def run(stage: int, mode: str, steps: int = 10, **rest: Any) -> Run:
+    engine = initialize(GPT(moe=True).cuda(), config=config(stage, mode, **rest), device="cuda", quiet=True)
+    done = train(engine, steps, data=lambda *place: _batch(*place))
+    engine.destroy()
+    return done
+
+
+def _batch(step: int, rank: int, micro: int) -> torch.Tensor:
+    from tests.numerics.networks import batch
+
+    return batch(step, rank, micro).cuda()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
+def test_all_stages_are_the_same_bits_on_one_device(mode: str) -> None:
+    torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        assert same([run(stage, mode) for stage in range(4)]) == []
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_gathered_memory_comes_back() -> None:
+    engine = initialize(
+        GPT(layers=8, width=256).cuda(), config=config(3, "autocast-bf16"), device="cuda", quiet=True
+    )
+    train(engine, 2, data=_batch)
+    before = torch.cuda.memory_allocated()
+    train(engine, 2, data=_batch)
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    engine.destroy()

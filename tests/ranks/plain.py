@@ -1,0 +1,56 @@
+"""Traps are judged against plain torch: the same model and data in a plain loop must give the same gradient.
+
+All ranks are given the same data, so the mean over ranks is the gradient of one, exactly (for 1, 2 or 4
+ranks), and every comparison is bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.numerics.runs import config, make
+from zerodrift.engine.engine import Engine
+
+STAGES = (0, 3)
+
+
+def pair(model: nn.Module, stage: int, micro: int = 1, **rest: Any) -> tuple[Engine, nn.Module]:
+    """An fp32 engine of a model, and a plain copy of it."""
+    plain = copy.deepcopy(model)
+    return make(config(stage, "fp32", micro, **rest), model), plain
+
+
+def differs(engine: Engine, plain: nn.Module, factor: float = 1.0) -> list[str]:
+    """Parameters whose gradient is not, bit for bit, `factor` times that of the plain model; there, none
+    counts as zero."""
+    wrong = []
+    for name, parameter in plain.named_parameters():
+        row = engine.plan.row(name)
+        assert row is not None
+        if row.columns.update is None:
+            continue
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * factor
+        if not torch.equal(engine.full_gradient(name), expected):
+            wrong.append(name)
+    return wrong
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    with engine.gathered() as values:
+        return {name: value.detach().clone() for name, value in values.items()}
+
+
+def run_all(checks: Sequence[Callable[[int], Any]]) -> list[str]:
+    """On a rank: every check at every stage; which ones found what."""
+    found = []
+    for check in checks:
+        for stage in STAGES:
+            problem = check(stage)
+            if problem:
+                found.append(f"{check.__name__}, stage {stage}: {problem}")
+    return found

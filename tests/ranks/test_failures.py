@@ -1,0 +1,253 @@
+"""What goes wrong on all ranks leaves the engine usable; on one rank, it ends the others with an error."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import Run, config, finish, make
+from tests.ranks.harness import run_ranks
+from tests.ranks.plain import run_all, weights
+from zerodrift.api import make_plan
+from zerodrift.comm.mesh import start
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import RankError
+
+TIMEOUT = 3.0
+"""Seconds that a rank waits for the others, in tests where one is missing."""
+
+
+class Boom(RuntimeError):  # noqa: N818
+    pass
+
+
+class Bomb(nn.Module):
+    """Passes its input through until it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.armed == "forward":
+            raise Boom("forward")
+        return Fuse.apply(x, self)
+
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bomb: Bomb) -> torch.Tensor:
+        ctx.bomb = bomb
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.bomb.armed == "backward":
+            raise Boom("backward")
+        return grad, None
+
+
+def mined() -> tuple[GPT, Bomb]:
+    model = GPT(layers=3)
+    bomb = Bomb()
+    model.layers[1].mlp = nn.Sequential(model.layers[1].mlp, bomb)
+    return model, bomb
+
+
+def step(engine: Engine, number: int, own: bool = False) -> None:
+    for micro in range(2):
+        data = batch(number, engine.mesh.rank(), micro)
+        if own:
+            engine.module(data).backward()
+        else:
+            engine.backward(engine(data))
+        engine.step()
+
+
+# --- on every rank alike ----------------------------------------------------------------------------------
+
+
+def after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> Any:
+    """In a forward or a backward, of the first or second micro-batch, in the engine's or a user's loop."""
+    model, _ = mined()
+    clean = make(config(stage, "fp32", 2), model)
+    for number in range(3):
+        step(clean, number)
+    expected = weights(clean)
+    clean.destroy()
+    problems = []
+    for own in (False, True):
+        model, bomb = mined()
+        engine = make(config(stage, "fp32", 2), model)
+        for number, (where, micro) in enumerate([("forward", 1), ("backward", 0), ("backward", 1)]):
+            if micro:
+                engine.backward(engine(batch(99, engine.mesh.rank())))
+                engine.step()
+            bomb.armed = where
+            with pytest.raises(Boom):
+                data = batch(98, engine.mesh.rank())
+                if own and where == "backward":
+                    engine.module(data).backward()
+                else:
+                    engine.backward(engine(data))
+            bomb.armed = ""
+            if where == "forward":
+                engine.zero_grad()  # the first micro-batch is still there, which a clean step has not
+            step(engine, number, own)
+        found = weights(engine)
+        problems += [f"own {own}: {name}" for name in found if not torch.equal(found[name], expected[name])]
+        full = [unit for unit in engine.units if stage == 3 and unit.is_full]
+        problems += [f"{unit} was left gathered" for unit in full]
+        engine.destroy()
+    return problems
+
+
+def a_failed_forward_costs_nothing_else(stage: int) -> Any:
+    """The micro-batches before it stay."""
+    runs = []
+    for fails in (False, True):
+        model, bomb = mined()
+        engine = make(config(stage, "fp32", 2), model)
+        engine.backward(engine(batch(0)))
+        engine.step()
+        if fails:
+            bomb.armed = "forward"
+            with pytest.raises(Boom):
+                engine(batch(5))
+            bomb.armed = ""
+        engine.backward(engine(batch(1)))
+        if not engine.step().updated:
+            return "two micro-batches are a step"
+        runs.append(Run())
+        finish(engine, runs[-1])
+        engine.destroy()
+    return runs[0].differs(runs[1])
+
+
+def test_an_exception_leaves_the_engine_usable() -> None:
+    checks = [after_a_failure_the_next_step_is_as_if_nothing_was, a_failed_forward_costs_nothing_else]
+    for found in run_ranks(run_all, 2, checks):
+        assert found == []
+
+
+# --- on one rank ------------------------------------------------------------------------------------------
+
+
+def impatient(stage: int, mode: str = "bf16", world: int = 2, model: nn.Module | None = None) -> Engine:
+    """An engine whose collectives wait for TIMEOUT at most."""
+    model = model if model is not None else GPT(layers=3)
+    plan = make_plan(config(stage, mode), model, world)
+    return Engine(plan, model, start(plan.mesh, "cpu", TIMEOUT))
+
+
+def waits(engine: Engine, steps: int = 3) -> tuple[str, float]:
+    """Train until the other rank is missed: the error, and the seconds it took."""
+    began = time.monotonic()
+    try:
+        for number in range(steps):
+            engine.backward(engine(batch(number)))
+            engine.step()
+    except RankError as error:
+        return str(error), time.monotonic() - began
+    return "nothing was missed", time.monotonic() - began
+
+
+def one_raises(stage: int, where: str) -> tuple[str, float]:
+    model, bomb = mined()
+    engine = impatient(stage, model=model)
+    if engine.mesh.rank() == 0:
+        return waits(engine)
+    bomb.armed = where
+    with pytest.raises(Boom):
+        engine.backward(engine(batch(0)))
+    return "raised", 0.0
+
+
+@pytest.mark.parametrize(("stage", "where"), [(0, "backward"), (3, "forward")])
+def test_an_exception_on_one_rank_ends_the_others_within_the_timeout(stage: int, where: str) -> None:
+    (error, seconds), (raised, _) = run_ranks(one_raises, 2, stage, where)
+    assert raised == "raised"
+    assert "rank 1 must take part within the timeout" in error
+    assert seconds < 2 * TIMEOUT, "one timeout, not one per collective under way"
+
+
+def one_dies(stage: int) -> tuple[str, float]:
+    model, _ = mined()
+    engine = impatient(stage, model=model)
+    engine.backward(engine(batch(0)))
+    engine.step()
+    if engine.mesh.rank() == 1:
+        model.layers[1].register_forward_hook(lambda *_: os._exit(9))
+    return waits(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_is_killed_in_a_step_ends_the_others(stage: int) -> None:
+    found, _ = run_ranks(one_dies, 2, stage, dying=[1])
+    error, seconds = found
+    assert "rank 1 must take part" in error
+    assert seconds < 2 * TIMEOUT
+
+
+def different_plans() -> str:
+    rank = torch.distributed.get_rank()
+    written = config(3, "bf16", precision={"rules": [{"match": "*norm2*", "pin": "fp32"}]} if rank else {})
+    try:
+        make(written)
+    except RankError as error:
+        return str(error)
+    return "no error"
+
+
+def test_different_plans_fail_fast_on_both_ranks_with_the_first_row_that_differs() -> None:
+    texts = run_ranks(different_plans, 2)
+    assert texts[0] == texts[1]
+    assert "differ first in row" in texts[0]
+    lines = texts[0].splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == ["rank 0", "rank 1"]
+    assert lines[0] != lines[1]
+
+
+# --- units in another order -------------------------------------------------------------------------------
+
+
+class Shuffled(nn.Module):
+    """Blocks of one size, run in an order that the caller gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for number in order:
+            x = self.layers[number](x)
+        return x.square().mean()
+
+
+def disordered(stage: int) -> list[str]:
+    """Two good steps, then one in which rank 1 goes another way through blocks of equal size."""
+    engine = impatient(stage, "fp32", model=Shuffled())
+    said = []
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1), (0, 2, 1, 3) if engine.mesh.rank() else (1, 0, 2, 3)):
+        try:
+            engine.backward(engine(torch.ones(2, 16), order))
+            said.append(f"updated {engine.step().updated}")
+        except RankError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_that_go_through_units_in_different_orders_are_told() -> None:
+    """At stage 3 they would compute with each other's weights; at stage 0 nothing is gathered, and any
+    order is right."""
+    for first, second, third in run_ranks(disordered, 2, 3):
+        assert (first, second) == ("updated True", "updated True")
+        assert third.startswith("`units`: must be used in the same order on every rank")
+    assert run_ranks(disordered, 2, 0) == [["updated True"] * 3] * 2

@@ -1,0 +1,160 @@
+"""What is sent is what the plan says: every collective of a step, in order, with dtype, size and sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.comm.collectives import Recorded
+from zerodrift.plan.schedule import Collective, collectives
+
+STAGES = (0, 1, 2, 3)
+
+
+class Recomputing(GPT):
+    """Activation checkpointing around every block, or around what a block holds."""
+
+    def __init__(self, reentrant: bool, inside: bool = False, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.reentrant = reentrant
+        if inside:
+            for layer in self.layers:
+                layer.mlp = Inside(layer.mlp, reentrant)
+        self.outside = not inside
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if self.outside else layer(x)
+        return self.head(self.norm(x))
+
+
+class Inside(nn.Module):
+    def __init__(self, module: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.module, self.reentrant = module, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
+
+
+def words(planned: Collective) -> Recorded:
+    return Recorded(planned.op, planned.dtype, planned.numel, planned.axis, planned.sum)
+
+
+def difference(written: dict[str, Any], model: nn.Module, micro: int, steps: int = 2) -> str:
+    """On a rank: the first place where a step's record is not the plan's list; empty where there is none."""
+    engine = make(written, model)
+    try:
+        expected = [words(entry) for entry in collectives(engine.plan)]
+        for step in range(steps):
+            with engine.comm.record() as log:
+                for number in range(micro):
+                    engine.backward(engine(batch(step, engine.mesh.rank("data"), number)))
+                    engine.step()
+            for place, (got, want) in enumerate(zip(log, expected, strict=False)):
+                if got != want:
+                    return f"step {step}, {place} of {len(expected)}: got {got}, planned {want}"
+            if len(log) != len(expected):
+                return f"step {step}: {len(log)} collectives, planned {len(expected)}"
+        return ""
+    finally:
+        engine.destroy()
+
+
+def report(cases: dict[str, tuple[dict[str, Any], Any, int]]) -> dict[str, str]:
+    """On a rank: case -> difference, for the cases that have one."""
+    found = {name: difference(written, build(), micro) for name, (written, build, micro) in cases.items()}
+    return {name: text for name, text in found.items() if text}
+
+
+def plain() -> dict[str, str]:
+    return report(
+        {
+            f"stage {stage}, {mode}, {micro} micro-batches": (config(stage, mode, micro), GPT, micro)
+            for stage in STAGES
+            for micro in (1, 3)
+            for mode in ("fp32", "bf16", "autocast-bf16")
+        }
+    )
+
+
+def recomputing() -> dict[str, str]:
+    return report(
+        {
+            f"stage {stage}, reentrant {reentrant}, inside {inside}": (
+                config(stage, "bf16", 2),
+                lambda r=reentrant, i=inside: Recomputing(r, i),
+                2,
+            )
+            for stage in (0, 3)
+            for reentrant in (False, True)
+            for inside in (False, True)
+        }
+    )
+
+
+def shaped() -> dict[str, str]:
+    """Pins (two segments per unit), units inside units, frozen units, and every way to keep."""
+    pins = {"precision": {"rules": [{"match": "*norm*", "pin": "fp32"}]}}
+    nested = {"sharding": {"units": ["layers.*", "layers.*.mlp"]}}
+    cases: dict[str, tuple[dict[str, Any], Any, int]] = {}
+    for stage in (0, 3):
+        cases[f"pins, stage {stage}"] = (config(stage, "bf16", 2, **pins), GPT, 2)
+        cases[f"nested, stage {stage}"] = (config(stage, "bf16", 2, **nested), GPT, 2)
+        cases[f"frozen block, stage {stage}"] = (config(stage, "bf16", 2), frozen_block, 2)
+    for keep in ("never", "micro-batch", "step"):
+        cases[f"keep {keep}"] = (config(3, "bf16", 2, sharding={"keep_gathered": keep}), GPT, 2)
+        pinned = {**pins, "sharding": {"keep_gathered": keep, "units": ["layers.*", "layers.*.attention"]}}
+        cases[f"keep {keep}, pinned and nested"] = (config(3, "bf16", 2, **pinned), GPT, 2)
+    return report(cases)
+
+
+def frozen_block() -> GPT:
+    model = GPT(layers=3)
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+def replicated() -> dict[str, str]:
+    mesh = {"sharding": {"replicate": 2}}
+    return report(
+        {
+            f"stage {stage}, {micro} micro-batches": (config(stage, "bf16", micro, **mesh), GPT, micro)
+            for stage in STAGES
+            for micro in (1, 2)
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "world"),
+    [(plain, 1), (plain, 2), (recomputing, 2), (shaped, 2), (replicated, 4)],
+    ids=["one rank", "two ranks", "checkpointing", "pins, nesting, keeping", "2 replicas of 2 shards"],
+)
+def test_the_record_is_the_plans_list(body: Any, world: int) -> None:
+    for found in run_ranks(body, world):
+        assert found == {}
+
+
+def planted() -> str:
+    """A collective too many must be seen."""
+    engine = make(config(3, "bf16"), GPT())
+    expected = [words(entry) for entry in collectives(engine.plan)]
+    with engine.comm.record() as log:
+        engine.backward(engine(batch(0)))
+        engine.units[1].gather()
+        engine.step()
+    engine.destroy()
+    return "same" if log == expected else "different"
+
+
+def test_a_gather_too_many_would_be_seen() -> None:
+    assert run_ranks(planted, 2) == ["different"] * 2

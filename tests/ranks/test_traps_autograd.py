@@ -1,0 +1,352 @@
+"""Where autograd and a sharded parameter meet: saved views, versions, graphs that run twice or late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from tests.numerics.networks import GPT, batch
+from tests.ranks.harness import run_ranks
+from tests.ranks.plain import differs, pair, run_all
+
+WIDTH = 16
+
+
+class Savers(nn.Module):
+    """Every way in which an op saves a weight: itself, transposed, a slice, in a Function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.table = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(self.norm(x)) * self.scale
+        x = x @ self.linear.weight[:, : WIDTH // 2] @ self.linear.weight.t()[: WIDTH // 2]
+        return Cube.apply(x, self.table[1:3].view(-1)[WIDTH:])
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight**3, (grad * x * 3 * weight**2).sum(0)
+
+
+class Stack(nn.Module):
+    """Blocks that are units; how they are called is the test's affair."""
+
+    def __init__(self, layers: int = 3, block: type[nn.Module] = Savers, seed: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] | None = None, how: str = "") -> torch.Tensor:
+        x = self.into(x)
+        for number in order if order is not None else range(len(self.layers)):
+            layer = self.layers[number]
+            x = checkpoint(layer, x, use_reentrant=how == "reentrant") if how else layer(x)
+        return x.square().mean()
+
+
+def data(seed: int = 0) -> torch.Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+# --- saved views --------------------------------------------------------------------------------------
+
+
+def saved_views_outlive_a_reshard(stage: int) -> Any:
+    engine, plain = pair(Stack(), stage)
+    engine.backward(engine(data()))
+    plain(data()).backward()
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong
+
+
+def checkpointing_gives_the_same_gradient(stage: int) -> Any:
+    wrong = {}
+    for how in ("reentrant", "other"):
+        engine, plain = pair(Stack(), stage, 2)
+        for micro in range(2):
+            engine.backward(engine(data(micro), how=how))
+            plain(data(micro)).backward()
+        wrong[how] = differs(engine, plain, 0.5)
+        engine.destroy()
+    return {how: names for how, names in wrong.items() if names}
+
+
+def checkpointing_a_shared_block_reentrantly(stage: int) -> Any:
+    engine, plain = pair(Stack(), stage, 2)
+    for micro in range(2):
+        engine.backward(engine(data(micro), order=(0, 1, 0, 2, 0), how="reentrant"))
+        plain(data(micro), order=(0, 1, 0, 2, 0)).backward()
+        # Later uses come when the block has been reduced already; nothing may be left behind.
+        left = [name for name, p in engine.module.named_parameters() if p.grad is not None]
+        if left:
+            return f"left behind: {left}"
+    names = differs(engine, plain, 0.5)
+    # The three uses are added up in another order than autograd's: ulps, not lost parts.
+    wrong = [name for name in names if not close(engine.full_gradient(name), plain, name, 0.5)]
+    engine.destroy()
+    return wrong
+
+
+def close(found: torch.Tensor, plain: nn.Module, name: str, factor: float) -> bool:
+    grad = plain.get_parameter(name).grad
+    assert grad is not None
+    return torch.allclose(found, grad * factor, rtol=1e-5, atol=1e-6 * float(grad.abs().max()))
+
+
+class InPlace(nn.Module):
+    """Changes its input, which a view made by a custom function would forbid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(F.relu(x, inplace=True)).add_(1.0)
+
+
+def a_block_may_change_its_input_in_place(stage: int) -> Any:
+    engine, plain = pair(Stack(block=InPlace), stage)
+    engine.backward(engine(data()))
+    plain(data()).backward()
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong
+
+
+# --- versions -----------------------------------------------------------------------------------------
+
+
+def a_change_in_place_between_forward_and_backward_is_caught(stage: int) -> Any:
+    """By the user, or by a step: as in plain torch. A gather writes too, and must not count."""
+    problems = []
+    engine, _ = pair(Stack(), stage)
+    loss = engine(data())
+    with engine.gathered(["layers.1.scale"], write=True) as values, torch.no_grad():
+        values["layers.1.scale"].mul_(2.0)
+    problems += [] if refused(engine, loss) else ["a write of the user was not caught"]
+
+    loss = engine(data())
+    with torch.no_grad(), engine.gathered():
+        engine.module.layers[1].scale.mul_(1.0)
+    problems += [] if refused(engine, loss) else ["a write to the parameter was not caught"]
+
+    loss, late = engine(data()), engine(data(1))
+    engine.backward(loss)
+    engine.step()
+    problems += [] if refused(engine, late) else ["a step between forward and backward was not caught"]
+
+    loss = engine(data())
+    with engine.gathered():
+        pass
+    for unit in engine.units:
+        unit.gather()
+        unit.release()
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    return problems
+
+
+def refused(engine: Any, loss: torch.Tensor) -> bool:
+    try:
+        engine.backward(loss)
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False
+
+
+# --- how often a graph runs -----------------------------------------------------------------------------
+
+
+def two_backwards_of_one_forward(stage: int) -> Any:
+    engine, plain = pair(Stack(), stage, 2)
+    loss, expected = engine(data()), plain(data())
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    expected.backward(retain_graph=True)
+    expected.backward()
+    wrong = differs(engine, plain, 0.5)
+    if not engine.step().updated:
+        wrong.append("two backwards are two micro-batches")
+    engine.destroy()
+    return wrong
+
+
+def two_forwards_before_one_backward(stage: int) -> Any:
+    engine, plain = pair(Stack(), stage)
+    engine.backward(engine(data()) + 2 * engine(data(1)))
+    (plain(data()) + 2 * plain(data(1))).backward()
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong
+
+
+def two_forwards_then_two_backwards(stage: int) -> Any:
+    engine, plain = pair(Stack(), stage, 2)
+    for order in ((0, 1), (1, 0)):
+        losses, expected = [engine(data(0)), engine(data(1))], [plain(data(0)), plain(data(1))]
+        for number in order:
+            engine.backward(losses[number])
+            expected[number].backward()
+        if differs(engine, plain, 0.5):
+            return differs(engine, plain, 0.5)
+        engine.zero_grad()
+        plain.zero_grad()
+    engine.destroy()
+    return []
+
+
+def a_forward_without_a_backward(stage: int) -> Any:
+    """With gradients on, and its graph thrown away: the next micro-batch is not disturbed."""
+    engine, plain = pair(Stack(), stage)
+    engine(data(3))
+    engine.backward(engine(data()))
+    plain(data()).backward()
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong
+
+
+def a_block_used_twice(stage: int) -> Any:
+    engine, plain = pair(Stack(), stage)
+    engine.backward(engine(data(), order=(0, 1, 0, 2)))
+    plain(data(), order=(0, 1, 0, 2)).backward()
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong
+
+
+def several_backwards_add_up_and_no_sync_waits(stage: int) -> Any:
+    wrong: list[str] = []
+    for quiet in (False, True):
+        engine, plain = pair(Stack(), stage)
+        for number in range(3):
+            plain(data(number)).backward()
+            if quiet and number < 2:
+                with engine.no_sync():
+                    engine.backward(engine(data(number)))
+            else:
+                engine.backward(engine(data(number)))
+        wrong += [f"no_sync {quiet}: {name}" for name in differs(engine, plain)]
+        engine.destroy()
+    return wrong
+
+
+def no_sync_holds_the_reduction_back(stage: int) -> Any:
+    engine, plain = pair(Stack(), stage, precision={"reduce": {"when": "last"}})
+    with engine.comm.record() as log:
+        loss = engine(data())
+        with engine.no_sync():
+            loss.backward()
+    plain(data()).backward()
+    early = [entry for entry in log if entry.op == "reduce_scatter"]
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong or early
+
+
+def a_loop_of_the_users_own(stage: int) -> Any:
+    engine, _ = pair(Stack(), stage, 2)
+    for step in range(2):
+        for micro in range(2):
+            engine.module(data(micro + step)).backward()
+        before = engine.module.into.weight.grad
+        result = engine.step()
+        if not result.updated or before is not None:
+            return f"{result}, {before}"
+    engine.module(data()).backward()
+    engine.zero_grad()
+    engine.destroy()
+    return ""
+
+
+# --- tied parameters --------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A weight shared between two places of one block, and one shared by two blocks and the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.into = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
+        )
+        self.layers[0][2].weight = self.layers[0][0].weight
+        self.layers[1][0].weight = self.into.weight
+        self.layers[2][2].weight = self.layers[1][2].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def tied_parameters(stage: int) -> Any:
+    engine, plain = pair(Tied(), stage, 2)
+    names = {frozenset(row.names) for row in engine.plan.rows if len(row.names) > 1}
+    assert len(names) == 3, names
+    for micro in range(2):
+        engine.backward(engine(data(micro)))
+        plain(data(micro)).backward()
+    wrong = differs(engine, plain, 0.5)
+    engine.step()
+    engine.backward(engine(data()))
+    engine.destroy()
+    return wrong
+
+
+def a_gpt_in_a_plain_loop(stage: int) -> Any:
+    """Embedding and head tied, all of torch's usual ops."""
+    engine, plain = pair(GPT(moe=True), stage)
+    engine.backward(engine(batch(0)))
+    plain(batch(0)).backward()
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong
+
+
+CHECKS = [
+    saved_views_outlive_a_reshard,
+    checkpointing_gives_the_same_gradient,
+    checkpointing_a_shared_block_reentrantly,
+    a_block_may_change_its_input_in_place,
+    a_change_in_place_between_forward_and_backward_is_caught,
+    two_backwards_of_one_forward,
+    two_forwards_before_one_backward,
+    two_forwards_then_two_backwards,
+    a_forward_without_a_backward,
+    a_block_used_twice,
+    several_backwards_add_up_and_no_sync_waits,
+    no_sync_holds_the_reduction_back,
+    a_loop_of_the_users_own,
+    tied_parameters,
+    a_gpt_in_a_plain_loop,
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_traps_of_autograd(world: int) -> None:
+    for found in run_ranks(run_all, world, CHECKS):
+        assert found == []

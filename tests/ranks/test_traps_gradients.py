@@ -1,0 +1,327 @@
+"""Gradients that are late, absent on some ranks, or not there at all, and parameters of odd kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from tests.ranks.plain import differs, pair, run_all, weights
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ModelError
+
+WIDTH = 8
+
+
+class Routed(nn.Module):
+    """A block whose expert is called where it is told to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        x = self.dense(x)
+        for number in chosen:
+            x = x + self.experts[number](x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Routed() for _ in range(3))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        chosen: tuple[int, ...] = (0, 1),
+        skip: tuple[int, ...] = (),
+        recompute: bool = False,
+    ) -> torch.Tensor:
+        x = self.into(x)
+        for number, layer in enumerate(self.layers):
+            if number in skip:
+                continue
+            x = checkpoint(layer, x, chosen, use_reentrant=False) if recompute else layer(x, chosen)
+        return x.square().mean()
+
+
+def data(seed: int = 0) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def by_rank(engine: Engine, plain: nn.Module, calls: list[dict[str, Any]], stage: int) -> list[str]:
+    """Every rank makes its own call; the plain model makes all of them, and halves the sum."""
+    ranks = engine.mesh.size("data")
+    engine.backward(engine(data(), **calls[engine.mesh.rank() % len(calls)]))
+    for call in calls[:ranks] if ranks > 1 else calls[:1]:
+        plain(data(), **call).backward()
+    wrong = differs(engine, plain, 1.0 / ranks)
+    engine.step()
+    engine.destroy()
+    return wrong
+
+
+def experts_without_tokens(stage: int) -> Any:
+    """On one rank, and on all."""
+    engine, plain = pair(Net(), stage)
+    found = by_rank(engine, plain, [{"chosen": (0,)}, {"chosen": ()}], stage)
+    engine, plain = pair(Net(), stage)
+    return found + by_rank(engine, plain, [{"chosen": ()}, {"chosen": ()}], stage)
+
+
+def a_unit_unused_on_one_rank(stage: int) -> Any:
+    """Its gradient is still reduced, and at stage 3 it is gathered in its turn: one, several, or all."""
+    found = []
+    for skip in ((0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)):
+        engine, plain = pair(Net(), stage)
+        found += by_rank(engine, plain, [{}, {"skip": skip}], stage)
+    return found
+
+
+def units_of_experts(stage: int) -> Any:
+    """Each expert a unit inside its block's: rank 0 sends tokens to one, rank 1 to another."""
+    found = []
+    units = {"sharding": {"units": ["layers.*", "layers.*.experts.*"]}}
+    for calls in ([{"chosen": (0,)}, {"chosen": (1,)}], [{"chosen": (0, 1)}, {"chosen": (1,)}]):
+        engine, plain = pair(Net(), stage, **units)
+        found += by_rank(engine, plain, calls, stage)
+        engine, plain = pair(Net(), stage, **units)
+        again = [{**call, "recompute": True} for call in calls]
+        found += by_rank(engine, plain, again, stage)
+    return found
+
+
+def unused_parameters(stage: int) -> Any:
+    """One that no forward ever uses has a gradient of zero, and a unit that all ranks skip too."""
+    engine, plain = pair(Net(), stage)
+    return by_rank(engine, plain, [{"skip": (1,)}, {"skip": (1,)}], stage)
+
+
+def first_used_in_the_last_micro_batch(stage: int) -> Any:
+    engine, plain = pair(Net(), stage, 3)
+    for micro, call in enumerate([{"chosen": ()}, {"skip": (0, 1)}, {"chosen": (1,)}]):
+        engine.backward(engine(data(micro), **call))
+        plain(data(micro), **call).backward()
+    wrong = differs(engine, plain, 1 / 3)
+    # The mean over three is not exact: autograd's sums agree to the last bit, the division may not.
+    wrong = [name for name in wrong if not _close(engine, plain, name, 1 / 3)]
+    engine.destroy()
+    return wrong
+
+
+def _close(engine: Engine, plain: nn.Module, name: str, factor: float) -> bool:
+    grad = plain.get_parameter(name).grad
+    assert grad is not None
+    return torch.allclose(engine.full_gradient(name), grad * factor, rtol=1e-6, atol=1e-9)
+
+
+# --- frozen -------------------------------------------------------------------------------------------
+
+
+def frozen_parameters_and_units(stage: int) -> Any:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    model.layers[0].dense.weight.requires_grad_(False)
+    model.into.requires_grad_(False)
+    engine, plain = pair(model, stage)
+    before = weights(engine)
+    engine.backward(engine(data()))
+    plain(data()).backward()
+    wrong = differs(engine, plain)
+    sharded = stage == 3 and engine.mesh.size("shard") > 1
+    full = [str(unit) for unit in engine.units if sharded and unit.is_full]
+    engine.step()
+    after = weights(engine)
+    for row in engine.plan.rows:
+        same = torch.equal(before[row.name], after[row.name])
+        if same != (row.columns.update is None):
+            wrong.append(f"{row.name} {'stayed' if same else 'moved'}")
+    engine.destroy()
+    return wrong + full
+
+
+def unfreezing_later_is_refused_by_name(stage: int) -> Any:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    engine = make(config(stage, "fp32"), model)
+    said = []
+    for name, trained in (("layers.1.dense.weight", True), ("layers.0.dense.bias", False)):
+        model.get_parameter(name).requires_grad_(trained)
+        with pytest.raises(ModelError, match=rf"`{name}`: must stay .* as planned"):
+            engine(data())
+        with pytest.raises(ModelError, match="initialize"):
+            engine.step()
+        model.get_parameter(name).requires_grad_(not trained)
+    engine.backward(engine(data()))
+    if not engine.step().updated:
+        said.append("back in place, it goes on")
+    engine.destroy()
+    return said
+
+
+# --- odd kinds ----------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """0-D and empty parameters, in a unit and in the root, and a unit that holds nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.layers = nn.ModuleList(OddBlock(number) for number in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.temperature).square().mean() + self.nothing.sum()
+
+
+class OddBlock(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.gain = nn.Parameter(torch.tensor(1.0 + number))
+        self.inner.empty = nn.Parameter(torch.empty(0))
+        if number != 1:
+            self.inner.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner.linear(x) if hasattr(self.inner, "linear") else x
+        return x * self.inner.gain + self.inner.empty.sum()
+
+
+def parameters_without_size(stage: int) -> Any:
+    engine, plain = pair(Odd(), stage)
+    engine.backward(engine(data()))
+    plain(data()).backward()
+    wrong = differs(engine, plain)
+    if not engine.step().updated or not weights(engine)["temperature"].isfinite():
+        wrong.append("step")
+    engine.destroy()
+    return wrong
+
+
+def sparse_gradients(stage: int) -> Any:
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    engine = make(config(stage, "fp32", 2), model)
+    dense = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
+    dense.load_state_dict(weights(engine))
+    for micro in range(2):
+        tokens = torch.tensor([1, 2, 2, 7]) + micro
+        engine.backward(engine(tokens).sum())
+        dense(tokens).sum().backward()
+    wrong = differs(engine, dense, 0.5)
+    engine.destroy()
+    return wrong
+
+
+# --- zero_grad, and users who touch param.grad --------------------------------------------------------
+
+
+def zero_grad_on_the_module_between(stage: int) -> Any:
+    """Gradients of a step live in the engine: `module.zero_grad` has nothing to clear, `engine.zero_grad`
+    clears all."""
+    found = []
+    for to_none in (True, False):
+        engine, plain = pair(Net(), stage, 2)
+        for micro in range(2):
+            engine.module.zero_grad(set_to_none=to_none)
+            engine.backward(engine(data(micro)))
+            engine.module.zero_grad(set_to_none=to_none)
+            plain(data(micro)).backward()
+        found += differs(engine, plain, 0.5)
+        engine.zero_grad()
+        plain.zero_grad()
+        engine.backward(engine(data(3)))
+        plain(data(3)).backward()
+        found += differs(engine, plain, 0.5)
+        engine.destroy()
+    return found
+
+
+def a_gradient_that_was_set_by_hand_is_added(stage: int) -> Any:
+    """Before the step and between micro-batches, in the dtype of the accumulator."""
+    engine, plain = pair(Net(), stage, 2)
+    for micro in range(2):
+        engine.backward(engine(data(micro)))
+        plain(data(micro)).backward()
+        for model in (engine.module, plain):
+            parameter = model.get_parameter("layers.2.dense.bias")
+            extra = torch.full((WIDTH,), 0.5)
+            parameter.grad = extra if parameter.grad is None else parameter.grad + extra
+    wrong = [name for name in differs(engine, plain, 0.5) if not _close(engine, plain, name, 0.5)]
+    left = [name for name, p in engine.module.named_parameters() if p.grad is not None]
+    engine.step()
+    engine.destroy()
+    return wrong + left
+
+
+def clearing_inside_a_hook_loses_only_that(stage: int) -> Any:
+    """A user's hook that takes the gradient away, as for an optimizer of its own in the backward."""
+    engine, plain = pair(Net(), stage, 1)
+    for model in (engine.module, plain):
+        parameter = model.get_parameter("layers.1.dense.weight")
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    engine.backward(engine(data()))
+    plain(data()).backward()
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong
+
+
+def a_late_gradient_reaches_the_same_accumulator(stage: int) -> Any:
+    """Weight gradients that are written after the backward, as a split backward does."""
+    engine, plain = pair(Net(), stage, 2)
+    plain(data()).backward()
+    engine.backward(engine(data()))
+    late = plain.get_parameter("layers.0.dense.weight").grad
+    assert late is not None
+    engine.module.layers[0].dense.weight.grad = late.clone()
+    late.mul_(2.0)
+    engine.backward(engine(data()))
+    for parameter in plain.parameters():
+        if parameter.grad is not None and parameter.grad is not late:
+            parameter.grad.mul_(2.0)
+    extra = plain.get_parameter("layers.0.dense.weight").grad
+    extra.mul_(1.5)
+    wrong = differs(engine, plain, 0.5)
+    wrong = [name for name in wrong if not _close(engine, plain, name, 0.5)]
+    engine.destroy()
+    return wrong
+
+
+CHECKS = [
+    experts_without_tokens,
+    a_unit_unused_on_one_rank,
+    units_of_experts,
+    unused_parameters,
+    first_used_in_the_last_micro_batch,
+    frozen_parameters_and_units,
+    unfreezing_later_is_refused_by_name,
+    parameters_without_size,
+    sparse_gradients,
+    zero_grad_on_the_module_between,
+    a_gradient_that_was_set_by_hand_is_added,
+    clearing_inside_a_hook_loses_only_that,
+    a_late_gradient_reaches_the_same_accumulator,
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_traps_of_gradients(world: int) -> None:
+    for found in run_ranks(run_all, world, CHECKS):
+        assert found == []

@@ -1,0 +1,318 @@
+"""What people do with a module beside training it: evaluate, generate, load, copy, keep two, throw away."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from tests.ranks.plain import differs, pair, run_all, weights
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ModelError, UnsupportedError
+
+
+def sharded(engine: Engine, stage: int) -> bool:
+    return stage == 3 and engine.mesh.size("shard") > 1
+
+
+# --- forwards without a backward ----------------------------------------------------------------------------
+
+
+def evaluation_in_every_way(stage: int) -> Any:
+    """eval, no_grad and inference_mode give the plain model's numbers, leave nothing gathered, and training
+    goes on."""
+    engine, plain = pair(GPT(), stage)
+    expected = plain(batch(0)).item()
+    found = []
+    engine.eval()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            found += [engine(batch(0)).item(), engine.module(batch(0)).item()]
+        if sharded(engine, stage) and any(unit.is_full for unit in engine.units):
+            return "units are left gathered"
+    found.append(engine(batch(0)).item())  # with gradients on, and never used
+    engine.train()
+    assert engine.module.training
+    engine.backward(engine(batch(0)))
+    plain(batch(0)).backward()
+    wrong = differs(engine, plain)
+    engine.step()
+    with torch.inference_mode():
+        after = engine(batch(0)).item()
+    engine.destroy()
+    return wrong or [loss for loss in found if loss != expected] or (not after < expected)
+
+
+def generation(stage: int) -> Any:
+    """Repeated calls of a method of the model that is not `forward`'s, through the unwrapped module."""
+    engine, plain = pair(GPT(), stage)
+
+    def continued(model: nn.Module, logits: Any) -> list[int]:
+        tokens = batch(0)[:1, :4]
+        with torch.no_grad():
+            for _ in range(4):
+                tokens = torch.cat([tokens, logits(tokens)[:, -1:].argmax(-1)], 1)
+        return tokens.flatten().tolist()
+
+    expected = continued(plain, plain.logits)
+    with engine.gathered():
+        # The root's hook sits on the module's call; a method of it needs the root's own parameters.
+        found = continued(engine.module, engine.module.logits)
+    engine.backward(engine(batch(0)))
+    plain(batch(0)).backward()
+    wrong = differs(engine, plain)
+    engine.destroy()
+    return wrong or (found != expected)
+
+
+def calls_of_parts(stage: int) -> Any:
+    """A unit by itself gathers itself; a part of one says what to do."""
+    engine, plain = pair(GPT(tied=False), stage)
+    x = torch.ones(1, 3, 32)
+    expected = plain.layers[1](x)
+    problems = [] if torch.equal(engine.module.layers[1](x), expected) else ["a unit"]
+    part, name = engine.module.layers[1].mlp.up, "layers.1.mlp.up"
+    if sharded(engine, stage):
+        engine.zero_grad()
+        for unit in engine.units:
+            unit.forget()
+        with pytest.raises(
+            ModelError, match=rf"`{name}`: its parameters must be gathered .*`engine.gathered"
+        ):
+            part(x)
+    with engine.gathered():
+        if not torch.equal(part(x), plain.layers[1].mlp.up(x)):
+            problems.append("a part")
+    engine.destroy()
+    return problems
+
+
+def reading_a_sharded_parameter(stage: int) -> Any:
+    """Neither a crash nor a number that could pass for a weight: NaN; writing is an error."""
+    engine, _ = pair(GPT(), stage)
+    parameter = engine.module.layers[0].mlp.up.weight
+    problems = []
+    if parameter.shape != (64, 32) or parameter.dtype is not torch.float32:
+        problems.append("shape and dtype are the parameter's")
+    if sharded(engine, stage):
+        if not math.isnan(parameter.detach().sum().item()):
+            problems.append("a sharded parameter can be read")
+        with torch.no_grad(), pytest.raises(RuntimeError):
+            parameter.mul_(2.0)
+    with engine.gathered([row.name for row in engine.plan.rows][:3]):
+        pass
+    engine.destroy()
+    return problems
+
+
+# --- loading ------------------------------------------------------------------------------------------------
+
+
+def loading(stage: int) -> Any:
+    """Outside of `gathered(write=True)` an error, for the model and for a part; inside, both ways to load
+    reach weights and masters."""
+    other = GPT(seed=9)
+    state = other.state_dict()
+    problems = []
+    for mode in ("fp32", "bf16"):
+        for assign in (False, True):
+            model = GPT()
+            engine = make(config(stage, mode), model)
+            for load, part in ((model, state), (model.layers[0], other.layers[0].state_dict())):
+                with pytest.raises(ModelError, match=r"engine.gathered\(write=True\)"):
+                    load.load_state_dict(part, assign=assign)
+            held = dict(model.named_parameters())
+            with engine.gathered(write=True):
+                model.load_state_dict(copy.deepcopy(state), assign=assign)
+            for name, parameter in model.named_parameters():
+                if parameter is not held[name]:
+                    problems.append(f"{mode}, assign {assign}: {name} was detached")
+            for name, value in other.named_parameters():
+                wide = value if mode == "fp32" or assign else value.to(torch.bfloat16)
+                if not torch.equal(engine.full_master(name).to(wide.dtype), _as(mode, wide)):
+                    problems.append(f"{mode}, assign {assign}: {name}")
+            engine.backward(engine(batch(0)))
+            if not engine.step().updated:
+                problems.append("step")
+            engine.destroy()
+    return problems
+
+
+def _as(mode: str, value: torch.Tensor) -> torch.Tensor:
+    return value if mode == "fp32" else value.to(torch.bfloat16).to(value.dtype)
+
+
+def detached_parameters(stage: int) -> Any:
+    """Whatever takes a parameter out of its segment is named at the next forward and the next step."""
+    engine = make(config(stage, "fp32"), GPT())
+    module = engine.module.layers[1].attention.out
+    held, data = module.weight, module.weight.data
+    problems = []
+
+    def replaced() -> None:
+        module.weight = nn.Parameter(torch.zeros(32, 32))
+
+    def moved() -> None:
+        module.weight.data = torch.zeros(32, 32)
+
+    def cast() -> None:
+        module.weight.data = torch.zeros(32, 32, dtype=torch.bfloat16)
+
+    for change in (replaced, moved, cast):
+        change()
+        for act in (lambda: engine(batch(0)), engine.step):
+            with pytest.raises(ModelError, match=r"`layers.1.attention.out.weight`: must stay"):
+                act()
+        module.weight = held
+        held.data = data
+    engine.backward(engine(batch(0)))
+    if not engine.step().updated:
+        problems.append("back in place, it goes on")
+    engine.destroy()
+    return problems
+
+
+# --- copies, other engines, the end -------------------------------------------------------------------------
+
+
+def a_deep_copy_is_a_plain_module(stage: int) -> Any:
+    """Made where the weights are there, it is its own model, and using it does not disturb the engine."""
+    engine, plain = pair(GPT(), stage)
+    with engine.gathered():
+        copied = copy.deepcopy(engine.module)
+    loss = engine(batch(0))
+    copied(batch(1)).backward()
+    plain(batch(1)).backward()
+    wrong = [n for n, p in copied.named_parameters() if not torch.equal(p.grad, plain.get_parameter(n).grad)]
+    engine.backward(loss)
+    plain.zero_grad()
+    plain(batch(0)).backward()
+    wrong += differs(engine, plain)
+    engine.step()
+    if not torch.equal(copied.norm.weight, plain.norm.weight):
+        wrong.append("the copy moved with the engine")
+    engine.destroy()
+    return wrong
+
+
+def two_engines(stage: int) -> Any:
+    """One's output is the other's input, and one backward goes through both."""
+    torch.manual_seed(0)
+    first, plain_first = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), stage)
+    second, plain_second = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), 3 - stage)
+    x = torch.ones(2, 8)
+    second.backward(second(first(x)).square().sum())
+    plain_second(plain_first(x)).square().sum().backward()
+    wrong = differs(first, plain_first) + differs(second, plain_second)
+    if not (first.step().updated and second.step().updated):
+        wrong.append("both have a gradient")
+    first.destroy()
+    second.backward(second(x).sum())
+    second.step()
+    second.destroy()
+    return wrong
+
+
+def an_engine_that_is_destroyed_is_gone(stage: int) -> Any:
+    """Without the help of the garbage collector, with its memory; the module works no more by its hooks."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = make(config(stage, "bf16"), GPT())
+        engine.backward(engine(batch(0)))
+        engine.step()
+        model = engine.module
+        seen = weakref.ref(engine)
+        masters = weakref.ref(engine.updater)
+        engine.destroy()
+        engine.destroy()
+        for use, data in ((engine, batch(0)), (engine.backward, torch.ones(1)), (engine.step, False)):
+            with pytest.raises(UnsupportedError, match="after `destroy`"):
+                use(data)
+        del engine, use
+        hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+        return seen() is not None or masters() is not None or any(hooks)
+    finally:
+        gc.enable()
+
+
+def buffers_stay(stage: int) -> Any:
+    model = GPT()
+    model.register_buffer("table", torch.arange(7.0) / 3)
+    table = model.table.clone()
+    engine = make(config(stage, "bf16"), model)
+    engine.backward(engine(batch(0)))
+    engine.step()
+    same = torch.equal(model.table, table) and model.table.dtype is torch.float32
+    engine.destroy()
+    return not same
+
+
+# --- autocast around ----------------------------------------------------------------------------------
+
+
+def autocast_of_the_user(stage: int) -> Any:
+    """Around an engine of another mode it is refused; around one of autocast it is switched, with one
+    warning, and inside the numbers are the same as without it."""
+    engine = make(config(stage, "bf16"), GPT())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="must not be active"):
+        engine(batch(0))
+    engine.backward(engine(batch(0)))  # and nothing was left behind
+    engine.step()
+    engine.destroy()
+
+    runs = []
+    for outer in (None, torch.float16, torch.bfloat16):
+        engine = make(config(stage, "autocast-bf16"), GPT())
+        losses = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.autocast("cpu", outer or torch.bfloat16, enabled=outer is not None):
+                # The whole loop is inside: weights that autocast has cast must not outlive a step.
+                for step in range(3):
+                    loss = engine(batch(step))
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.item())
+        told = [str(w.message) for w in caught if "autocast around the engine" in str(w.message)]
+        if len(told) != (outer is torch.float16):
+            return f"{outer}: {told}"
+        runs.append((losses, weights(engine)))
+        engine.destroy()
+    for losses, values in runs[1:]:
+        if losses != runs[0][0]:
+            return f"losses {losses}, {runs[0][0]}"
+        if any(not torch.equal(value, runs[0][1][name]) for name, value in values.items()):
+            return "weights"
+    return ""
+
+
+CHECKS = [
+    evaluation_in_every_way,
+    generation,
+    calls_of_parts,
+    reading_a_sharded_parameter,
+    loading,
+    detached_parameters,
+    a_deep_copy_is_a_plain_module,
+    two_engines,
+    an_engine_that_is_destroyed_is_gone,
+    buffers_stay,
+    autocast_of_the_user,
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_traps_of_modules(world: int) -> None:
+    for found in run_ranks(run_all, world, CHECKS):
+        assert found == []
