@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -113,12 +115,13 @@ def _gone(pid: int) -> bool:
 def test_no_rank_survives_its_killed_parent(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), *filter(None, sys.path)])
-    told, scratch = tmp_path / "told", tmp_path / "scratch"
+    told = tmp_path / "told"
     told.mkdir()
-    scratch.mkdir()
+    # Not below `tmp_path`: the server's socket lies in it, and a socket's path ends at 107 characters.
+    scratch = tempfile.mkdtemp()
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHANS, str(told)],
-        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch)},
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": scratch},
     )
     try:
         deadline = time.monotonic() + 30
@@ -128,6 +131,7 @@ def test_no_rank_survives_its_killed_parent(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
+        shutil.rmtree(scratch, ignore_errors=True)
     deadline = time.monotonic() + 5
     while not all(_gone(pid) for pid in pids):
         assert time.monotonic() < deadline, f"{pids} outlived their parent"

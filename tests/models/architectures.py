@@ -1,0 +1,119 @@
+"""Tiny configurations of real `transformers` architectures: the library's own classes, random weights.
+
+Importing this needs `transformers`; the tests that do say so and skip without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCABULARY, LENGTH = 97, 10
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture, and which of its parameters route tokens."""
+
+    build: Callable[[], nn.Module]
+    routers: str
+    """Glob on parameter names; empty for a dense model."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build()
+
+
+def _llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+
+
+def _gpt_oss() -> nn.Module:
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **SIZES,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+    )
+
+
+def _qwen3_moe() -> nn.Module:
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SIZES,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        )
+    )
+
+
+def _deepseek_v3() -> nn.Module:
+    sizes = {**SIZES, "num_key_value_heads": 4}
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **sizes,
+            moe_intermediate_size=24,
+            n_shared_experts=1,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            first_k_dense_replace=1,
+        )
+    )
+
+
+ARCHITECTURES = {
+    "llama": Architecture(_llama, ""),
+    "gpt-oss": Architecture(_gpt_oss, "*.router.*"),
+    "qwen3-moe": Architecture(_qwen3_moe, "*.mlp.gate.*"),
+    "deepseek-v3": Architecture(_deepseek_v3, "*.mlp.gate.*"),
+}
+
+
+@functools.cache
+def tokens(number: int, rank: int = 0) -> torch.Tensor:
+    """A few batches that come again, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(31 * number + rank)
+    return torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)

@@ -1,0 +1,127 @@
+"""Real architectures train the same bits at stages 0 and 3, with activation checkpointing and without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.runs import Run, config, finish, make, same
+from tests.ranks.harness import run_ranks
+from zerodrift.engine.engine import Engine
+
+pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
+
+from tests.models.architectures import ARCHITECTURES, Architecture, tokens
+
+STEPS = 20
+STAGES = (0, 3)
+CHECKPOINTING = (None, False, True)
+"""Off; on with `use_reentrant` false and true."""
+
+
+@dataclass
+class Report:
+    """What a rank saw of one architecture."""
+
+    differences: list[str]
+    losses: list[float]
+    norms: list[float]
+    forwards: list[int] = field(default_factory=list)
+    """Forwards of the first layer per step and run: two with checkpointing."""
+    generated: list[torch.Tensor] = field(default_factory=list)
+    """Tokens that each stage's model continues a prompt with."""
+    routers: set[torch.dtype] = field(default_factory=set)
+    units: list[str] = field(default_factory=list)
+    resumed: list[float] = field(default_factory=list)
+    """The loss of a step after generating, per stage."""
+
+
+def written(architecture: Architecture, stage: int, mode: str) -> dict[str, Any]:
+    rules = [{"match": architecture.routers, "pin": "fp32"}] if architecture.routers else []
+    return config(stage, mode, precision={"rules": rules})
+
+
+def compare(name: str, mode: str) -> Report:
+    """On a rank: every stage, with every kind of checkpointing."""
+    architecture = ARCHITECTURES[name]
+    runs: list[Run] = []
+    report = Report([], [], [])
+    for stage in STAGES:
+        for reentrant in CHECKPOINTING:
+            model = architecture.model()
+            if reentrant is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            forwards = _count_forwards(model)
+            engine = make(written(architecture, stage, mode), model)
+            runs.append(train(engine))
+            report.forwards.append(len(forwards) // STEPS)
+            if reentrant is None:
+                _look(engine, architecture, report)
+            engine.destroy()
+    report.differences = same(runs)
+    report.losses, report.norms = runs[0].losses, runs[0].norms
+    return report
+
+
+def _count_forwards(model: nn.Module) -> list[None]:
+    calls: list[None] = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(None))
+    return calls
+
+
+def train(engine: Engine) -> Run:
+    run = Run()
+    for step in range(STEPS):
+        batch = tokens(step % 2, engine.mesh.rank())
+        loss = engine(input_ids=batch, labels=batch, use_cache=False).loss
+        engine.backward(loss)
+        result = engine.step()
+        run.losses.append(loss.item())
+        run.norms.append(result.grad_norm)
+    finish(engine, run)
+    return run
+
+
+def _look(engine: Engine, architecture: Architecture, report: Report) -> None:
+    """Generate, and train on."""
+    prompt = tokens(0)[:, :4]
+    engine.eval()
+    length = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    report.generated.append(engine.module.generate(prompt, **length))
+    assert not any(segment.is_full for segment in engine.segments if segment.gathers)
+    engine.train()
+    batch = tokens(0, engine.mesh.rank())
+    loss = engine(input_ids=batch, labels=batch).loss
+    engine.backward(loss)
+    assert engine.step().updated
+    report.resumed.append(loss.item())
+    report.units = [unit.name for unit in engine.plan.units]
+    if architecture.routers:
+        routers = [row for row in engine.plan.rows if row.columns.pinned]
+        report.routers |= {engine.module.get_parameter(row.name).dtype for row in routers}
+
+
+def compare_modes(name: str, modes: tuple[str, ...]) -> list[Report]:
+    """In one process, which imports `transformers` once."""
+    return [compare(name, mode) for mode in modes]
+
+
+MODES = {name: ("bf16", "fp32") if name == "llama" else ("bf16",) for name in ARCHITECTURES}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stages_and_checkpointing_are_the_same_bits(name: str) -> None:
+    found = run_ranks(compare_modes, 2, name, MODES[name], timeout=200)
+    for report in (report for reports in found for report in reports):
+        assert report.differences == []
+        assert report.forwards == [1, 2, 2] * len(STAGES), "checkpointing recomputes"
+        assert report.losses[-1] < report.losses[0] - 1.0, f"did not learn: {report.losses}"
+        assert report.units == ["", "model.layers.0", "model.layers.1"]
+        assert report.routers == ({torch.float32} if ARCHITECTURES[name].routers else set())
+        first, *others = report.generated
+        assert first.shape == (2, 8) and all(torch.equal(first, other) for other in others)
+        assert len(set(report.resumed)) == 1
