@@ -284,6 +284,7 @@ class Engine:
         self.gradients.drop()
         if self.plan.policy.sharding.free_accumulator:
             self._pool.clear()
+            self.comm.release()
         self._micro_batches = 0
 
     # --- modes, schedules, the end ----------------------------------------------------------------------

@@ -23,9 +23,10 @@ from zerodrift.comm.collectives import Handle
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.engine.walk import Walk
+from zerodrift.plan.cost import REDUCTIONS
 from zerodrift.plan.schedule import reduce_order
 
-IN_FLIGHT = 2
+IN_FLIGHT = REDUCTIONS
 """Reductions under way at once: the landing buffers of so many segments are alive beside the one that is
 being filled."""
 
@@ -134,8 +135,11 @@ class Gradients:
     def _collect(self, segment: FlatSegment) -> None:
         if segment.update is None:
             raise AssertionError(f"segment {segment.number} is frozen")
+        send = self._last or segment.update.reduce.when == "every"
+        if send:
+            self._finish(IN_FLIGHT - 1)  # before another buffer is taken to land in
         segment.collect_gradients()
-        if self._last or segment.update.reduce.when == "every":
+        if send:
             self._send(segment)
 
     def _send(self, segment: FlatSegment) -> None:

@@ -41,7 +41,11 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer with anything in it."""
         free = self._free.get((numel, dtype))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+        if free:
+            return free.pop()
+        # What is free is of other sizes: kept, there would be a buffer for every size there is.
+        self._free.clear()
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, flat: torch.Tensor) -> None:
         self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)

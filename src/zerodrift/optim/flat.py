@@ -71,7 +71,6 @@ class FlatUpdater:
         self._root = root
         self._steps = 0
         still = len(groups.param_groups)
-        self._pieces = {piece.number: piece for piece in owned}
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
         count = moment_count(algorithm, self._hypers())
         self._slices = {

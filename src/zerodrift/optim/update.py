@@ -10,7 +10,7 @@ Invariant: after `update`, owned storage is the master rounded once to the stora
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -34,6 +34,10 @@ class Owned:
     """Flat fp32: the values that the model was given. Free to be kept as the master."""
     start: int
     """Where the piece begins in the segment."""
+
+    def without_values(self) -> Owned:
+        """The same piece, for whoever has taken the values and must not keep them alive."""
+        return replace(self, initial=self.initial.new_empty(0))
 
     def span(self, row: Row) -> slice:
         """The part of `row` that is in this piece, as a slice of the piece; may be empty."""

@@ -36,7 +36,7 @@ class TorchViews:
         optimizer: torch.optim.Optimizer,
         group_of: Mapping[str, int],
     ) -> None:
-        self._pieces = {piece.number: piece for piece in owned}
+        self._pieces = {piece.number: piece.without_values() for piece in owned}
         self._schemes = {piece.number: _scheme(piece) for piece in owned}
         self._slices = {
             piece.number: schemes.allocate(self._schemes[piece.number], piece.storage, 0, piece.initial)

@@ -16,7 +16,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.plan.build import moments
 from zerodrift.plan.schedule import Collective, collectives
 from zerodrift.plan.table import Plan, Segment, Unit
-from zerodrift.policy.nouns import Master, Placed
+from zerodrift.policy.nouns import Master, Placed, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Peak:
     gathered: int
     """Unsharded copies alive at once: the root and two units."""
     accumulate: int
-    """The accumulator, where it is freed between steps."""
+    """Sums of gradients, beyond what is kept between steps."""
     gradient: int
-    """One unit's gradient on its way into a sharded accumulator."""
+    """The root's and one unit's gradient on its way, with the buffers that it is reduced from."""
     wire: int
     """Buffers that a reduction sends from and receives into."""
 
@@ -113,7 +113,7 @@ def _stage_cost(plan: Plan, stage: int, micro_batches: int) -> Cost:
         parameters=sum(segment.numel for segment in segments),
         padding=sum(segment.padded - segment.numel for segment in segments),
         rest=rest,
-        peak=_peak(plan, units, segments, rest),
+        peak=_peak(plan, units, segments, rest, micro_batches),
         traffic=_traffic(plan, stage, micro_batches),
     )
 
@@ -135,7 +135,9 @@ def _rest(plan: Plan, segments: Sequence[Segment]) -> Rest:
     return Rest(storage, buffers, accumulate, master, state)
 
 
-def _peak(plan: Plan, units: Sequence[Unit], segments: Sequence[Segment], rest: Rest) -> Peak:
+def _peak(
+    plan: Plan, units: Sequence[Unit], segments: Sequence[Segment], rest: Rest, micro_batches: int
+) -> Peak:
     """The worst moment: the middle of a backward, when the last accumulators are filled."""
     blocks = [_gathered(plan, unit) for unit in units if unit.name]
     roots = sum(_gathered(plan, unit) for unit in units if not unit.name)
@@ -145,26 +147,16 @@ def _peak(plan: Plan, units: Sequence[Unit], segments: Sequence[Segment], rest: 
     else:
         gathered = roots + sum(blocks)
     trained = [segment for segment in segments if segment.columns.update is not None]
-    accumulate = 0
-    if plan.policy.sharding.free_accumulator:
-        accumulate = sum(_held(s, _accumulate(s), plan.mesh.shard) for s in trained)
-    landing = [_landing(plan, unit) for unit in units if unit.name]
-    gradient = sum(_landing(plan, unit) for unit in units if not unit.name) + max(landing, default=0)
-    wire = 0
-    if plan.mesh.shard > 1:
-        wire = max((_wire_buffers(segment) for segment in trained), default=0)
-    return Peak(rest.total, gathered, accumulate, gradient, wire)
+    accumulate = max(0, sum(_sums(plan, segment, micro_batches) for segment in trained) - rest.accumulate)
+    blocks = [_gradient(plan, unit, micro_batches) for unit in units if unit.name]
+    roots_gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
+    gradient = roots_gradient + max(blocks, default=0)
+    wires = sorted((_wire_buffers(plan, segment) for segment in trained), reverse=True)
+    return Peak(rest.total, gathered, accumulate, gradient, sum(wires[:REDUCTIONS]))
 
 
 def _held(segment: Segment, placed: Placed, shard: int) -> int:
     return segment.padded * placed.dtype.size // (shard if placed.axis else 1)
-
-
-def _accumulate(segment: Segment) -> Placed:
-    update = segment.columns.update
-    if update is None:
-        raise AssertionError("a frozen segment has no accumulator")
-    return update.accumulate
 
 
 def _gathered(plan: Plan, unit: Unit) -> int:
@@ -181,23 +173,58 @@ def _gathered(plan: Plan, unit: Unit) -> int:
     return total
 
 
-def _landing(plan: Plan, unit: Unit) -> int:
-    """Bytes of a unit's whole gradient, where the accumulator holds only a slice of it."""
-    segments = [plan.segments[number] for number in unit.segments]
-    return sum(
-        segment.padded * _accumulate(segment).dtype.size
-        for segment in segments
-        if plan.mesh.shard > 1 and segment.columns.update is not None and _accumulate(segment).axis
-    )
+def _sums(plan: Plan, segment: Segment, micro_batches: int) -> int:
+    """Bytes of a segment's accumulator when every gradient of a step is in it.
 
-
-def _wire_buffers(segment: Segment) -> int:
-    """A reduction receives one slice per rank, and sends a cast copy where the wire is another dtype."""
-    update = segment.columns.update
+    The reduced slice is there in any case, and the whole sum beside it where several micro-batches wait for
+    one reduction or where every rank updates the whole. At stage 0 the slice is formed in its place in the
+    whole, if the wire has the accumulator's dtype.
+    """
+    update, shard = segment.columns.update, plan.mesh.shard
     if update is None:
+        raise AssertionError("a frozen segment has no accumulator")
+    whole = segment.padded * update.accumulate.dtype.size
+    if shard == 1:
+        return whole
+    if not update.axis:
+        in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
+        return whole if in_place else whole + whole // shard
+    return whole // shard + (whole if _waits(update, micro_batches) else 0)
+
+
+def _waits(update: Update, micro_batches: int) -> bool:
+    """Whether whole gradients wait for later micro-batches before they are reduced."""
+    return not update.accumulate.axis and micro_batches > 1
+
+
+def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
+    """Bytes of a unit's gradient on its way: as autograd leaves it, cast to the accumulate dtype, and where
+    it is reduced at once, in the buffers that it is reduced from."""
+    total = 0
+    for segment in (plan.segments[number] for number in unit.segments):
+        if segment.columns.update is None:
+            continue
+        update = segment.columns.update
+        total += segment.numel * update.accumulate.dtype.size
+        if plan.mesh.shard > 1 and update.axis and not _waits(update, micro_batches):
+            total += segment.padded * update.accumulate.dtype.size * (REDUCTIONS if unit.name else 1)
+    return total
+
+
+def _wire_buffers(plan: Plan, segment: Segment) -> int:
+    """What a reduction receives, the copy that it sends where the wire is another dtype, and its sum where
+    that is added to what is there."""
+    update, shard = segment.columns.update, plan.mesh.shard
+    if update is None or shard == 1:
         return 0
-    copies = 1 if update.reduce.wire is update.accumulate.dtype else 2
-    return copies * segment.padded * update.reduce.wire.size
+    received = segment.padded * (shard - 1) // shard * update.reduce.wire.size
+    sent = 0 if update.reduce.wire is update.accumulate.dtype else segment.padded * update.reduce.wire.size
+    summed = segment.padded // shard * update.reduce.sum.size
+    return received + sent + summed
+
+
+REDUCTIONS = 2
+"""Reductions under way at once, `IN_FLIGHT` of the engine."""
 
 
 def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:

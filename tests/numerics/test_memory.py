@@ -1,0 +1,337 @@
+"""The memory that the plan promises is the memory that is there, counted in bytes of live storages.
+
+At rest everything alive is counted twice: once by walking from the engine to all it holds, once by asking
+the garbage collector for every tensor of the process. During a step the engine's buffers are polled from
+hooks in forwards and backwards and around collectives. Activations are the model's and are not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.plan.cost import cost
+
+MIB = 1 << 20
+STAGES = (0, 1, 2, 3)
+LAYERS, WIDTH = 8, 384
+"""9.5 million parameters."""
+
+
+# --- counting -------------------------------------------------------------------------------------------
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address -> bytes of each storage behind the tensors, once."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def alive() -> dict[int, int]:
+    """Every storage that a tensor of this process keeps, gradients included."""
+    gc.collect()
+    # By type: `isinstance` asks the lazy attributes of torch for a class, and they warn.
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    grads = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return storages([*tensors, *grads])
+
+
+def held(engine: Engine) -> dict[int, int]:
+    """Every storage that can be reached from the engine through its own parts, what is under way, and
+    plain containers."""
+    return storages(_reachable(engine))
+
+
+def _reachable(*roots: object) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    stack: list[object] = list(roots)
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+            stack.append(item.grad if item.is_leaf else None)
+        elif isinstance(item, nn.Module):
+            stack += [*item.parameters(), *item.buffers()]
+        elif isinstance(item, Mapping):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set)):
+            stack += item
+        elif isinstance(item, FunctionType):
+            stack += [cell.cell_contents for cell in item.__closure__ or ()]
+        elif _may_hold(type(item)):
+            stack += [value for value in _attributes(item) if not isinstance(value, type)]
+
+
+def _may_hold(kind: type) -> bool:
+    """The plan and what it is made of are numbers and names: walking through them would take the time."""
+    if issubclass(kind, torch.optim.Optimizer):
+        return True
+    return kind.__module__.startswith("zerodrift") and kind.__module__.split(".")[1] in ROOMS
+
+
+ROOMS = ("engine", "optim", "comm")
+"""Whose objects have tensors."""
+
+
+def _attributes(item: object) -> Iterator[object]:
+    yield from getattr(item, "__dict__", {}).values()
+    for kind in type(item).__mro__:
+        for name in getattr(kind, "__slots__", ()):
+            yield getattr(item, name, None)
+
+
+# --- at rest --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class AtRest:
+    """Bytes of one rank between steps."""
+
+    planned: int
+    held: int
+    alive: int
+    """More than what was alive before the engine was made."""
+
+    def over(self) -> int:
+        """By how much the plan is missed, either way counted."""
+        return max(self.held - self.planned, self.alive - self.planned, key=abs)
+
+
+def at_rest(
+    stages: tuple[int, ...],
+    mode: str,
+    rest: dict[str, Any],
+    kind: type[torch.optim.Optimizer] | None = None,
+) -> dict[int, AtRest]:
+    """`kind` is a torch optimizer to pass instead of the config's."""
+    found = {}
+    before = sum(alive().values())
+    for stage in stages:
+        model = GPT(LAYERS, width=WIDTH)
+        optimizer = kind(model.parameters()) if kind else None
+        engine = make(config(stage, mode, **rest), model, optimizer=optimizer)
+        for step in range(2):
+            engine.backward(engine(batch(step, engine.mesh.rank(), samples=1)))
+            engine.step()
+        planned = cost(engine.plan).rest.total
+        found[stage] = AtRest(planned, sum(held(engine).values()), sum(alive().values()) - before)
+        engine.destroy()
+        del engine, model, optimizer
+    assert abs(sum(alive().values()) - before) < 4096, "an engine that is gone leaves nothing"
+    return found
+
+
+def assert_planned(found: dict[int, AtRest]) -> None:
+    for stage, rest in found.items():
+        assert abs(rest.over()) < MIB, f"stage {stage}: {rest}"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
+def test_bytes_at_rest_are_the_plans(mode: str) -> None:
+    for found in run_ranks(at_rest, 2, STAGES, mode, {}, timeout=120):
+        print(mode, {stage: (rest.planned, rest.over()) for stage, rest in found.items()})
+        assert_planned(found)
+
+
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32 master": ("bf16", {"precision": {"master": "fp32"}}),
+    "bf16 moments": ("bf16", {"precision": {"state": "bf16-stochastic"}}),
+    "one moment": ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
+    "no moments": ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}),
+    "lion": ("bf16", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bytes_at_rest_are_the_plans_in_other_schemes(name: str) -> None:
+    for found in run_ranks(at_rest, 2, (1, 3), *SCHEMES[name], timeout=120):
+        assert_planned(found)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_bytes_at_rest_are_the_plans_with_a_torch_optimizer(
+    mode: str, kind: type[torch.optim.Optimizer]
+) -> None:
+    for found in run_ranks(at_rest, 2, (1, 3), mode, {}, kind, timeout=120):
+        assert_planned(found)
+
+
+def test_a_kept_accumulator_is_no_more_than_the_plans() -> None:
+    for found in run_ranks(at_rest, 2, (1, 3), "bf16", {"sharding": {"accumulator": "keep"}}, timeout=120):
+        for stage, rest in found.items():
+            assert rest.over() < MIB, f"stage {stage}: {rest}"
+
+
+# --- during a step --------------------------------------------------------------------------------------
+
+
+class Checkpointed(GPT):
+    """Every block is computed again in the backward."""
+
+    def __init__(self, *args: Any, reentrant: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reentrant = reentrant
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+@dataclass
+class Poll:
+    """The engine's buffers, looked at wherever a hook runs."""
+
+    engine: Engine
+    looks: int = 0
+    gathered: int = 0
+    """Units that were full at once, the root not counted."""
+    peak: int = 0
+    """Bytes of everything the engine holds."""
+    history: list[tuple[str, ...]] = field(default_factory=list)
+
+    def look(self, *extra: object) -> None:
+        """`extra` is what the engine holds in its local variables."""
+        self.looks += 1
+        full = [
+            unit.spec.name
+            for unit in self.engine.units
+            if not unit.is_root and any(_is_there(segment) for segment in unit.segments)
+        ]
+        self.gathered = max(self.gathered, len(full))
+        if not self.history or self.history[-1] != tuple(full):
+            self.history.append(tuple(full))
+        self.peak = max(self.peak, sum(storages(_reachable(self.engine, *extra)).values()))
+
+    def watch(self) -> None:
+        """At every forward of a module, every gradient, every collective and every update."""
+        for module in self.engine.module.modules():
+            module.register_forward_hook(lambda *_: self.look())
+        for parameter in self.engine.module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.look())
+        for owner, name in (
+            (self.engine.comm, "start_all_gather"),
+            (self.engine.comm, "start_reduce_scatter"),
+            (self.engine.updater, "update"),
+        ):
+            setattr(owner, name, self._around(getattr(owner, name)))
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            found = call(*args, **kwargs)
+            self.look(args, found)
+            return found
+
+        return called
+
+
+def _is_there(segment: FlatSegment) -> bool:
+    return segment.gathers and segment.full.untyped_storage().nbytes() > 0
+
+
+@dataclass
+class Step:
+    """What a step took."""
+
+    gathered: int
+    peak: int
+    planned: int
+    looks: int
+    left: int
+    """Units that were full after the backward."""
+    history: list[tuple[str, ...]]
+
+
+class Growing(GPT):
+    """No two blocks of one size."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__(layers, width=width)
+        for number, layer in enumerate(self.layers, 1):
+            layer.mlp.up = nn.Linear(width, number * width)
+            layer.mlp.down = nn.Linear(number * width, width)
+
+
+def one_step(stage: int, mode: str, kind: str, micro_batches: int) -> Step:
+    shape = {"layers": 5, "width": 128}
+    model = {
+        "plain": lambda: GPT(**shape),
+        "growing": lambda: Growing(**shape),
+        "checkpointed": lambda: Checkpointed(**shape, reentrant=False),
+        "reentrant": lambda: Checkpointed(**shape, reentrant=True),
+    }[kind]()
+    engine = make(config(stage, mode, micro_batches), model)
+    poll = Poll(engine)
+    poll.watch()
+    for step in range(2):
+        for micro in range(micro_batches):
+            engine.backward(engine(batch(step, engine.mesh.rank(), micro, samples=1)))
+            left = sum(any(_is_there(s) for s in unit.segments) for unit in engine.units if not unit.is_root)
+            engine.step()
+    assert not any(_is_there(segment) for segment in engine.segments)
+    found = Step(poll.gathered, poll.peak, cost(engine.plan).peak.total, poll.looks, left, poll.history)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "growing", "checkpointed", "reentrant"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_two_units_are_gathered_at_once_and_no_more(mode: str, kind: str) -> None:
+    for step in run_ranks(one_step, 2, 3, mode, kind, 1, timeout=120):
+        assert step.looks > 100
+        assert step.gathered == 2, f"{step.gathered} units: {step.history}"
+        assert step.left == 0, "a backward leaves nothing gathered"
+
+
+Case = tuple[int, str, str, int]
+"""(stage, mode, kind of model, micro-batches)."""
+
+PEAKS: list[Case] = [
+    (stage, mode, kind, micro_batches)
+    for kind, modes in (("plain", ("bf16", "autocast-bf16")), ("growing", ("fp32",)))
+    for mode in modes
+    for stage in STAGES
+    for micro_batches in (1, 2)
+]
+
+
+def all_steps() -> dict[Case, Step]:
+    return {case: one_step(*case) for case in PEAKS}
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[dict[Case, Step]]:
+    """Of each rank."""
+    return run_ranks(all_steps, 2, timeout=200)
+
+
+@pytest.mark.parametrize("case", PEAKS, ids=str)
+def test_the_plans_peak_is_a_bound_and_no_fear(case: Case, steps: list[dict[Case, Step]]) -> None:
+    """The engine's own buffers stay below it, and above three quarters of it."""
+    for found in steps:
+        step = found[case]
+        print(f"{case}: {step.peak} of {step.planned}, {step.peak / step.planned:.3f}")
+        assert step.peak < step.planned + 4096, f"{step.peak / step.planned:.3f} of the plan's peak"
+        assert step.peak > 0.75 * step.planned, f"{step.peak / step.planned:.3f} of the plan's peak"
