@@ -234,7 +234,7 @@ def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
     """Gathered, computed, accumulated, reduced, updated and remembered, while its neighbours are not."""
     fp32, low = torch.float32, LOW[mode]
     for found in run_ranks(columns_of, 2, mode):
-        for stage, columns in zip(STAGES, found, strict=True):
+        for columns in found:
             assert columns.pinned == {
                 "parameter": fp32,
                 "gradient": fp32,
@@ -255,8 +255,6 @@ def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
                 "master fits 16 bits": not autocast,
             }
             assert columns.wires == columns.planned
-            router = 4 * 32 if stage else 0
-            assert all(numel >= router for _, _, numel in columns.wires)
 
 
 def routers_on_the_wire(mode: str) -> list[Counter[tuple[str, str, int]]]:
@@ -304,8 +302,6 @@ def norms_and_head(stage: int, mode: str, output: str | None) -> list[str]:
             wanted = seen.input.dtype
         if seen.output.dtype is not wanted or not torch.equal(seen.output, exact.to(wanted)):
             wrong.append(f"{path}: {seen.input.dtype} -> {seen.output.dtype}")
-    if mode != "autocast-bf16" and watches["layers.0.norm1"].calls:
-        wrong.append("the norm was called twice")
     engine.destroy()
     return wrong
 

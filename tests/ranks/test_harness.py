@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile

@@ -24,7 +24,7 @@ from zerodrift.engine import compute, scale
 from zerodrift.engine.attached import Attached
 from zerodrift.engine.grads import Gradients, Watcher
 from zerodrift.engine.place import place
-from zerodrift.engine.segment import FlatSegment, Pool
+from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
 from zerodrift.engine.walk import Walk
@@ -79,10 +79,10 @@ class Engine:
         policy = plan.policy
         self.segments: list[FlatSegment]
         self.units: list[LiveUnit]
-        self._pool = Pool()
+        self._pools = Pools(keep=not policy.sharding.free_accumulator)
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
-            self.segments, self.units, masters = place(plan, model, self.comm, self._pool)
+            self.segments, self.units, masters = place(plan, model, self.comm, self._pools)
         self._walk = Walk(self.units)
         self.gradients = Gradients(self._walk, policy.averaging.before)
         self._precision = compute.Precision(plan, mesh.device)
@@ -282,9 +282,8 @@ class Engine:
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""
         self.gradients.drop()
-        if self.plan.policy.sharding.free_accumulator:
-            self._pool.clear()
-            self.comm.release()
+        self._pools.end_step()
+        self.comm.release()
         self._micro_batches = 0
 
     # --- modes, schedules, the end ----------------------------------------------------------------------

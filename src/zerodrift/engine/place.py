@@ -13,7 +13,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import from_torch
-from zerodrift.engine.segment import FlatSegment, Pool
+from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.plan.table import Plan, Segment
@@ -23,7 +23,7 @@ Masters = dict[int, torch.Tensor]
 
 
 def place(
-    plan: Plan, model: nn.Module, comm: Collectives, pool: Pool
+    plan: Plan, model: nn.Module, comm: Collectives, pools: Pools
 ) -> tuple[list[FlatSegment], list[LiveUnit], Masters]:
     """The segments and units of a plan, filled from `model`, and the initial values of the masters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -33,7 +33,7 @@ def place(
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        segment = FlatSegment(number, spec, rows, held, comm, pool)
+        segment = FlatSegment(number, spec, rows, held, comm, pools)
         values = _initial(segment, spec, comm)
         segment.adopt(values)
         if segment.update is not None:

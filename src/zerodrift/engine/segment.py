@@ -41,17 +41,38 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer with anything in it."""
         free = self._free.get((numel, dtype))
-        if free:
-            return free.pop()
-        # What is free is of other sizes: kept, there would be a buffer for every size there is.
-        self._free.clear()
-        return torch.empty(numel, dtype=dtype, device=device)
+        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, flat: torch.Tensor) -> None:
         self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
 
     def clear(self) -> None:
         self._free.clear()
+
+
+class SparePool(Pool):
+    """Buffers that are full for a moment only."""
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if not self._free.get((numel, dtype)):
+            # What is free is of other sizes: kept, there would be a buffer for every size there is.
+            self._free.clear()
+        return super().take(numel, dtype, device)
+
+
+class Pools:
+    """Where buffers of gradients come from and go to: the plan's accumulators, and all others."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self.sums = Pool() if keep else SparePool()
+        self.spare = SparePool()
+        self._keep = keep
+
+    def end_step(self) -> None:
+        """Spare memory goes back, and the accumulators' too unless the plan keeps it."""
+        self.spare.clear()
+        if not self._keep:
+            self.sums.clear()
 
 
 class FlatSegment:
@@ -64,7 +85,7 @@ class FlatSegment:
         rows: list[Row],
         parameters: list[nn.Parameter],
         comm: Collectives,
-        pool: Pool,
+        pools: Pools,
     ) -> None:
         self.number = number
         self.spec = spec
@@ -72,7 +93,9 @@ class FlatSegment:
         self.parameters = parameters
         self.update = spec.columns.update
         self._comm = comm
-        self._pool = pool
+        whole = self.update is None or not self.update.accumulate.axis
+        self._landing_pool = pools.sums if whole else pools.spare
+        self._sum_pool = pools.spare if whole else pools.sums
         self.ranks = comm.mesh.size("shard")
         self.rank = comm.mesh.rank("shard")
         columns = spec.columns
@@ -239,7 +262,7 @@ class FlatSegment:
         if self.update is None:
             raise AssertionError("unreachable")
         dtype = self.update.accumulate.dtype.torch
-        landing = self._pool.take(self.spec.padded, dtype, self.full.device)
+        landing = self._landing_pool.take(self.spec.padded, dtype, self.full.device)
         self._grads = [self.view(landing, row) for row in self.rows]
         pairs = list(zip(self._grads, arrived, strict=True))
         here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
@@ -294,7 +317,7 @@ class FlatSegment:
             self._whole = self.landing
             return self.slice_of(self.landing)
         dtype = flat.dtype if self.landing is None else self.landing.dtype
-        return self._pool.take(self.spec.padded // self.ranks, dtype, flat.device)
+        return self._sum_pool.take(self.spec.padded // self.ranks, dtype, flat.device)
 
     def finish_reduce(self) -> None:
         """The reduction is done: the landing buffer is given back, or is itself what was reduced."""
@@ -302,7 +325,7 @@ class FlatSegment:
             self.reduced = self.landing
             return
         if self.landing is not None and self.landing is not self._whole:
-            self._pool.give(self.landing)
+            self._landing_pool.give(self.landing)
         self.landing = None
         self._grads = []
 
@@ -326,23 +349,24 @@ class FlatSegment:
             return self.reduced
         whole = self._whole
         if whole is None:
-            whole = self._pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
+            whole = self._landing_pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
         self._comm.all_gather(whole, self.reduced, "shard")
         return whole
 
     def give_back(self, whole: torch.Tensor) -> None:
         """The buffer of `whole_gradient` is not needed any more."""
         if whole is not self.reduced and whole is not self._whole:
-            self._pool.give(whole)
+            self._landing_pool.give(whole)
 
     def drop_gradients(self) -> None:
         """Forget every gradient, landed or reduced."""
         for parameter in self.parameters:
             parameter.grad = None
-        reduced = None if self._whole is not None else self.reduced
-        held = [flat for flat in (self.landing, reduced, self._whole) if flat is not None]
-        for flat in {id(flat): flat for flat in held}.values():
-            self._pool.give(flat)
+        if self.reduced is not None and self._whole is None and self.reduced is not self.landing:
+            self._sum_pool.give(self.reduced)
+        for flat in (self.landing, self._whole):
+            if flat is not None:
+                self._landing_pool.give(flat)
         self.landing = self.reduced = self._whole = None
         self._grads = []
 
