@@ -145,6 +145,7 @@ def cases() -> list[Case]:
         ours("split, bf16 state, fp32 grad", 20, DType.BF16, split, near, fp32),
         ours("split, bf16-stochastic state, fp32 grad", 20, DType.BF16, split, drawn, fp32),
         ours("split, bf16-stochastic state, bf16 grad", 18, DType.BF16, split, drawn, bf16),
+        ours("split, 8bit state, fp32 grad", 16, DType.BF16, split, State.EIGHT_BIT, fp32),
         ours("fp32 storage, fp32 state, fp32 grad", 28, DType.FP32, same, wide, fp32),
         ours("split, torch root", 28, DType.BF16, split, wide, fp32, root=Root.TORCH),
         ours("split, SGD momentum", 16 + 4, DType.BF16, split, wide, fp32, Algorithm.SGD),

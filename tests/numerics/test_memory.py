@@ -156,6 +156,11 @@ def test_bytes_at_rest_are_the_plans(mode: str) -> None:
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32 master": ("bf16", {"precision": {"master": "fp32"}}),
     "bf16 moments": ("bf16", {"precision": {"state": "bf16-stochastic"}}),
+    "8-bit moments": ("bf16", {"precision": {"state": "8bit"}}),
+    "8-bit lion": (
+        "bf16",
+        {"precision": {"state": "8bit"}, "optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+    ),
     "one moment": ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
     "no moments": ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}),
     "lion": ("bf16", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),

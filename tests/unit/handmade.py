@@ -109,6 +109,7 @@ def policy(**changes: Any) -> Policy:
         skip_nonfinite=True,
         optimizer=Recipe("AdamW", '{"lr":0.0001}'),
         schedule=None,
+        statistics=False,
         print_every=10,
         decisions=(
             Decision("precision.mode", "bf16", "`bf16.enabled` is true"),
@@ -205,6 +206,7 @@ def cost(of: Plan, **changes: Any) -> Cost:
         pipeline_stage=0,
         parameters=total,
         padding=sum(segment.padded - segment.numel for segment in of.segments),
+        whole_padding=0,
         rest=rest,
         peak=Peak(rest.total, 12 * each, 4 * each, 2 * each, 3 * each),
         traffic=(

@@ -159,6 +159,33 @@ def gate(made: Plan) -> int:
     return next(i for i, row in enumerate(made.rows) if row.columns.pinned)
 
 
+def muon_plan() -> Plan:
+    """Whole rows, and a stack of eight small matrices, on two ranks."""
+    optimizer = {"type": "Muon", "params": {}}
+    stack = parameter("model.layers.0.mlp.experts.up", (8, 16, 48), "models.Experts")
+    model = moe(layers=1)
+    return plan(at(3, optimizer=optimizer), ModelSpec("m", (*model.parameters, stack)))
+
+
+def shifted(made: Plan) -> Plan:
+    """A whole row moved half a slice on, across the end of it."""
+    row = next(i for i, row in enumerate(made.rows) if row.name.endswith("q_proj.weight"))
+    each = made.segments[made.rows[row].segment].padded // 2
+    return with_row(made, row, offset=(each - 1) // ALIGNMENT * ALIGNMENT)
+
+
+def cut_stack(made: Plan) -> Plan:
+    """A stack's segment made longer, so that its slices end inside of a matrix."""
+    number = made.rows[-1].segment
+    segments = list(made.segments)
+    segments[number] = replace(segments[number], padded=segments[number].padded + 2 * ALIGNMENT)
+    return replace(made, segments=tuple(segments))
+
+
+def matrix(made: Plan) -> int:
+    return next(i for i, row in enumerate(made.rows) if row.columns.options().get("optimizer") == "Muon")
+
+
 PLANTED = {
     "names_are_unique": lambda p: with_row(p, 1, names=p.rows[0].names),
     "rows_are_in_one_place": lambda p: with_row(p, 0, unit=1),
@@ -166,6 +193,10 @@ PLANTED = {
     "starts_are_aligned": lambda p: with_row(p, 0, offset=3),
     "slices_are_equal_blocks": lambda p: replace(
         p, segments=(replace(p.segments[0], padded=p.segments[0].padded + 256), *p.segments[1:])
+    ),
+    "no_slice_cuts_what_is_whole": lambda p: shifted(muon_plan()),
+    "matrix_updates_get_matrices": lambda p: with_update(
+        muon_plan(), matrix(muon_plan()), placement="sliced"
     ),
     "segments_are_uniform": lambda p: with_columns(p, 0, compute=DType.FP32),
     "pins_hold_everywhere": lambda p: with_columns(p, gate(p), compute=DType.BF16),
@@ -188,6 +219,32 @@ def test_a_planted_violation_is_caught(name: str) -> None:
     assert any(text.startswith(name) for text in found), found
     with pytest.raises(AssertionError, match="breaks"):
         check.require(PLANTED[name](made))
+
+
+@pytest.mark.parametrize("planted", [shifted, cut_stack])
+def test_a_cut_through_what_is_whole_is_caught(planted: Any) -> None:
+    made = muon_plan()
+    assert check.broken(made) == []
+    assert made.rows[-1].columns.options()["placement"] == "matrices"
+    found = check.broken(planted(made))
+    assert any(text.startswith("no_slice_cuts_what_is_whole") for text in found), found
+
+
+def test_muon_without_whole_matrices_is_caught() -> None:
+    made = muon_plan()
+    for changed in (
+        with_update(made, matrix(made), placement="sliced"),
+        with_row(made, matrix(made), shape=(made.rows[matrix(made)].numel,)),
+    ):
+        assert any(text.startswith("matrix_updates_get_matrices") for text in check.broken(changed))
+
+
+def test_an_option_needs_a_reason() -> None:
+    made = muon_plan()
+    columns = made.rows[matrix(made)].columns
+    why = tuple(pair for pair in columns.why if pair[0] != "placement")
+    found = check.broken(with_columns(made, matrix(made), why=why))
+    assert found == ["every_cell_says_why: no reason for placement"]
 
 
 # --- collectives and cost ---------------------------------------------------------------------------
@@ -281,6 +338,7 @@ def test_bytes_on_the_wire_follow_the_formulas(
         (3, {}, 12 / 8),
         (3, {"sharding": {"accumulator": "keep"}}, 16 / 8),
         (3, {"precision": {"mode": "bf16", "state": "bf16-stochastic"}}, 8 / 8),
+        (3, {"precision": {"mode": "bf16", "state": "8bit"}}, (4 + 2 * (1 + 4 / 256)) / 8),
         (3, {"precision": {"mode": "fp32"}}, 12 / 8),
         (0, {"precision": {"mode": "fp16"}}, 2 + 4 + 8),
         (1, {"sharding": {"accumulator": "keep"}, "precision": {"mode": "fp16"}}, 2 + 4 + 12 / 8),

@@ -26,7 +26,7 @@ COLUMN = {
     "grad": DTYPE,
     "accumulate": DTYPE,
     "master": st.sampled_from(["fp32", "split", "same"]),
-    "state": st.sampled_from(["fp32", "bf16", "bf16-stochastic"]),
+    "state": st.sampled_from(["fp32", "bf16", "bf16-stochastic", "8bit"]),
     "export": DTYPE,
     "reduce": DTYPE
     | st.fixed_dictionaries(
@@ -40,6 +40,8 @@ RULE = st.fixed_dictionaries(
         "class": st.sampled_from(["torch.nn.Linear", "models.RMSNorm"]),
         "pin": st.just("fp32"),
         "output": st.sampled_from(["keep", "input"]),
+        "placement": st.sampled_from(["sliced", "matrices", "whole"]),
+        "optimizer": st.sampled_from(["Muon", "AdamW"]),
     },
 )
 PRECISION = st.fixed_dictionaries(

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import re
 
-from zerodrift.policy.support import table
+from zerodrift.policy.nouns import State
+from zerodrift.policy.support import states, table
 from zerodrift.record import encode
 from zerodrift.report.as_json import support_json
 from zerodrift.report.support import support_markdown, support_text
 
 CELLS = table()
+STATES = states()
 
 
 def test_text_fits_and_is_plain() -> None:
-    text = support_text(CELLS, color=False)
+    text = support_text(CELLS, STATES, color=False)
     assert "\x1b" not in text
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
 def test_text_holds_every_cell_in_order() -> None:
-    lines = support_text(CELLS, color=False).splitlines()
+    lines = support_text(CELLS, STATES, color=False).splitlines()
     modes = list(dict.fromkeys(cell.mode for cell in CELLS))
     mode = backend = ""
     found = []
@@ -42,7 +44,7 @@ def test_text_holds_every_cell_in_order() -> None:
 
 def test_every_reason_is_lettered_and_used() -> None:
     reasons = {cell.reason for cell in CELLS if cell.reason}
-    text = support_text(CELLS, color=False)
+    text = support_text(CELLS, STATES, color=False)
     joined = " ".join(text.split())
     assert all(reason in joined for reason in reasons)
     used = set(
@@ -52,7 +54,7 @@ def test_every_reason_is_lettered_and_used() -> None:
 
 
 def test_markdown_is_tables_of_equal_width() -> None:
-    text = support_markdown(CELLS)
+    text = support_markdown(CELLS, STATES)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in rows} == {7}
     assert len(rows) == 4 * (20 + 2)
@@ -61,4 +63,16 @@ def test_markdown_is_tables_of_equal_width() -> None:
 
 
 def test_json_holds_the_cells() -> None:
-    assert json.loads(support_json(CELLS)) == {"cells": encode(list(CELLS))}
+    found = json.loads(support_json(CELLS, STATES))
+    assert found == {"cells": encode(list(CELLS)), "states": encode(list(STATES))}
+
+
+def test_every_state_is_shown_with_its_size_and_its_refusals() -> None:
+    page = support_markdown(CELLS, STATES)
+    lines = [line for line in page.partition("## State\n")[2].splitlines() if line.startswith("- ")]
+    assert [line.split("**")[1] for line in lines] == [str(state) for state in State]
+    assert [float(line.split()[2]) for line in lines] == [4, 2, 2, 1 + 4 / 256]
+    text = " ".join(support_text(CELLS, STATES, color=False).split())
+    for cell in STATES:
+        assert cell.reason in page and cell.reason in text
+    assert "with beta2 0.999: no" in lines[1] and "with beta2" not in "".join(lines[2:])

@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.models import moe
 from zerodrift import ConfigError, build, load, mesh_for, resolve
-from zerodrift.policy.support import SupportCell, table
+from zerodrift.policy.nouns import State
+from zerodrift.policy.support import StateCell, SupportCell, states, table
 
 TABLE = table()
 
@@ -64,3 +65,29 @@ def test_fp32_accumulation_is_supported_at_every_stage_with_and_without_a_pipeli
 def test_bf16_never_accumulates_in_fp16() -> None:
     cells = [c for c in TABLE if c.mode == "bf16" and c.accumulate == "fp16"]
     assert {c.status for c in cells} == {"no"}
+
+
+# --- state ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", states(), ids=lambda cell: f"{cell.backend}-{cell.state}-{cell.beta2}")
+def test_a_state_cell_says_what_really_happens(cell: StateCell) -> None:
+    written = {
+        "precision": {"mode": "bf16", "state": cell.state},
+        "zero_optimization": {"stage": 2},
+        "backend": cell.backend,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, cell.beta2]}},
+    }
+    loaded = load(written)
+    mesh = mesh_for(loaded, 4)
+    policy = resolve(loaded, mesh)
+    if cell.status == "yes":
+        rows = build(policy, moe(), mesh).rows
+        assert {row.columns.update.state for row in rows if row.columns.update} == {State(cell.state)}
+    else:
+        with pytest.raises(ConfigError, match="state"):
+            build(policy, moe(), mesh)
+
+
+def test_every_state_runs_somewhere_and_has_a_cell() -> None:
+    assert {cell.state for cell in states() if cell.status == "yes"} == {str(state) for state in State}

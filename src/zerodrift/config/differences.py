@@ -134,6 +134,11 @@ WEIGHTS = (
         "Two keys that contradict each other are an error that names both.",
     ),
     Difference(
+        "`GatheredParameters(modifier_rank=0)` around a write, after `initialize`",
+        "Writes the visible weights only, also in fp32 at stage 3: the next step puts the old master back.",
+        "Writes the masters too, at every stage.",
+    ),
+    Difference(
         "16-bit training at stage 0",
         "Takes an optimizer step on zero gradients at start: Adam counts it and AdamW already decays.",
         "The first step is the first step.",

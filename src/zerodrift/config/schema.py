@@ -102,10 +102,15 @@ class Rule(Block):
     """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
     master: Literal["fp32", "split", "same"] | None = None
     """What the optimizer updates."""
-    state: Literal["fp32", "bf16", "bf16-stochastic"] | None = None
+    state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
     """The optimizer's moments."""
     export: Dtype | None = None
     """The parameter in a saved model file."""
+    placement: Literal["sliced", "matrices", "whole"] | None = None
+    """Where a rank's slice may end: `sliced`, anywhere in the parameter; `matrices`, between the matrices of
+    its last two dimensions; `whole`, not inside of it. For optimizers that work on matrices; costs padding."""
+    optimizer: Literal["Muon", "AdamW"] | None = None
+    """With `optimizer.type: Muon`: which of its two updates, where the stated rule is not what you want."""
     output: Literal["keep", "input"] | None = None
     """What a fully pinned module returns: its own dtype (`keep`) or its input's (`input`)."""
 
@@ -129,7 +134,7 @@ class Precision(Block):
     """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
     master: Literal["fp32", "split", "same"] | None = None
     """What the optimizer updates: `fp32` (a copy), `split` (exact fp32: bf16 + 16 bits), `same` (storage)."""
-    state: Literal["fp32", "bf16", "bf16-stochastic"] | None = None
+    state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
     """The optimizer's moments, and how they are rounded."""
     export: Dtype | None = None
     """The parameter in a saved model file."""
@@ -137,6 +142,9 @@ class Precision(Block):
     """Floating buffers: `keep` as the model made them, or cast. Same key as `data_types.buffer_dtype`."""
     allow_narrow: Flag | None = None
     """Allow `accumulate` to be narrower than `compute`."""
+    statistics: Flag | None = None
+    """Record what becomes of every update, for `engine.update_statistics()`. Default false, which costs
+    nothing."""
     rules: tuple[Rule, ...] = ()
     """Ordered rules; the last match wins, cell by cell."""
 

@@ -6,8 +6,8 @@
 // instead of a factor in a product of templates, and the whole file compiles in seconds. No torch headers:
 // tensors arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
 //
-// The definition of every number is `optim/updates.py`, `optim/rounding.py` and `kernels/squares.py`; this
-// file equals them bit for bit. Three things make that hold: the compiler may not contract a*b+c on its own
+// The definition of every number is `optim/updates.py`, `optim/rounding.py`, `optim/blockwise.py` and
+// `kernels/squares.py`; this file equals them bit for bit. Three things make that hold: the compiler may not contract a*b+c on its own
 // (-ffp-contract=off), `fused` contracts exactly where torch's own kernels were seen to (ZERODRIFT_FMA_*, set
 // by `kernels/probe.py`), and every sum has a fixed order within its block.
 //
@@ -27,13 +27,14 @@ constexpr int BLOCK = 256;
 constexpr int LANES = 16;         // partial sums of a block; lane i takes elements i, i + 16, ...
 constexpr int DIGITS = 44;        // of an exact sum, 32 bits each; the lowest is worth 2^LOWEST
 constexpr int LOWEST = -352;      // 2^-298 is the least square of an fp32 value; a double has 52 bits below
-constexpr int STATISTICS = 5;     // numbers per block
+constexpr int STATISTICS = 6;     // numbers per block
 constexpr int64_t GRAIN = 32768;  // elements that are worth a thread
+constexpr int LEVELS = 8;         // decades of an 8-bit code
 
 enum Type : int32_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 enum Master : int32_t { MASTER_FP32 = 0, MASTER_SPLIT = 1, MASTER_SAME = 2 };
 enum Rounding : int32_t { EVEN = 0, AWAY = 1 };
-enum State : int32_t { STATE_FP32 = 0, STATE_BF16 = 1, STATE_STOCHASTIC = 2 };
+enum State : int32_t { STATE_FP32 = 0, STATE_BF16 = 1, STATE_STOCHASTIC = 2, STATE_8BIT = 3 };
 enum Algorithm : int32_t { ADAM = 0, SGD = 1, LION = 2 };
 
 // A vector square root with the interface of MKL's vmsSqrt; null is the processor's own, correctly rounded.
@@ -56,6 +57,14 @@ struct Group {
   float nesterov;
 };
 
+// An 8-bit code; the tables come from `optim/blockwise.py`.
+struct Code {
+  float bound[LEVELS];  // a fraction above bound[i] is in decade i + 1 or higher
+  float start[LEVELS];  // where a decade begins
+  float steep[LEVELS];  // codes per unit in it
+  float value[256];     // of every code
+};
+
 struct Update {
   int64_t numel;
   int64_t stochastic;  // the step's part of the random key
@@ -64,11 +73,14 @@ struct Update {
   void* master;
   void* moment1;
   void* moment2;
+  float* scale1;  // per block; 8-bit states alone
+  float* scale2;
+  const Code* codes;      // of first and of second moments; 8-bit states alone
   const int32_t* groups;  // per block, or null: all in group 0
-  const int64_t* keys;    // per block; needed for stochastic states alone
+  const int64_t* keys;    // per block; needed where states are rounded at random
   const Group* table;
   Root root;
-  double* statistics;  // per block 5 numbers, or null
+  double* statistics;  // per block 6 numbers, or null
   int32_t grad_type;
   int32_t storage_type;
   int32_t master_kind;
@@ -238,6 +250,62 @@ struct Stochastic {
   static float load(uint16_t x) { return value(static_cast<uint32_t>(x) << 16); }
   static uint16_t store(float x, uint32_t word) { return bf16_random(x, word & 0xFFFFu); }
 };
+
+// ---------------------------------------------------------------------------------------------- 8-bit codes
+
+constexpr uint32_t INFINITY_BITS = 0x7F800000u;
+constexpr uint32_t LEAST_SCALE = (127u - 96u) << 23;     // 2^-96
+constexpr uint32_t LARGEST_SCALE = (127u + 126u) << 23;  // 2^126
+
+void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Code& code, int n) {
+  const float* __restrict value = code.value;
+  for (int i = 0; i < n; ++i) out[i] = value[in[i]] * scale;
+}
+
+// The largest magnitude, within what a scale may be; compared as integers, so a NaN is the largest of all.
+float block_scale(const float* __restrict in, int n) {
+  uint32_t most = 0;
+  for (int i = 0; i < n; ++i) {
+    const uint32_t magnitude = bits(in[i]) & 0x7FFFFFFFu;
+    most = magnitude > most ? magnitude : most;
+  }
+  if (most > INFINITY_BITS) return value(QUIET << 16);
+  if (most < LEAST_SCALE) return 0.0f;
+  return value(most < LARGEST_SCALE ? most : LARGEST_SCALE);
+}
+
+// HALF: which half of a random word rounds this moment; see [Note: random bits].
+template <bool SIGNED, int HALF>
+float encode(uint8_t* __restrict out, const float* __restrict in, const Code& code,
+             const uint32_t* __restrict words, int n) {
+  constexpr int TOP = SIGNED ? 127 : 255;
+  const float scale = block_scale(in, n);
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  const int least = !SIGNED && scale != 0.0f;  // what is there is never stored as nothing
+  const Code c = code;
+  for (int i = 0; i < n; ++i) {
+    const uint32_t u = bits(in[i]);
+    const uint32_t magnitude = u & 0x7FFFFFFFu;
+    float part = value(magnitude) * inverse;
+    part = part <= 1.0f ? part : 1.0f;  // a NaN is 1 as well
+    int first = 0;                      // the code before this decade's: 2^level - 1
+    float start = c.start[0], steep = c.steep[0];
+    for (int level = 1; level < LEVELS; ++level) {
+      const bool above = part > c.bound[level - 1];
+      first = above ? (1 << level) - 1 : first;
+      start = above ? c.start[level] : start;
+      steep = above ? c.steep[level] : steep;
+    }
+    const float share = static_cast<float>((words[i] >> (16 * HALF)) & 0xFFFFu) * 0x1p-16f;
+    int found = first + static_cast<int>((part - start) * steep + share);
+    found = found < TOP ? found : TOP;
+    const int floor = magnitude != 0 ? least : 0;
+    found = found > floor ? found : floor;
+    const uint32_t sign = SIGNED && magnitude <= INFINITY_BITS ? u >> 31 << 7 : 0;
+    out[i] = static_cast<uint8_t>(static_cast<uint32_t>(found) | sign);
+  }
+  return scale;
+}
 
 // ------------------------------------------------------------------------------------------ the arithmetic
 
@@ -411,12 +479,7 @@ void lion(const Block<Moment>& b, const Group& group) {
 }
 
 template <class Moment, bool WANTED>
-void advance(const Update& u, const Group& h, int64_t at, float* p, float* g, float* wanted,
-             const uint32_t* words, int n) {
-  using Type = typename Moment::Type;
-  Type* m = u.moment1 == nullptr ? nullptr : static_cast<Type*>(u.moment1) + at;
-  Type* v = u.moment2 == nullptr ? nullptr : static_cast<Type*>(u.moment2) + at;
-  const Block<Moment> block{p, m, v, g, wanted, words, n};
+void advance(const Update& u, const Group& h, const Block<Moment>& block) {
   if (u.algorithm == ADAM) {
     adam<Moment, WANTED>(block, h, u.root);
   } else if (u.algorithm == SGD) {
@@ -474,28 +537,78 @@ void remember(Before& before, const Update& u, const float* p, const float* g, i
   std::memcpy(before.visible, static_cast<const unsigned char*>(u.storage) + at * size, size * n);
 }
 
-// Statistics of a block: elements to be changed, of those unchanged as seen, moments that underflowed, and
-// the squares of the wanted change and of the weight.
-void account(double* out, const Before& before, const Update& u, int64_t at, int n) {
+// The last moment of a block, as it is stored; null where there is none.
+const float* last_moment(float* buffer, const Update& u, int64_t block, int64_t at, int n) {
+  const bool second = u.moment2 != nullptr;
+  const void* last = second ? u.moment2 : u.moment1;
+  if (last == nullptr) return nullptr;
+  if (u.state_kind != STATE_8BIT) return widen(buffer, last, u.state_kind == STATE_FP32 ? FP32 : BF16, at, n);
+  const float scale = (second ? u.scale2 : u.scale1)[block];
+  decode(buffer, static_cast<const uint8_t*>(last) + at, scale, u.codes[second], n);
+  return buffer;
+}
+
+// Statistics of a block: elements to be changed, of those unchanged as seen and unchanged altogether, moments
+// that underflowed, and the squares of the wanted change and of the weight. `p` is the new master.
+void account(double* out, const Before& before, const Update& u, const float* p, int64_t block, int64_t at,
+             int n) {
   const int size = visible_size(u);
   const unsigned char* visible = static_cast<const unsigned char*>(u.storage) + at * size;
-  const void* last = u.moment2 != nullptr ? u.moment2 : u.moment1;
   alignas(64) float buffer[BLOCK];
-  const float* moment =
-      last == nullptr ? nullptr : widen(buffer, last, u.state_kind == STATE_FP32 ? FP32 : BF16, at, n);
-  int64_t moved = 0, lost = 0, underflow = 0;
+  const float* moment = last_moment(buffer, u, block, at, n);
+  int64_t moved = 0, unseen = 0, lost = 0, underflow = 0;
   for (int i = 0; i < n; ++i) {
     const bool wanted = before.wanted[i] != 0.0f;
     moved += wanted;
-    lost += wanted && std::memcmp(visible + i * size, before.visible + i * size, size) == 0;
+    const bool same = std::memcmp(visible + i * size, before.visible + i * size, size) == 0;
+    const bool kept = u.master_kind != MASTER_SAME && std::memcmp(p + i, before.weight + i, sizeof(float)) != 0;
+    unseen += wanted && same;
+    lost += wanted && same && !kept;
     underflow += moment != nullptr && before.gradient[i] != 0.0f && moment[i] == 0.0f;
   }
   out[0] = static_cast<double>(moved);
-  out[1] = static_cast<double>(lost);
-  out[2] = static_cast<double>(underflow);
-  out[3] = sum_of_squares(before.wanted, n);
-  out[4] = sum_of_squares(before.weight, n);
+  out[1] = static_cast<double>(unseen);
+  out[2] = static_cast<double>(lost);
+  out[3] = static_cast<double>(underflow);
+  out[4] = sum_of_squares(before.wanted, n);
+  out[5] = sum_of_squares(before.weight, n);
 }
+
+// The moments of a block, where an update finds and leaves them: in memory, or in fp32 buffers between 8-bit
+// codes.
+template <class Moment>
+struct Moments {
+  using Type = typename Moment::Type;
+  Type *m, *v;
+  Moments(const Update& u, int64_t, int64_t at, int)
+      : m(u.moment1 == nullptr ? nullptr : static_cast<Type*>(u.moment1) + at),
+        v(u.moment2 == nullptr ? nullptr : static_cast<Type*>(u.moment2) + at) {}
+  void store(const Update&, int64_t, int64_t, const uint32_t*, int) {}
+};
+
+struct Coded : Wide {};
+
+template <>
+struct Moments<Coded> {
+  float *m = nullptr, *v = nullptr;
+  alignas(64) float first[BLOCK], second[BLOCK];
+  Moments(const Update& u, int64_t block, int64_t at, int n) {
+    if (u.moment1 != nullptr) {
+      m = first;
+      decode(m, static_cast<const uint8_t*>(u.moment1) + at, u.scale1[block], u.codes[0], n);
+    }
+    if (u.moment2 != nullptr) {
+      v = second;
+      decode(v, static_cast<const uint8_t*>(u.moment2) + at, u.scale2[block], u.codes[1], n);
+    }
+  }
+  void store(const Update& u, int64_t block, int64_t at, const uint32_t* words, int n) {
+    if (m != nullptr)
+      u.scale1[block] = encode<true, 0>(static_cast<uint8_t*>(u.moment1) + at, m, u.codes[0], words, n);
+    if (v != nullptr)
+      u.scale2[block] = encode<false, 1>(static_cast<uint8_t*>(u.moment2) + at, v, u.codes[1], words, n);
+  }
+};
 
 template <class Moment>
 void update_block(const Update& u, int64_t block) {
@@ -508,20 +621,23 @@ void update_block(const Update& u, int64_t block) {
 
   load_gradient(g, u, h.scale, at, n);
   float* p = load_master(u, p_buffer, at, n);
-  if (u.state_kind == STATE_STOCHASTIC) {
+  if (u.state_kind == STATE_STOCHASTIC || u.state_kind == STATE_8BIT) {
     random_words(buffer, u.keys[block], u.stochastic, n);
     words = buffer;
   }
+  Moments<Moment> moments(u, block, at, n);
   if (u.statistics == nullptr) {
-    advance<Moment, false>(u, h, at, p, g, nullptr, words, n);
+    advance<Moment, false>(u, h, {p, moments.m, moments.v, g, nullptr, words, n});
+    moments.store(u, block, at, words, n);
     store_visible(u, p, at, n);
     return;
   }
   Before before;
   remember(before, u, p, g, at, n);
-  advance<Moment, true>(u, h, at, p, g, before.wanted, words, n);
+  advance<Moment, true>(u, h, {p, moments.m, moments.v, g, before.wanted, words, n});
+  moments.store(u, block, at, words, n);
   store_visible(u, p, at, n);
-  account(u.statistics + STATISTICS * block, before, u, at, n);
+  account(u.statistics + STATISTICS * block, before, u, p, block, at, n);
 }
 
 int workers(int64_t numel, int32_t threads) {
@@ -547,6 +663,8 @@ extern "C" void zerodrift_update(const Update* u) {
     update_all<Wide>(*u);
   } else if (u->state_kind == STATE_BF16) {
     update_all<Nearest>(*u);
+  } else if (u->state_kind == STATE_8BIT) {
+    update_all<Coded>(*u);
   } else {
     update_all<Stochastic>(*u);
   }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -25,10 +25,13 @@ from zerodrift.optim import schemes
 from zerodrift.optim.fused import update
 from zerodrift.optim.reference import Step
 from zerodrift.optim.rounding import block_keys, parameter_key
-from zerodrift.optim.update import Owned, scheme_of
+from zerodrift.optim.schemes import Scheme
+from zerodrift.optim.statistics import Statistics, rooms
+from zerodrift.optim.update import Counters, Owned, scheme_of
 from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
 from zerodrift.plan.table import ALIGNMENT, Plan
-from zerodrift.policy.nouns import Recipe, State
+from zerodrift.policy.nouns import Recipe
+from zerodrift.policy.support import state_verdict
 
 MOMENT_NAMES = {
     Algorithm.ADAMW: ("exp_avg", "exp_avg_sq"),
@@ -45,7 +48,9 @@ HELD_STILL = Hyper(lr=0.0)
 class Groups(torch.optim.Optimizer):
     """Parameter groups for a config's optimizer. It takes no step itself: the engine does."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]], defaults: dict[str, Any]
+    ) -> None:
         super().__init__(parameters, defaults)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -67,11 +72,14 @@ class FlatUpdater:
         self.groups = groups
         # A step of the optimizer's own would find no gradient and do nothing, without a word.
         groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
+        self.group_of = group_of
         self._algorithm = algorithm
         self._root = root
         self._steps = 0
         still = len(groups.param_groups)
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
+        _require_states_that_move(self._schemes.values(), algorithm, groups)
+        self._rooms = rooms(plan, owned)
         count = moment_count(algorithm, self._hypers())
         self._slices = {
             piece.number: schemes.allocate(
@@ -80,13 +88,17 @@ class FlatUpdater:
                 count,
                 initial=piece.initial,
                 groups=_group_table(piece, group_of, still),
-                keys=_keys(piece) if self._schemes[piece.number].state is State.BF16_STOCHASTIC else None,
+                keys=keys_of(piece) if self._schemes[piece.number].state.drawn else None,
             )
             for piece in owned
         }
 
     def _hypers(self) -> tuple[Hyper, ...]:
         return (*(_hyper(group, self._steps + 1) for group in self.groups.param_groups), HELD_STILL)
+
+    @property
+    def statistics(self) -> Mapping[int, Statistics]:
+        return self._rooms
 
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
@@ -95,7 +107,7 @@ class FlatUpdater:
     def update(self, gradients: Mapping[int, torch.Tensor], multiplier: float) -> None:
         step = Step(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number, gradient in gradients.items():
-            update(self._schemes[number], self._slices[number], gradient, step)
+            update(self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number))
         self._steps += 1
         # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.11 to 2.13).
         self.groups._opt_called = True  # type: ignore[attr-defined]
@@ -110,18 +122,59 @@ class FlatUpdater:
     def states(self, number: int) -> dict[str, torch.Tensor]:
         if self._steps == 0:
             return {}
-        named = zip(MOMENT_NAMES[self._algorithm], self._slices[number].moments, strict=False)
-        return {name: moment.to(torch.float32, copy=True) for name, moment in named}
+        scheme, of = self._schemes[number], self._slices[number]
+        named = enumerate(MOMENT_NAMES[self._algorithm][: len(of.moments)])
+        return {name: schemes.read_moment(scheme, of, place) for place, name in named}
 
     @torch.no_grad()
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
         place = MOMENT_NAMES[self._algorithm].index(key)
-        self._slices[number].moments[place].copy_(values)
+        schemes.write_moment(self._schemes[number], self._slices[number], place, values)
+
+    def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
+        held = self._slices[number]
+        return None if held.master is None else held.master.dtype, tuple(m.dtype for m in held.moments)
+
+    @property
+    def kind(self) -> str:
+        return self._algorithm.value
+
+    def counters(self) -> Counters:
+        return {"": {"steps": self._steps}}
+
+    def set_counters(self, counters: Counters) -> None:
+        self._steps = int(counters[""]["steps"])
+        for number, of in self._slices.items():
+            for name in MOMENT_NAMES[self._algorithm][: len(of.moments)]:
+                self.set_state(number, name, torch.zeros_like(of.storage, dtype=torch.float32))
+
+    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
+        if name not in self.group_of or not counters[""]["steps"]:
+            return ()
+        return MOMENT_NAMES[self._algorithm][: moment_count(self._algorithm, self._hypers())]
 
     def held(self) -> int:
         """Bytes of masters and moments, beyond storage."""
-        tensors = [t for s in self._slices.values() for t in (s.master, *s.moments) if t is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        held = [t for s in self._slices.values() for t in (s.master, *s.moments, *s.scales)]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+def _require_states_that_move(
+    held: Iterable[Scheme], algorithm: Algorithm, groups: torch.optim.Optimizer
+) -> None:
+    """What the plan asks of a config's beta2, of those that a caller's optimizer brings."""
+    if moment_count(algorithm, (HELD_STILL,)) < 2:
+        return
+    for state in {scheme.state for scheme in held}:
+        for number, group in enumerate(groups.param_groups):
+            if "betas" not in group:
+                continue  # Muon's, which moves none of these pieces
+            found = state_verdict(state, "native", group["betas"][1])
+            if found.status == "no":
+                raise UnsupportedError(
+                    f"`optimizer.param_groups[{number}]`: must have a beta2 that `state: {state}` can "
+                    f"follow; got {group['betas'][1]}, and {found.reason}."
+                )
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
@@ -144,7 +197,7 @@ def _group_table(piece: Owned, group_of: Mapping[str, int], still: int) -> torch
     return table.to(piece.storage.device) if table.any() else None
 
 
-def _keys(piece: Owned) -> torch.Tensor:
+def keys_of(piece: Owned) -> torch.Tensor:
     """The key of every block, from the parameter's name and the block's place in it."""
     keys = torch.zeros(-(-piece.storage.numel() // ALIGNMENT), dtype=torch.int64)
     for row in piece.rows:
@@ -190,6 +243,15 @@ _EXPECTED = {"fp32_optimizer_states": True, "bias_correction": True, "amsgrad": 
 
 def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe) -> FlatUpdater:
     """The optimizer that a config's `optimizer` block means."""
+    algorithm, defaults = arguments(recipe)
+    # One stand-in parameter: groups exist for their numbers, the values are in the pieces.
+    groups = Groups([nn.Parameter(torch.zeros(0))], defaults)
+    everything = {row.name: 0 for piece in owned for row in piece.rows}
+    return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything)
+
+
+def arguments(recipe: Recipe) -> tuple[Algorithm, dict[str, Any]]:
+    """What an `optimizer` block means: the update, and torch's arguments for it."""
     params = json.loads(recipe.params)
     algorithm = _algorithm(recipe.type, bool(params.pop("adam_w_mode", True)))
     for key in _MEANINGLESS:
@@ -209,11 +271,8 @@ def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe) -> FlatUpdat
             f"{did_you_mean(unknown[0], defaults)}".rstrip()
         )
     defaults |= params
-    _check_numbers(defaults)
-    # One stand-in parameter: groups exist for their numbers, the values are in the pieces.
-    groups = Groups([nn.Parameter(torch.zeros(0))], defaults)
-    everything = {row.name: 0 for piece in owned for row in piece.rows}
-    return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything)
+    check_numbers(defaults)
+    return algorithm, defaults
 
 
 def _algorithm(kind: str, decoupled: bool) -> Algorithm:
@@ -228,7 +287,7 @@ def _algorithm(kind: str, decoupled: bool) -> Algorithm:
     return found
 
 
-def _check_numbers(params: Mapping[str, Any]) -> None:
+def check_numbers(params: Mapping[str, Any]) -> None:
     for key in ("lr", "eps", "weight_decay", "momentum"):
         value = params.get(key, 0.0)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zerodrift.kernels import native
 from zerodrift.kernels.probe import vector_root
+from zerodrift.optim import blockwise
 from zerodrift.optim.reference import Step, check_step, reference_update
 from zerodrift.optim.rounding import step_key
 from zerodrift.optim.schemes import Rounding, Scheme, Slice
@@ -26,7 +27,7 @@ from zerodrift.optim.updates import Algorithm, Coefficients, Root, coefficients
 from zerodrift.policy.nouns import Master, State
 
 _MASTERS = {Master.FP32: 0, Master.SPLIT: 1, Master.SAME: 2}
-_STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2}
+_STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2, State.EIGHT_BIT: 3}
 _ROUNDINGS = {Rounding.EVEN: 0, Rounding.AWAY: 1}
 _ALGORITHMS = {Algorithm.ADAMW: 0, Algorithm.ADAM: 0, Algorithm.SGD: 1, Algorithm.LION: 2}
 
@@ -44,6 +45,9 @@ class _Update(ctypes.Structure):
         ("master", ctypes.c_void_p),
         ("moment1", ctypes.c_void_p),
         ("moment2", ctypes.c_void_p),
+        ("scale1", ctypes.c_void_p),
+        ("scale2", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
         ("groups", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
@@ -106,6 +110,8 @@ def _update_compiled(
     table = _table(step)
     root = vector_root() if _needs_torch_root(step) else None
     moments = [moment.data_ptr() for moment in of.moments] + [None, None]
+    scales = [scale.data_ptr() for scale in of.scales] + [None, None]
+    codes = blockwise.tables(of.storage.device) if of.scales else None
     call = _Update(
         numel=of.numel,
         stochastic=step_key(step.number),
@@ -114,6 +120,9 @@ def _update_compiled(
         master=_address(of.master),
         moment1=moments[0],
         moment2=moments[1],
+        scale1=scales[0],
+        scale2=scales[1],
+        codes=_address(codes),
         groups=_address(of.groups),
         keys=_address(of.keys),
         table=table.data_ptr(),

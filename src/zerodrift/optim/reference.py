@@ -3,7 +3,7 @@
 Works group by group on runs of neighbouring blocks, reading the master into fp32, applying `updates`, and
 writing master, storage and moments back.
 
-Invariant: no value of a slice depends on the run it was in: every operation is element by element.
+Invariant: no value of a slice depends on the run it was in: no operation reaches beyond a block.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from zerodrift.kernels.native import BLOCK
-from zerodrift.kernels.squares import reference_square_sums
-from zerodrift.optim.rounding import random_words, round_stochastic
-from zerodrift.optim.schemes import Scheme, Slice, check, read, write
-from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.schemes import Scheme, Slice, check, draw, read, read_moment, write, write_moment
+from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optim.updates import (
     Algorithm,
     Hyper,
@@ -28,7 +26,6 @@ from zerodrift.optim.updates import (
     moment_count,
     wanted_change,
 )
-from zerodrift.policy.nouns import State
 
 CACHED_BLOCKS = 1024
 """The longest run on a CPU: its temporaries stay in a cache. A device has a launch per operation and run."""
@@ -102,45 +99,17 @@ def _update_run(
     scale = torch.as_tensor(step.multiplier, dtype=torch.float32, device=of.storage.device) * numbers.sign
     scaled = gradient[start:stop].float() * scale
     weight = read(scheme, of, start, stop)
-    moments = tuple(moment[start:stop].to(torch.float32, copy=True) for moment in of.moments)
+    moments = tuple(read_moment(scheme, of, number, first, last) for number in range(len(of.moments)))
     before = None
     if statistics is not None:
         before = (weight.clone(), of.storage[start:stop].clone(), scaled.clone())
     advance(step.algorithm, numbers, weight, moments, scaled, step.root)
     write(scheme, of, weight, start)
-    _store_moments(scheme, of, moments, step.number, first, last)
+    words = draw(scheme, of, step.number, first, last)
+    for number, moment in enumerate(moments):
+        write_moment(scheme, of, number, moment, first, words)
     if statistics is not None and before is not None:
         change = wanted_change(step.algorithm, numbers, before[0], moments, scaled, step.root)
-        stored = of.moments[-1][start:stop] if of.moments else None
-        _account(statistics.blocks[first:last], change, before, of.storage[start:stop], stored)
-
-
-def _store_moments(
-    scheme: Scheme, of: Slice, moments: tuple[Tensor, ...], number: int, first: int, last: int
-) -> None:
-    start, stop = first * BLOCK, min(last * BLOCK, of.numel)
-    words = None
-    if scheme.state is State.BF16_STOCHASTIC and moments:
-        if of.keys is None:
-            raise AssertionError("stochastic states need a key per block")
-        words = random_words(of.keys[first:last], number).flatten()[: stop - start]
-    for half, (target, moment) in enumerate(zip(of.moments, moments, strict=True)):
-        # The low half of a random word rounds the first moment, the high half the second.
-        rounded = moment if words is None else round_stochastic(moment, words >> (16 * half))
-        target[start:stop] = rounded
-
-
-def _account(
-    out: Tensor, change: Tensor, before: tuple[Tensor, Tensor, Tensor], visible: Tensor, stored: Tensor | None
-) -> None:
-    """Fill the five numbers of each block. See `statistics`."""
-    weight, seen, gradient = before
-    bits = torch.int32 if visible.dtype is torch.float32 else torch.int16
-    moved = change != 0
-    lost = moved & (seen.view(bits) == visible.view(bits))
-    underflow = torch.zeros_like(moved) if stored is None else (gradient != 0) & (stored == 0)
-    for column, marked in enumerate((moved, lost, underflow)):
-        # Sums of squares of zeros and ones are counts.
-        out[:, column] = reference_square_sums(marked.float())
-    out[:, 3] = reference_square_sums(change)
-    out[:, 4] = reference_square_sums(weight)
+        stored = read_moment(scheme, of, len(moments) - 1, first, last) if moments else None
+        after = (read(scheme, of, start, stop), of.storage[start:stop], stored)
+        account(statistics.blocks[first:last], change, before, after)

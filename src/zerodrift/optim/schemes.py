@@ -18,6 +18,8 @@ from torch import Tensor
 from zerodrift.dtypes import TRAINING_DTYPES, DType
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels.native import BLOCK
+from zerodrift.optim import blockwise
+from zerodrift.optim.rounding import random_words, round_stochastic
 from zerodrift.optim.split import join, round_away, split
 from zerodrift.policy.nouns import Master, State
 
@@ -64,10 +66,12 @@ class Slice:
     """fp32 values for `fp32`, the int16 low halves for `split`, None for `same`."""
     moments: tuple[Tensor, ...]
     """In the scheme's state dtype: none, one or two."""
+    scales: tuple[Tensor, ...] = ()
+    """fp32 per block, one tensor for each moment, where the state is `8bit`."""
     groups: Tensor | None = None
     """int32 per block: which group of hyper-parameters it belongs to. None: all to group 0."""
     keys: Tensor | None = None
-    """int64 per block, from `rounding.block_keys`; needed by stochastic states alone."""
+    """int64 per block, from `rounding.block_keys`; needed where rounding draws random bits."""
 
     @property
     def numel(self) -> int:
@@ -89,17 +93,21 @@ def allocate(
     """A slice around `storage` with moments of zero.
 
     Its master starts as `initial`, fp32 values that are kept as the master where there is one in fp32, and
-    storage becomes their rounding; without them it starts as what storage holds.
+    storage becomes their rounding; without them it starts as what storage holds. For a split master `initial`
+    may be its low halves, where storage holds the high ones.
     """
+    scaled = moments if scheme.state is State.EIGHT_BIT else 0
+    blocks = -(-storage.numel() // BLOCK)
     made = Slice(
         storage=storage,
         master=_first_master(scheme, storage, initial),
         moments=tuple(torch.zeros_like(storage, dtype=scheme.state.dtype.torch) for _ in range(moments)),
+        scales=tuple(storage.new_zeros(blocks, dtype=torch.float32) for _ in range(scaled)),
         groups=groups,
         keys=keys,
     )
     check(scheme, made)
-    if initial is not None:
+    if initial is not None and initial.dtype is not torch.int16:
         write(scheme, made, initial)
     return made
 
@@ -109,7 +117,8 @@ def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Te
         return None
     if scheme.master is Master.SPLIT:
         # Zeros mean that storage is exact.
-        return torch.zeros_like(storage, dtype=torch.int16)
+        halves = initial is not None and initial.dtype is torch.int16
+        return initial if halves else torch.zeros_like(storage, dtype=torch.int16)
     return storage.float() if initial is None else initial
 
 
@@ -124,7 +133,8 @@ def check(scheme: Scheme, of: Slice) -> None:
             raise AssertionError(
                 f"{name} must be {dtype}, flat and contiguous: {tensor.dtype}, {tensor.shape}"
             )
-    tables = (("groups", of.groups, torch.int32), ("keys", of.keys, torch.int64))
+    tables = [("groups", of.groups, torch.int32), ("keys", of.keys, torch.int64)]
+    tables += [(f"scales[{i}]", scale, torch.float32) for i, scale in enumerate(of.scales)]
     for name, table, dtype in tables:
         if table is None:
             continue
@@ -132,9 +142,11 @@ def check(scheme: Scheme, of: Slice) -> None:
             raise AssertionError(f"{name} must be {dtype}, one per block: {table.dtype}, {table.shape}")
     if (of.master is None) != (scheme.master is Master.SAME):
         raise AssertionError(f"master `{scheme.master}` with a master tensor: {of.master is not None}")
-    if scheme.state is State.BF16_STOCHASTIC and of.moments and of.keys is None:
-        raise AssertionError("stochastic states need a key per block")
-    tensors = [of.storage, of.master, *of.moments, of.groups, of.keys]
+    if scheme.state.drawn and of.moments and of.keys is None:
+        raise AssertionError(f"state `{scheme.state}` needs a key per block")
+    if len(of.scales) != (len(of.moments) if scheme.state is State.EIGHT_BIT else 0):
+        raise AssertionError(f"state `{scheme.state}` with {len(of.scales)} tensors of scales")
+    tensors = [of.storage, of.master, *of.moments, *of.scales, of.groups, of.keys]
     if len({tensor.device for tensor in tensors if tensor is not None}) > 1:
         raise AssertionError("the tensors of a slice must be on one device")
 
@@ -158,3 +170,45 @@ def write(scheme: Scheme, of: Slice, values: Tensor, start: int = 0) -> None:
     if scheme.storage is DType.BF16 and scheme.rounding is Rounding.AWAY:
         values = round_away(values)
     of.storage[part] = values
+
+
+# --- moments ------------------------------------------------------------------------------------------
+
+
+def read_moment(scheme: Scheme, of: Slice, number: int, first: int = 0, last: int | None = None) -> Tensor:
+    """A moment's values in fp32, of blocks [first, last), in a tensor of its own."""
+    stop = None if last is None else last * BLOCK
+    held = of.moments[number][first * BLOCK : stop]
+    if scheme.state is State.EIGHT_BIT:
+        return blockwise.decode(blockwise.code_of(number), held, of.scales[number][first:last])
+    return held.to(torch.float32, copy=True)
+
+
+def write_moment(
+    scheme: Scheme, of: Slice, number: int, values: Tensor, first: int = 0, words: Tensor | None = None
+) -> None:
+    """Set a moment, from block `first` on, to fp32 values.
+
+    `words` has 32 random bits per element for states that draw them, of which the low half rounds the first
+    moment and the high half the second. Without it every value goes to the nearest that the state holds, so
+    what was read is written back as it was.
+    """
+    part = slice(first * BLOCK, first * BLOCK + values.numel())
+    draws = None if words is None else (words >> (16 * number)) & 0xFFFF
+    if scheme.state is State.EIGHT_BIT:
+        codes, scales = blockwise.encode(blockwise.code_of(number), values, draws)
+        of.moments[number][part] = codes
+        of.scales[number][first : first + scales.numel()] = scales
+    elif scheme.state is State.BF16_STOCHASTIC and draws is not None:
+        of.moments[number][part] = round_stochastic(values, draws)
+    else:
+        of.moments[number][part] = values
+
+
+def draw(scheme: Scheme, of: Slice, step: int, first: int, last: int) -> Tensor | None:
+    """The random words of a step for blocks [first, last); None where rounding draws none."""
+    if not (scheme.state.drawn and of.moments):
+        return None
+    if of.keys is None:
+        raise AssertionError(f"state `{scheme.state}` needs a key per block")
+    return random_words(of.keys[first:last], step).flatten()[: of.numel - first * BLOCK]

@@ -1,21 +1,37 @@
 """Update statistics: what became of an update, per block while it happens and per parameter on request.
 
-Off by default: a step that is given no `Statistics` pays nothing. A step that is given one fills five
+Off by default: a step that is given no `Statistics` pays nothing. A step that is given one fills six
 numbers per block of 256 elements, on the way through memory that it makes anyway; blocks of a parameter
-that lie on several ranks are added up by whoever owns the ranks.
+that lie on several ranks are added up by `engine/statistics.py`.
 
 Invariant: a block's numbers depend on that block alone, and equal the reference's bit for bit.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-COLUMNS = ("moved", "lost", "underflow", "change_squares", "weight_squares")
+from zerodrift.kernels.squares import reference_square_sums
+from zerodrift.plan.table import ALIGNMENT, Plan
+
+if TYPE_CHECKING:
+    from zerodrift.optim.update import Owned
+
+COLUMNS = ("moved", "unseen", "lost", "underflow", "change_squares", "weight_squares")
+"""Elements that the update wanted to change; of those, the ones whose visible weight has the same bits as
+before, and the ones whose master has too; elements with a gradient whose last moment is stored as zero; and
+the sums of squares of the wanted change and of the master before it."""
+
+Before = tuple[Tensor, Tensor, Tensor]
+"""Master in fp32, visible weight and scaled gradient before an update, all flat."""
+
+After = tuple[Tensor, Tensor, Tensor | None]
+"""Master in fp32, visible weight and the last moment, as they are kept after it; None for no moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,35 +46,31 @@ class Statistics:
         return Statistics(torch.zeros(blocks, len(COLUMNS), dtype=torch.float64, device=device))
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSummary:
-    """One parameter's step, or any set of blocks."""
-
-    moved: int
-    """Elements that the update wanted to change."""
-    lost: int
-    """Of those, the ones whose visible weight has the same bits as before."""
-    underflow: int
-    """Elements with a gradient whose last moment, as it is stored, is zero."""
-    change_norm: float
-    """Norm of the wanted change, before rounding."""
-    weight_norm: float
-    """Norm of the master before the step."""
-
-    @property
-    def lost_share(self) -> float:
-        """0 to 1; 0 where nothing was to change."""
-        return self.lost / self.moved if self.moved else 0.0
-
-    @property
-    def ratio(self) -> float:
-        """The wanted change over the weight; infinity where the weight is zero and the change is not."""
-        if self.weight_norm == 0:
-            return math.inf if self.change_norm else 0.0
-        return self.change_norm / self.weight_norm
+def rooms(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
+    """Room for every owned piece by segment number; none where the plan does not ask for statistics."""
+    if not plan.policy.statistics:
+        return {}
+    return {
+        piece.number: Statistics.empty(-(-piece.storage.numel() // ALIGNMENT), piece.storage.device)
+        for piece in owned
+    }
 
 
-def summarize(rows: Tensor) -> UpdateSummary:
-    """Add up rows of `Statistics.blocks`, in their order. Reads them to the host."""
-    moved, lost, underflow, change, weight = rows.double().sum(0).tolist()
-    return UpdateSummary(int(moved), int(lost), int(underflow), math.sqrt(change), math.sqrt(weight))
+def account(out: Tensor, change: Tensor, before: Before, after: After) -> None:
+    """Fill the numbers of each block: the definition. `change` is what was to be added."""
+    (weight, seen, gradient), (kept, visible, moment) = before, after
+    moved = change != 0
+    unseen = moved & _same(seen, visible)
+    lost = unseen & _same(weight, kept)
+    underflow = torch.zeros_like(moved) if moment is None else (gradient != 0) & (moment == 0)
+    for column, marked in enumerate((moved, unseen, lost, underflow)):
+        # Sums of squares of zeros and ones are counts.
+        out[:, column] = reference_square_sums(marked.float())
+    out[:, 4] = reference_square_sums(change)
+    out[:, 5] = reference_square_sums(weight)
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Where two tensors have the same bits."""
+    bits = torch.int32 if one.dtype is torch.float32 else torch.int16
+    return one.view(bits) == other.view(bits)

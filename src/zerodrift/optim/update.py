@@ -1,6 +1,6 @@
 """What the engine asks of an optimizer, and the choice of who answers.
 
-The engine hands over what this rank owns: per segment a flat piece of storage and the initial fp32 values.
+The engine hands over what this rank owns: per segment a flat piece of storage and the first master.
 From then on masters and moments live here, in the scheme and dtype of the plan's rows. An `Updater` sees
 flat reduced gradients and one multiplier; it never sees a collective, a loss scale or a clip value.
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim.schemes import Scheme
+from zerodrift.optim.statistics import Statistics
 from zerodrift.plan.table import Plan, Row, Segment
 
 
@@ -31,7 +32,8 @@ class Owned:
     storage: torch.Tensor
     """Flat, in the storage dtype; written by every update."""
     initial: torch.Tensor
-    """Flat fp32: the values that the model was given. Free to be kept as the master."""
+    """The first master, free to be kept: flat fp32 values, or for a split one its low halves (int16), whose
+    high ones storage holds. Without a master of its own: storage itself."""
     start: int
     """Where the piece begins in the segment."""
 
@@ -54,11 +56,28 @@ def scheme_of(piece: Owned) -> Scheme:
     return Scheme(columns.storage.dtype, rule.master, rule.state)
 
 
+Counters = dict[str, dict[str, Any]]
+"""What of an optimizer's state is not one number per element: step counts and the like, by parameter name,
+under `""` what holds for all. Numbers, strings, None and tensors."""
+
+
 class Updater(Protocol):
     """An optimizer as the engine sees it."""
 
     groups: torch.optim.Optimizer
     """Parameter groups with their learning rates, for schedules."""
+
+    @property
+    def kind(self) -> str:
+        """What the moments mean: the name of the algorithm or of torch's class."""
+
+    @property
+    def group_of(self) -> Mapping[str, int]:
+        """Row name -> its parameter group. Trained rows that the optimizer was not given are not in it."""
+
+    @property
+    def statistics(self) -> Mapping[int, Statistics]:
+        """What became of the last update, by segment number; empty unless the plan asks for it."""
 
     def learning_rates(self) -> tuple[float, ...]:
         """Of each parameter group, now."""
@@ -78,6 +97,19 @@ class Updater(Protocol):
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
         """Replace one of them."""
 
+    def counters(self) -> Counters:
+        """The rest of the state, of parameters that this rank owns something of."""
+
+    def set_counters(self, counters: Counters) -> None:
+        """Take it back, before `set_state`; there may be more of it than is needed here. Afterwards every
+        moment is zero."""
+
+    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
+        """The moments that a parameter has, for an optimizer with such counters."""
+
+    def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
+        """In which dtypes a piece's master (None: storage itself) and its moments really lie in memory."""
+
 
 def make_updater(
     plan: Plan,
@@ -87,7 +119,7 @@ def make_updater(
 ) -> Updater:
     """The updater for a plan. `optimizer` is the caller's, over the model's own parameters, whose names
     `names` gives by `id`; without one the plan's `optimizer` block is built."""
-    from zerodrift.optim import flat, views
+    from zerodrift.optim import flat, matrices, views
 
     if plan.policy.sharding.offload and any(piece.storage.is_cuda for piece in owned):
         raise UnsupportedError(
@@ -97,7 +129,8 @@ def make_updater(
     if optimizer is None:
         if plan.policy.optimizer is None:
             raise AssertionError("neither an optimizer nor a recipe for one")
-        return flat.from_recipe(plan, owned, plan.policy.optimizer)
+        build = matrices.from_recipe if plan.policy.optimizer.type == "Muon" else flat.from_recipe
+        return build(plan, owned, plan.policy.optimizer)
     group_of = views.group_of(optimizer, names, plan)
     ours = flat.algorithm_of(optimizer)
     if ours is not None:

@@ -1,15 +1,20 @@
-"""Any elementwise `torch.optim` class on per-parameter views of what this rank owns.
+"""Any other `torch.optim` class on per-parameter views of what this rank owns.
 
 The optimizer's parameter groups stay, with their options; their parameters become flat fp32 views of this
 rank's masters, so `step` is torch's own arithmetic on exactly these values. With fp32 storage the views
 are of storage itself; a split master is put together for the step and taken apart after it, so its fp32
 form has memory only while it is updated.
 
+A view is a flat piece of a parameter, or, where this rank owns all of it, the parameter in its shape. An
+elementwise optimizer cannot tell; one that looks at whole matrices is let in only where the plan places
+its parameters whole.
+
 Invariant: an element's update is what the same optimizer would do to it in a plain loop.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,12 +23,20 @@ from torch import nn
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.update import Owned, scheme_of
-from zerodrift.plan.table import Plan
+from zerodrift.optim.statistics import Statistics, account, rooms
+from zerodrift.optim.update import Counters, Owned, scheme_of
+from zerodrift.plan.table import ALIGNMENT, Plan, Row
 from zerodrift.policy.nouns import Master, State
 
-MATRIX_OPTIMIZERS = ("Muon", "Adafactor", "Shampoo", "SOAP", "LBFGS", "SparseAdam")
-"""Their update of an element depends on others of its parameter: flat pieces would change it."""
+MATRIX_OPTIMIZERS = ("muon", "adafactor", "shampoo", "soap", "galore", "apollo", "lamb", "lars", "dion")
+"""Words in the name of a class whose update of an element depends on others of its parameter: a flat piece
+of it would be updated otherwise. Any of its bases counts."""
+
+NEVER = {
+    "LBFGS": "looks at all parameters at once and calls the model itself",
+    "SparseAdam": "needs sparse gradients, and gradients are summed dense here",
+}
+"""Classes that no placement helps."""
 
 
 class TorchViews:
@@ -51,12 +64,15 @@ class TorchViews:
         for number in self._pieces:
             self._close(number)
         self.groups = optimizer
+        self.group_of = group_of
         self._members = self._find_members()
+        self._rooms = rooms(plan, owned)
 
     def _views(self) -> dict[str, list[nn.Parameter]]:
         """Parameter name -> its views here, none where this rank owns nothing of it."""
         views: dict[str, list[nn.Parameter]] = {}
         self._spans: list[tuple[int, slice, nn.Parameter]] = []
+        self._names: dict[nn.Parameter, str] = {}
         for number, piece in self._pieces.items():
             for row in piece.rows:
                 span = piece.span(row)
@@ -64,7 +80,9 @@ class TorchViews:
                 if span.stop > span.start:
                     view = self._values[number][span]
                     whole = span.stop - span.start == row.numel
-                    parameter = nn.Parameter(view.view(row.shape) if whole else view)
+                    # One of no dimension stays flat: its moments must not look like step counts.
+                    parameter = nn.Parameter(view.view(row.shape) if whole and row.shape else view)
+                    self._names[parameter] = row.name
                     self._spans.append((number, span, parameter))
                     mine.append(parameter)
                 views[row.name] = mine
@@ -73,6 +91,11 @@ class TorchViews:
     def _find_members(self) -> list[tuple[int, slice, nn.Parameter]]:
         held = {id(p) for group in self.groups.param_groups for p in group["params"]}
         return [entry for entry in self._spans if id(entry[2]) in held]
+
+    @property
+    def statistics(self) -> Mapping[int, Statistics]:
+        """The change that was wanted is what the fp32 master changed by: the class says no more."""
+        return self._rooms
 
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
@@ -88,12 +111,42 @@ class TorchViews:
         for number, span, parameter in self._members:
             if number in ready:
                 parameter.grad = ready[number][span].view(parameter.shape)
+        before = {
+            number: (self._values[number].clone(), self._slices[number].storage.clone())
+            for number in ready
+            if number in self._rooms
+        }
         self.groups.step()
         for _, _, parameter in self._members:
             parameter.grad = None
         for number in ready:
             schemes.write(self._schemes[number], self._slices[number], self._values[number])
+        for number, span, parameter in self._members:
+            if number in before:
+                self._account(number, span, parameter, before[number], ready[number])
+        for number in ready:
             self._close(number)
+
+    def _account(
+        self,
+        number: int,
+        span: slice,
+        parameter: nn.Parameter,
+        before: tuple[torch.Tensor, torch.Tensor],
+        gradient: torch.Tensor,
+    ) -> None:
+        """What became of the update of one view."""
+        weight, seen = (held[span] for held in before)
+        kept = [
+            value for value in self.groups.state.get(parameter, {}).values() if _is_moment(value, parameter)
+        ]
+        master = self._values[number][span]
+        account(
+            self._rooms[number].blocks[span.start // ALIGNMENT : -(-span.stop // ALIGNMENT)],
+            master - weight,
+            (weight, seen, gradient[span]),
+            (master, self._slices[number].storage[span], kept[-1].reshape(-1) if kept else None),
+        )
 
     def _fp32(self, number: int) -> torch.Tensor:
         piece, of = self._pieces[number], self._slices[number]
@@ -126,7 +179,7 @@ class TorchViews:
             if owner != number:
                 continue
             for key, value in self.groups.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                if _is_moment(value, parameter):
                     flat = found.setdefault(
                         key, torch.zeros_like(self._pieces[number].storage, dtype=torch.float32)
                     )
@@ -138,6 +191,61 @@ class TorchViews:
             if owner == number and key in self.groups.state.get(parameter, {}):
                 held = self.groups.state[parameter][key]
                 held.copy_(values[span].view(held.shape))
+
+    @property
+    def kind(self) -> str:
+        return type(self.groups).__name__
+
+    def counters(self) -> Counters:
+        """Moments are in it by the name of their dtype: torch makes them in the first step, and a step that
+        finds none would begin anew."""
+        found: Counters = {}
+        for _, _, parameter in self._members:
+            if parameter in self.groups.state:
+                mine = found[self._names[parameter]] = {}
+                for key, value in self.groups.state[parameter].items():
+                    mine[key] = dtype_name(value) if _is_moment(value, parameter) else value
+        return found
+
+    def set_counters(self, counters: Counters) -> None:
+        self.groups.state.clear()
+        for _, _, parameter in self._members:
+            mine = counters.get(self._names[parameter])
+            if mine is not None:
+                self.groups.state[parameter] = {
+                    key: torch.zeros_like(parameter, dtype=getattr(torch, value), requires_grad=False)
+                    if isinstance(value, str)
+                    else copy.deepcopy(value)
+                    for key, value in mine.items()
+                }
+
+    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
+        return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
+
+    def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
+        held, found = self._slices[number].master, []
+        for owner, _, parameter in self._members:
+            values = self.groups.state.get(parameter, {}).values() if owner == number else ()
+            found += [value.dtype for value in values if _is_moment(value, parameter)]
+        return None if held is None else held.dtype, tuple(dict.fromkeys(found))
+
+
+_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)
+"""Dtypes of moments whose every value is an fp32 number."""
+
+
+def dtype_name(value: torch.Tensor) -> str:
+    if value.dtype not in _IN_FP32:
+        raise UnsupportedError(
+            f"`optimizer`: must keep moments whose values fp32 can hold, to be saved; got {value.dtype}. "
+            f"Keep them in fp32."
+        )
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _is_moment(value: object, parameter: nn.Parameter) -> bool:
+    """Whether a piece of an optimizer's state has a value for every element."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
 def _scheme(piece: Owned) -> Scheme:
@@ -159,11 +267,12 @@ def _scheme(piece: Owned) -> Scheme:
 def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: Plan) -> dict[str, int]:
     """Row name -> the optimizer's group it is in; checks that the optimizer can serve this model."""
     kind = type(optimizer).__name__
-    if kind in MATRIX_OPTIMIZERS:
-        raise UnsupportedError(
-            f"`optimizer`: must be elementwise, because a rank holds flat pieces of parameters; got {kind}. "
-            f"Use an elementwise optimizer (AdamW, SGD, Lion, ...)."
-        )
+    for base in type(optimizer).__mro__:
+        if base.__name__ in NEVER:
+            raise UnsupportedError(
+                f"`optimizer`: must update a parameter from its own gradient; got {kind}, which "
+                f"{NEVER[base.__name__]}. Use AdamW, SGD, Lion, Muon or the like."
+            )
     if optimizer.state:
         raise UnsupportedError(
             f"`optimizer`: must not have taken a step before `initialize`; got {kind} with state. Build it "
@@ -179,4 +288,29 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
                     f"{tuple(parameter.shape)} that the model does not have."
                 )
             found[row.name] = number
+    if works_on_matrices(type(optimizer)):
+        _require_whole(kind, [row for name in found if (row := plan.row(name)) is not None], plan)
     return found
+
+
+def works_on_matrices(kind: type) -> bool:
+    """Whether an optimizer class needs whole parameters, as far as names tell."""
+    names = [base.__name__.lower() for base in kind.__mro__]
+    return any(word in name for name in names for word in MATRIX_OPTIMIZERS)
+
+
+def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
+    cut = [row.name for row in rows if not _is_whole(row, plan)]
+    if cut:
+        more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
+        raise UnsupportedError(
+            f"`optimizer`: must be elementwise where ranks hold flat pieces of parameters; got {kind}, and "
+            f"pieces of {', '.join(cut[:3])}{more}. Place what it updates whole, with a rule such as "
+            f"`precision: {{rules: [{{match: '*', placement: whole}}]}}`, or use an elementwise optimizer."
+        )
+
+
+def _is_whole(row: Row, plan: Plan) -> bool:
+    """Whether one rank owns all of a row: by its placement, or because nothing is cut."""
+    update = row.columns.update
+    return update is None or update.placement == "whole" or update.axis == "" or plan.mesh.shard == 1

@@ -17,9 +17,10 @@ from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
 from zerodrift.plan import check
-from zerodrift.plan.layout import Members, find_units, pack
+from zerodrift.plan.groups import groups
+from zerodrift.plan.layout import Members, find_units, group, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
-from zerodrift.policy.nouns import Columns, Master, Policy, Recipe
+from zerodrift.policy.nouns import Columns, Master, Policy, Recipe, Share
 from zerodrift.policy.parameters import ColumnsOf
 from zerodrift.policy.rules import require_matches
 
@@ -45,6 +46,8 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         notes=tuple(_notes(policy, model, rows, segments, units, mesh.shard)),
     )
     check.require(plan)
+    if policy.backend == "fsdp2":
+        groups(plan)  # a plan that fully_shard cannot run is refused where it is made
     return plan
 
 
@@ -67,19 +70,17 @@ def _add_unit(
     segments: list[Segment],
 ) -> None:
     """One unit: its parameters grouped by columns, each group one segment."""
-    groups: dict[object, list[int]] = {}
-    for index in members.parameters:
-        groups.setdefault(columns[index].layout, []).append(index)
     unit = len(units)
     first_row, first_segment = len(rows), len(segments)
-    for group in groups.values():
-        parameters = [model.parameters[index] for index in group]
-        shared = columns[group[0]]
+    for indices in group(members.parameters, columns):
+        parameters = [model.parameters[index] for index in indices]
+        shared = columns[indices[0]]
         sliced = shared.storage.axis != "" or shared.update is not None
-        packed = pack(parameters, mesh.shard if sliced else 1)
+        placement = "sliced" if shared.update is None else shared.update.placement
+        packed = pack(parameters, mesh.shard if sliced else 1, placement)
         number = len(segments)
         start = len(rows)
-        for parameter, index, offset in zip(parameters, group, packed.offsets, strict=True):
+        for parameter, index, offset in zip(parameters, indices, packed.offsets, strict=True):
             rows.append(
                 Row(
                     names=parameter.names,
@@ -92,7 +93,7 @@ def _add_unit(
                     offset=offset,
                 )
             )
-        numbers = tuple(range(start, len(rows)))
+        numbers = tuple(sorted(range(start, len(rows)), key=lambda number: rows[number].offset))
         segments.append(Segment(unit, shared, numbers, packed.numel, packed.padded))
     units.append(
         Unit(
@@ -114,11 +115,12 @@ def _buffer(buffer: BufferSpec, policy: Policy) -> BufferRow:
 # --- notes ------------------------------------------------------------------------------------------
 
 
-def moments(optimizer: Recipe | None) -> int:
-    """How many values per element an optimizer keeps; two where the config names none."""
+def moments(optimizer: Recipe | None, share: Share = "") -> int:
+    """How many values per element an optimizer keeps; two where the config names none. `share` says which
+    part of one that treats parameters differently."""
     if optimizer is None:
         return 2
-    if optimizer.type in ("Lion", "Muon"):
+    if optimizer.type == "Lion" or share == "Muon":
         return 1
     if optimizer.type == "SGD":
         return 1 if json.loads(optimizer.params).get("momentum") else 0
@@ -173,10 +175,23 @@ def _notes(
     if len({unit.stage for unit in units}) > 1 and across:
         yield f"{_count(across)} tied across pipeline stages: each stage that uses one holds a copy"
     yield from _large_units(policy, rows, units, shard)
-    padding = sum(s.padded for s in segments) - sum(s.numel for s in segments)
+    yield from _padding(segments, shard)
+
+
+def _padding(segments: list[Segment], shard: int) -> Iterable[str]:
+    """What is allocated beyond the parameters, where it is worth a word."""
     total = sum(s.numel for s in segments)
+    padding = sum(s.padded - s.numel for s in segments if not s.whole)
     if padding > 0.01 * total and padding > 1 << 20:
         yield f"padding is {padding / total:.1%} of the parameters: fewer shards waste less"
+    whole = sum(s.padded - s.numel for s in segments if s.whole)
+    placed = sum(s.numel for s in segments if s.whole)
+    if whole > 0.1 * placed and whole > 1 << 20:
+        yield (
+            f"keeping parameters whole pads them by {whole / placed:.0%}, in memory and on the wire: slices "
+            f"over {shard} ranks are as long as the fullest. Fewer shard ranks waste less "
+            f"(`sharding.replicate`), and so do rules that leave out what is much larger than the rest"
+        )
 
 
 def _large_units(policy: Policy, rows: list[Row], units: list[Unit], shard: int) -> Iterable[str]:

@@ -8,11 +8,12 @@ Invariant: this file decides nothing; it only knows what must hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from zerodrift.dtypes import DType
 from zerodrift.plan.table import ALIGNMENT, Plan
-from zerodrift.policy.nouns import COLUMNS, Master
+from zerodrift.policy.nouns import COLUMNS, OPTIONS, Master
 
 Check = Callable[[Plan], Iterator[str]]
 
@@ -75,6 +76,32 @@ def slices_are_equal_blocks(plan: Plan) -> Iterator[str]:
             yield f"segment {number} has {segment.padded} elements, not a multiple of {multiple}"
 
 
+def no_slice_cuts_what_is_whole(plan: Plan) -> Iterator[str]:
+    """A slice ends inside of a row only where the row's placement lets it."""
+    for number, segment in enumerate(plan.segments):
+        if not segment.whole:
+            continue
+        each = segment.padded // plan.mesh.shard
+        for row in (plan.rows[index] for index in segment.rows if plan.rows[index].numel):
+            update = row.columns.update
+            matrices = update is not None and update.placement == "matrices"
+            unit = math.prod(row.shape[-2:]) if matrices else row.numel
+            cuts = range(row.offset // each + 1, (row.offset + row.numel - 1) // each + 1)
+            if any((cut * each - row.offset) % unit for cut in cuts):
+                what = "a matrix of it" if matrices else "it"
+                yield f"{row.name} is placed whole, but a slice of segment {number} cuts {what}"
+
+
+def matrix_updates_get_matrices(plan: Plan) -> Iterator[str]:
+    """What Muon updates has two dimensions or more and is not cut inside of a matrix."""
+    for row in plan.rows:
+        update = row.columns.update
+        if update is None or update.optimizer != "Muon":
+            continue
+        if len(row.shape) < 2 or update.placement == "sliced":
+            yield f"{row.name} {list(row.shape)}, {update.placement}, is no whole matrix for Muon"
+
+
 def segments_are_uniform(plan: Plan) -> Iterator[str]:
     for number, segment in enumerate(plan.segments):
         for index in segment.rows:
@@ -134,7 +161,9 @@ def axes_follow_the_stage(plan: Plan) -> Iterator[str]:
 def every_cell_says_why(plan: Plan) -> Iterator[str]:
     for columns in {row.columns for row in plan.rows}:
         wanted = {column for column, text in columns.cells().items() if text != "-"}
-        missing = [column for column in COLUMNS if column in wanted and not columns.reasons().get(column)]
+        wanted |= set(columns.options())
+        order = (*COLUMNS, *OPTIONS)
+        missing = [name for name in order if name in wanted and not columns.reasons().get(name)]
         if missing:
             yield f"no reason for {', '.join(missing)}"
 
@@ -153,6 +182,8 @@ CHECKS: tuple[Check, ...] = (
     rows_do_not_overlap,
     starts_are_aligned,
     slices_are_equal_blocks,
+    no_slice_cuts_what_is_whole,
+    matrix_updates_get_matrices,
     segments_are_uniform,
     pins_hold_everywhere,
     nothing_narrows_silently,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.build import moments
 from zerodrift.plan.schedule import Collective, collectives
-from zerodrift.plan.table import Plan, Segment, Unit
-from zerodrift.policy.nouns import Master, Placed, Update
+from zerodrift.plan.table import ALIGNMENT, Plan, Segment, Unit
+from zerodrift.policy.nouns import Master, Placed, State, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ class Cost:
     """Elements of that stage's model, tied once."""
     padding: int
     """Elements allocated beyond them, over all ranks of a shard group."""
+    whole_padding: int
+    """Of those, the ones that keep parameters or matrices whole."""
     rest: Rest
     peak: Peak
     traffic: tuple[Traffic, ...]
@@ -112,6 +114,7 @@ def _stage_cost(plan: Plan, stage: int, micro_batches: int) -> Cost:
         pipeline_stage=stage,
         parameters=sum(segment.numel for segment in segments),
         padding=sum(segment.padded - segment.numel for segment in segments),
+        whole_padding=sum(segment.padded - segment.numel for segment in segments if segment.whole),
         rest=rest,
         peak=_peak(plan, units, segments, rest, micro_batches),
         traffic=_traffic(plan, stage, micro_batches),
@@ -119,7 +122,7 @@ def _stage_cost(plan: Plan, stage: int, micro_batches: int) -> Cost:
 
 
 def _rest(plan: Plan, segments: Sequence[Segment]) -> Rest:
-    shard, state_values = plan.mesh.shard, moments(plan.policy.optimizer)
+    shard = plan.mesh.shard
     storage = accumulate = master = state = 0
     for segment in segments:
         columns, update = segment.columns, segment.columns.update
@@ -128,7 +131,8 @@ def _rest(plan: Plan, segments: Sequence[Segment]) -> Rest:
             continue
         owned = segment.padded // (shard if update.axis else 1)
         master += owned * MASTER_BYTES[update.master]
-        state += owned * update.state.dtype.size * state_values
+        count = moments(plan.policy.optimizer, update.optimizer)
+        state += owned // ALIGNMENT * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
             accumulate += _held(segment, update.accumulate, shard)
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
@@ -245,3 +249,8 @@ def sent(call: Collective, mesh: MeshShape) -> int:
 
 MASTER_BYTES = {Master.FP32: 4, Master.SPLIT: 2, Master.SAME: 0}
 """Bytes per element beyond storage."""
+
+
+def block_bytes(state: State) -> int:
+    """Bytes of a moment of ALIGNMENT elements: `8bit` has an fp32 scale for each such block."""
+    return ALIGNMENT * state.dtype.size + (4 if state is State.EIGHT_BIT else 0)

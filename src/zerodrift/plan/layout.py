@@ -4,12 +4,19 @@ A *unit* is what is gathered together. Unless the config names them, units are t
 found by name: the outermost numbered children that hold modules of their own (`model.layers.7`). The root
 takes the rest, and parameters that are tied across units.
 
+A *segment* is cut into equal slices, one per rank. Where the cuts fall is a matter of packing alone, so an
+optimizer that needs whole parameters or whole matrices gets them by where its segment's rows lie; whoever
+gathers, reduces or updates sees a flat buffer as any other. What it costs is padding: every slice is as
+long as the fullest.
+
 Invariant: every parameter is in exactly one unit, and offsets are multiples of ALIGNMENT.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import heapq
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +24,7 @@ from dataclasses import dataclass
 from zerodrift.errors import ConfigError, Problems, did_you_mean
 from zerodrift.model.spec import ModelSpec, ParameterSpec
 from zerodrift.plan.table import ALIGNMENT
+from zerodrift.policy.nouns import Columns, Placement
 
 BlockOf = Callable[[str], str]
 """Parameter name -> name of its block, `""` for none."""
@@ -151,11 +159,56 @@ class Packed:
     padded: int
 
 
-def pack(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
-    """Parameters one after the other, each start aligned, the whole a multiple of `slices` blocks."""
+def group(parameters: Sequence[int], columns: Sequence[Columns]) -> list[list[int]]:
+    """Parameters of a unit by what a segment must share. A stack that is cut between its matrices is a
+    segment of its own, because its matrices set the length of a slice."""
+    groups: dict[object, list[int]] = {}
+    for index in parameters:
+        update = columns[index].update
+        alone = index if update is not None and update.placement == "matrices" else None
+        groups.setdefault((columns[index].layout, alone), []).append(index)
+    return list(groups.values())
+
+
+def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement = "sliced") -> Packed:
+    """Where the parameters of a segment lie, for equal slices of whole blocks."""
+    if placement == "whole" and slices > 1:
+        return _pack_whole(parameters, slices)
+    if placement == "matrices" and slices > 1:
+        return _pack_stack(parameters[0], slices)
+    return _pack_in_order(parameters, slices)
+
+
+def _pack_in_order(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
+    """One after the other, each start aligned, the whole a multiple of `slices` blocks."""
     offsets, end, numel = [], 0, 0
     for parameter in parameters:
         offsets.append(end)
         numel += parameter.numel
         end = round_up(end + parameter.numel, ALIGNMENT)
     return Packed(tuple(offsets), numel, round_up(end, ALIGNMENT * slices))
+
+
+def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
+    """No parameter across the end of a slice: longest first, each into the slice that has the least so far,
+    the first of those. At worst a third longer than the best packing, and the same on every rank."""
+    lengths = [round_up(parameter.numel, ALIGNMENT) for parameter in parameters]
+    filled = [(0, number) for number in range(slices)]
+    places: list[tuple[int, int]] = [(0, 0)] * len(parameters)
+    for index in sorted(range(len(parameters)), key=lambda index: -lengths[index]):
+        length, number = filled[0]
+        places[index] = (number, length)
+        heapq.heapreplace(filled, (length + lengths[index], number))
+    each = max(length for length, _ in filled)
+    offsets = tuple(number * each + start for number, start in places)
+    return Packed(offsets, sum(parameter.numel for parameter in parameters), each * slices)
+
+
+def _pack_stack(parameter: ParameterSpec, slices: int) -> Packed:
+    """A stack of matrices over slices that end between two of them, and between two blocks."""
+    matrix = math.prod(parameter.shape[-2:])
+    if matrix == 0:
+        return Packed((0,), 0, 0)
+    step = ALIGNMENT // math.gcd(matrix, ALIGNMENT)  # matrices that fill whole blocks
+    each = round_up(-(-parameter.numel // (matrix * slices)), step) * matrix
+    return Packed((0,), parameter.numel, each * slices)

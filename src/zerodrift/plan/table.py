@@ -84,6 +84,11 @@ class Segment:
     """Elements allocated: a multiple of ALIGNMENT times the ranks of the shard axis."""
 
     @property
+    def whole(self) -> bool:
+        """Whether no slice of it ends inside of a matrix."""
+        return self.columns.update is not None and self.columns.update.placement != "sliced"
+
+    @property
     def trained(self) -> bool:
         return self.columns.update is not None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.mesh import MeshShape
+from zerodrift.policy import matrices
 from zerodrift.policy.nouns import Averaging, Batch, Decision, LossScale, Mode, Recipe, Sharding
 from zerodrift.policy.numbers import Numbers
 
@@ -150,6 +151,17 @@ def optimizer(config: Config, numbers: Numbers, problems: Problems) -> Recipe | 
         )
         return None
     return Recipe(kind, numbers.params("optimizer.params", config.optimizer.params))
+
+
+def update_decisions(optimizer: Recipe | None, config: Config) -> tuple[Decision, ...]:
+    """How updates are shared out and watched, where that is not as usual."""
+    found = []
+    if optimizer is not None and optimizer.type == "Muon":
+        why = f"`optimizer.type`; rule: {matrices.RULE}; or `precision.rules[].optimizer`"
+        found.append(Decision("optimizer", "Muon, AdamW for the rest", why))
+    if config.precision.statistics:
+        found.append(Decision("statistics", "of every update", "`precision.statistics`"))
+    return tuple(found)
 
 
 def schedule(config: Config, numbers: Numbers, problems: Problems) -> Recipe | None:

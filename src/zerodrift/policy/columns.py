@@ -15,19 +15,24 @@ from typing import Literal
 
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import Problems
+from zerodrift.policy import fully_shard
 from zerodrift.policy.nouns import (
     COLUMNS,
+    OPTIONS,
     Axis,
     Columns,
     Master,
     Mode,
+    Output,
     Placed,
+    Placement,
     Reduce,
+    Share,
     State,
     Update,
 )
 from zerodrift.policy.rules import Demands
-from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Setting:
     allow_narrow: bool
     beta2: float | None
     """Decay of the second moment, where the config's optimizer has one; bounds how it may be rounded."""
+    muon: bool
+    """Whether the config's optimizer is Muon, which leaves some parameters to AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +59,9 @@ class Subject:
     """Autocast: every module that owns it is in the safe list."""
     checkpoint: DType | None
     """Its dtype in the checkpoint that the weights come from."""
-    matrix: bool
-    """Two dimensions or more."""
+    dimensions: int
+    not_hidden: str
+    """Why Muon leaves it to AdamW unless told otherwise; `""` where it does not."""
 
 
 def complete(
@@ -61,7 +69,7 @@ def complete(
     setting: Setting,
     subject: Subject,
     pinned: bool,
-    output: Literal["", "keep", "input"],
+    output: Output,
     problems: Problems,
 ) -> Columns:
     """Every column of a parameter."""
@@ -73,16 +81,18 @@ def complete(
     gather = fill.gather(storage, compute)
     update = fill.update(storage, compute) if subject.trained else None
     export = fill.export(compute)
-    kept = output or ("keep" if subject.matrix else "input")
-    why = tuple((column, fill.why[column]) for column in COLUMNS if column in fill.why)
-    return Columns(Placed(storage, fill.storage_axis), gather, compute, update, export, kept, pinned, why)
+    why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
+    made = Columns(Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why)
+    if setting.backend == "fsdp2":
+        fully_shard.check_columns(made, fill.place, problems)
+    return made
 
 
-def _kept(dtype: DType, output: Literal["", "keep", "input"]) -> Columns:
+def _kept(dtype: DType, output: Output) -> Columns:
     """An integer or boolean parameter: it stays what it is."""
     reason = f"{dtype} is not a floating dtype: kept as it is"
     why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
-    return Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output or "keep", False, why)
+    return Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output, False, why)
 
 
 class _Filler:
@@ -102,7 +112,7 @@ class _Filler:
         self.why[column] = why
         return DType(value)
 
-    def _place(self, column: str) -> str:
+    def place(self, column: str) -> str:
         """The key that asked for a column, for messages; the mode if nothing did."""
         return self.asked[column][1] if column in self.asked else "precision.mode"
 
@@ -131,7 +141,7 @@ class _Filler:
         compute = self._take("compute", default, reason)
         if compute is DType.FP16 and not mode.scaled and self.subject.trained:
             self.problems.add(
-                self._place("compute"),
+                self.place("compute"),
                 "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish",
                 f"mode {mode}",
                 "Use mode fp16, or bf16 here.",
@@ -144,18 +154,20 @@ class _Filler:
             gather = self._take("gather", storage, reason)
             if gather is not storage:
                 self.problems.add(
-                    self._place("gather"),
+                    self.place("gather"),
                     f"`gather` must be {storage} at stage {self.setting.stage}, where storage is whole and "
                     f"an updated slice travels as stored",
                     str(gather),
                     "Leave `gather` out, or use stage 3.",
                 )
             return gather
-        narrow = storage if compute.holds(storage) else compute
-        gather = self._take("gather", narrow, "the narrower of storage and compute")
+        narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
+        if self.setting.backend == "fsdp2":
+            narrow, reason = compute, "backend fsdp2: fully_shard casts to it before it gathers"
+        gather = self._take("gather", narrow, reason)
         if gather not in (storage, compute):
             self.problems.add(
-                self._place("gather"),
+                self.place("gather"),
                 f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})",
                 str(gather),
                 "Another dtype would round what neither end asks for.",
@@ -166,7 +178,7 @@ class _Filler:
         grad = self._take("grad", compute, "autograd leaves it in the compute dtype")
         if grad is not compute:
             self.problems.add(
-                self._place("grad"),
+                self.place("grad"),
                 f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it",
                 str(grad),
                 "Set `accumulate` for the dtype that gradients are summed in.",
@@ -174,13 +186,16 @@ class _Filler:
         accumulate = self._accumulate(compute)
         reduce = self._reduce(accumulate)
         axis: Axis = "shard" if self.setting.stage >= 1 else self.storage_axis
+        optimizer = self._optimizer()
         return Update(
             grad=grad,
             accumulate=Placed(accumulate, "shard" if reduce.when == "every" else ""),
             reduce=reduce,
             master=self._master(storage),
-            state=self._state(),
+            state=self._state(optimizer),
             axis=axis,
+            placement=self._placement(optimizer),
+            optimizer=optimizer,
         )
 
     def _accumulate(self, compute: DType) -> DType:
@@ -202,7 +217,7 @@ class _Filler:
         total = self._take("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if not total.holds(wire):
             self.problems.add(
-                self._place("reduce.sum"),
+                self.place("reduce.sum"),
                 f"`reduce.sum` must hold what is on the wire, {wire}",
                 str(total),
                 "Use the wire's dtype or fp32.",
@@ -225,7 +240,7 @@ class _Filler:
         """A column of the gradient must not lose what the column before it held, unless allowed."""
         if not lost(of, dtype):
             return
-        where = self._place(column)
+        where = self.place(column)
         name = column.partition(".")[0]
         found = gradient_dtype(self.setting.mode, dtype)
         if found.status == "no":
@@ -269,19 +284,72 @@ class _Filler:
         value, asked = self.asked.get("master", ("same", ""))
         self.why["master"] = why if value == "same" and not asked else f"{asked}; {why}"
 
-    def _state(self) -> State:
+    def _optimizer(self) -> Share:
+        """Which of Muon's two updates; `""` under any other optimizer."""
+        if not self.setting.muon:
+            if "optimizer" in self.asked:
+                self.problems.add(
+                    self.asked["optimizer"][1],
+                    "`optimizer` must be left out of rules without `optimizer.type: Muon`: every parameter "
+                    "gets the same update",
+                    self.asked["optimizer"][0],
+                    "Remove it, or name Muon in the `optimizer` block.",
+                )
+            return ""
+        subject = self.subject
+        default: Share = "AdamW" if subject.not_hidden else "Muon"
+        value, why = self.asked.get(
+            "optimizer", (default, f"Muon's rule: {subject.not_hidden or 'a hidden matrix'}")
+        )
+        self.why["optimizer"] = why
+        if value == "Muon" and subject.dimensions < 2:
+            self.problems.add(
+                why,
+                "`optimizer: Muon` needs matrices",
+                f"a parameter with {subject.dimensions} dimensions",
+                "Use `optimizer: AdamW`, or a rule that matches less.",
+            )
+        return "Muon" if value == "Muon" else "AdamW"
+
+    def _placement(self, optimizer: Share) -> Placement:
+        """Where a slice may end."""
+        stacked = self.subject.dimensions > 2
+        default, reason = "sliced", ""
+        if optimizer == "Muon":
+            default = "matrices" if stacked else "whole"
+            reason = "Muon works on whole matrices" + ("; a stack may be cut between them" if stacked else "")
+        value, why = self.asked.get("placement", (default, reason))
+        if value == "matrices" and not stacked:
+            value, why = "whole", f"{why}; one matrix" if "placement" in self.asked else why
+        if value == "sliced":
+            if optimizer == "Muon":
+                self.problems.add(
+                    why,
+                    "`placement` must be `matrices` or `whole` where Muon updates: it needs whole matrices",
+                    "sliced",
+                    "Leave `placement` out, or say `optimizer: AdamW`.",
+                )
+            return "sliced"
+        if self.setting.backend == "fsdp2" and "placement" in self.asked:
+            self.problems.add(
+                why,
+                "`placement` must be `sliced` on backend fsdp2: fully_shard cuts every parameter on its "
+                "first dimension",
+                value,
+                "Use the native backend, or an elementwise optimizer.",
+            )
+        self.why["placement"] = why
+        return "matrices" if value == "matrices" else "whole"
+
+    def _state(self, optimizer: Share) -> State:
         value, why = self.asked.get("state", ("fp32", "default: moments in fp32"))
         self.why["state"] = why
         state = State(value)
-        beta2 = self.setting.beta2
-        if state is State.BF16 and beta2 is not None and beta2 > MAX_NEAREST_BETA2:
-            self.problems.add(
-                why,
-                f"`state: bf16` needs a beta2 of at most {MAX_NEAREST_BETA2}: above it the decay of the "
-                f"second moment is less than half an ulp, and it can never shrink",
-                f"beta2 {beta2}",
-                "Use `state: bf16-stochastic`, or lower beta2.",
-            )
+        beta2 = None if optimizer == "Muon" else self.setting.beta2
+        found = state_verdict(state, self.setting.backend, beta2)
+        if found.status == "no":
+            got = f"beta2 {beta2}" if self.setting.backend == "native" else f"backend {self.setting.backend}"
+            self.problems.add(why, f"`state` must not be {state} here: {found.reason}", got)
         return state
 
     def export(self, compute: DType) -> DType:
@@ -293,7 +361,3 @@ class _Filler:
                 "export", compute, f"compute: {checkpoint} of the source means nothing by itself"
             )
         return self._take("export", compute, "no source checkpoint: the compute dtype")
-
-
-MAX_NEAREST_BETA2 = 0.98
-"""Above it, rounding a bf16 second moment to nearest freezes it: (1 - beta2) is under half an ulp."""

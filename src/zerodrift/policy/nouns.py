@@ -67,17 +67,39 @@ class State(enum.Enum):
     FP32 = "fp32"
     BF16 = "bf16"
     BF16_STOCHASTIC = "bf16-stochastic"
+    EIGHT_BIT = "8bit"
+    """A code per element and an fp32 scale per block, rounded stochastically."""
 
     def __str__(self) -> str:
         return self.value
 
     @property
     def dtype(self) -> DType:
-        return DType.FP32 if self is State.FP32 else DType.BF16
+        """Of one element as it rests; `8bit` has a scale per block besides."""
+        return {State.FP32: DType.FP32, State.EIGHT_BIT: DType.UINT8}.get(self, DType.BF16)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether random bits decide how it is rounded."""
+        return self in (State.BF16_STOCHASTIC, State.EIGHT_BIT)
 
 
 Axis = Literal["", "shard"]
 """Where a column lives: `""` is whole on every rank, `"shard"` is an equal slice per rank of that axis."""
+
+Placement = Literal["sliced", "matrices", "whole"]
+"""Where a slice may end: anywhere in a parameter, between the matrices of its last two dimensions, or
+between parameters only."""
+
+Share = Literal["", "Muon", "AdamW"]
+"""Which part of an optimizer that treats parameters differently; `""` where it treats all alike."""
+
+OPTIONS = ("placement", "optimizer")
+"""What a trained parameter has beside its columns; shown where it is not as usual."""
+
+Output = Literal["auto", "keep", "input"]
+"""What a module returns whose parameters are all pinned: its own dtype, its input's, or (`auto`) its own if
+it holds one matrix, as routers and heads do, and its input's if none or several, as norms and blocks do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +131,10 @@ class Update:
     state: State
     axis: Axis
     """Where master and state live."""
+    placement: Placement = "sliced"
+    """Where a rank's slice of the parameter may end."""
+    optimizer: Share = ""
+    """Which of the config's optimizer's updates it gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +147,13 @@ class Columns:
     update: Update | None
     """None for a frozen parameter."""
     export: DType
-    output: Literal["keep", "input"]
+    output: Output
     """What a module returns whose parameters are all pinned."""
     pinned: bool
     """Whether a rule holds this parameter to fp32 in every column."""
     why: tuple[tuple[str, str], ...]
-    """(column, reason), a pair for every column that the parameter has, in the order of COLUMNS."""
+    """(column, reason), a pair for every column that the parameter has, in the order of COLUMNS, and for
+    every option that it has, in the order of OPTIONS."""
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -153,6 +180,14 @@ class Columns:
                 "state": f"{update.state}{'/' if update.axis else ''}",
             }
         return {column: shown.get(column, "-") for column in COLUMNS}
+
+    def options(self) -> dict[str, str]:
+        """Option -> its value, for those that are not as usual."""
+        update = self.update
+        if update is None:
+            return {}
+        found = {"placement": update.placement, "optimizer": update.optimizer}
+        return {option: value for option, value in found.items() if value not in ("", "sliced")}
 
     def reasons(self) -> dict[str, str]:
         return dict(self.why)
@@ -183,8 +218,8 @@ class Rule:
     sets: tuple[tuple[str, str], ...]
     """(column or `reduce.wire`, ...; value) pairs, in the order of COLUMNS."""
     pin: bool
-    output: Literal["", "keep", "input"]
-    """`""` leaves it to the shape: a matrix keeps, a vector returns its input's dtype."""
+    output: Output
+    """See `Output`; `auto` where the rule says nothing."""
     why: str
     """The key and pattern that a report shows: `precision.rules[1]: '*.router.*'`."""
 
@@ -270,6 +305,8 @@ class Policy:
     """Skip the step when a gradient is not finite, instead of raising."""
     optimizer: Recipe | None
     schedule: Recipe | None
+    statistics: bool
+    """Record what becomes of every update."""
     print_every: int
     decisions: tuple[Decision, ...]
     """Every choice that is not a column, with its reason."""

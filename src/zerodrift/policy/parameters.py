@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any, Literal
+from typing import Any
 
 from zerodrift import dtypes
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.model.spec import ModelSpec, ParameterSpec
-from zerodrift.policy import rules
+from zerodrift.policy import matrices, rules
 from zerodrift.policy.columns import Setting, Subject, complete
-from zerodrift.policy.nouns import Columns, Policy, Recipe, Rule
-
-Output = Literal["", "keep", "input"]
+from zerodrift.policy.nouns import Columns, Output, Policy, Recipe, Rule
 
 
 class ColumnsOf:
@@ -32,21 +30,27 @@ class ColumnsOf:
         self._safe = policy.safe
         self._checkpoint = _Checkpoint(model.checkpoint)
         self._setting = Setting(
-            policy.mode, policy.backend, policy.sharding.stage, policy.allow_narrow, _beta2(policy.optimizer)
+            policy.mode,
+            policy.backend,
+            policy.sharding.stage,
+            policy.allow_narrow,
+            _beta2(policy.optimizer),
+            policy.optimizer is not None and policy.optimizer.type == "Muon",
         )
         self._known: dict[Any, Columns] = {}
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
         asked, matched = rules.demands(self._base, self._rules, parameter)
-        output: Output = next((rule.output for rule in reversed(matched) if rule.output), "")
+        output: Output = next((rule.output for rule in reversed(matched) if rule.output != "auto"), "auto")
         pinned = _is_pinned(asked, matched)
         subject = Subject(
             parameter.dtype,
             parameter.trained,
             self._is_safe(parameter),
             self._checkpoint.dtype(parameter),
-            len(parameter.shape) > 1,
+            len(parameter.shape),
+            matrices.not_hidden(parameter) if self._setting.muon else "",
         )
         key = (tuple(asked.items()), output, pinned, subject)
         found = self._known.get(key)
@@ -99,8 +103,8 @@ def _is_pinned(asked: rules.Demands, matched: tuple[Rule, ...]) -> bool:
 
 
 def _beta2(optimizer: Recipe | None) -> float | None:
-    """The second moment's decay, if the config names an optimizer that has one."""
-    if optimizer is None or "Adam" not in optimizer.type:
+    """The second moment's decay, if the config names an optimizer that has one; Muon's AdamW does."""
+    if optimizer is None or not ("Adam" in optimizer.type or optimizer.type == "Muon"):
         return None
     betas = json.loads(optimizer.params).get("betas", (0.9, 0.999))
     try:

@@ -16,7 +16,7 @@ from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy import batch, choices, modes, rules
+from zerodrift.policy import batch, choices, fully_shard, modes, rules
 from zerodrift.policy.nouns import Decision, Mode, Policy
 from zerodrift.policy.numbers import AutoValues, Numbers
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
@@ -68,6 +68,8 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
     sharding, sharding_decisions = choices.sharding(config, stage, backend, problems)
     safe = _safe_modules(config, mode)
     schedule = choices.schedule(config, numbers, problems)
+    if backend == "fsdp2":
+        fully_shard.check_settings(config, mesh, optimizer, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
@@ -80,6 +82,7 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
         Decision("averaging", choices.averaging_text(averaging, mesh), averaging_why),
         choices.scale_decision(scale, mode, config),
         *_safe_decision(safe, config),
+        *choices.update_decisions(optimizer, config),
     )
     return Policy(
         mode=mode,
@@ -98,6 +101,7 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
         skip_nonfinite=not (config.bf16 and config.bf16.check_grad_overflow is False),
         optimizer=optimizer,
         schedule=schedule,
+        statistics=bool(precision.statistics),
         print_every=print_every,
         decisions=decisions,
         ignored=tuple((key.path, key.because) for key in config.keys if key.status == "ignored"),

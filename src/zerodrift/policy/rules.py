@@ -34,6 +34,7 @@ PIN: tuple[tuple[str, str], ...] = (
 """What `pin: fp32` stands for: the parameter is never rounded, anywhere."""
 
 _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
+_OF_RULES = ("placement", "optimizer")
 
 Demands = dict[str, tuple[str, str]]
 """column -> (value, why)."""
@@ -49,6 +50,8 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
         for part in ("wire", "sum", "when"):
             if (value := getattr(reduce, part)) is not None:
                 found.append((f"reduce.{part}", str(value)))
+    if isinstance(block, schema.Rule):
+        found += [(name, value) for name in _OF_RULES if (value := getattr(block, name)) is not None]
     return tuple(found)
 
 
@@ -61,7 +64,7 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
             "",
             PIN,
             True,
-            "",
+            "auto",
             f"zero_optimization.fp32_pinned_parameters[{number}]: '{text}'",
         )
         for number, text in enumerate(substrings)
@@ -82,7 +85,7 @@ def _from_block(number: int, block: schema.Rule) -> Rule:
         klass,
         tuple(sets.items()),
         pinned,
-        block.output or "",
+        block.output or "auto",
         f"precision.rules[{number}]: {shown}",
     )
 
@@ -130,7 +133,19 @@ def demands(
     return functools.reduce(_wider, each), tuple(matched)
 
 
-_WIDTH = {"same": 0, "split": 1, "bf16-stochastic": 2, "last": 0, "every": 1}
+_WIDTH = {
+    "same": 0,
+    "split": 1,
+    "8bit": -1,
+    "bf16-stochastic": 2,
+    "last": 0,
+    "every": 1,
+    "sliced": 0,
+    "matrices": 1,
+    "whole": 2,
+    "Muon": 0,
+    "AdamW": 1,
+}
 
 
 def _wider(left: Demands, right: Demands) -> Demands:

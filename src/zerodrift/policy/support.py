@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from zerodrift.dtypes import DType, lost
-from zerodrift.policy.nouns import Mode
+from zerodrift.policy.nouns import Mode, State
 
 Status = Literal["yes", "narrow", "no"]
 Backend = Literal["native", "fsdp2"]
@@ -43,6 +43,18 @@ class SupportCell:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class StateCell:
+    """Whether the optimizer's moments may rest in a state."""
+
+    state: str
+    backend: Backend
+    beta2: float
+    """The least or the largest of those that the cell stands for."""
+    status: Status
+    reason: str
+
+
 def gradient_dtype(mode: Mode, dtype: DType) -> Verdict:
     """Whether gradients of a mode may pass through `dtype`, in the accumulator or on the wire."""
     if mode.dtype is DType.BF16 and dtype is DType.FP16:
@@ -67,38 +79,47 @@ def verdict(mode: Mode, accumulate: DType, pipeline: bool, stage: int, backend: 
     narrow = gradient_dtype(mode, accumulate)
     if narrow.status == "no" or backend == "native":
         return narrow
-    return _fsdp2(mode, accumulate, pipeline, stage, narrow)
+    return _fsdp2(accumulate, pipeline, stage, narrow)
 
 
-def _fsdp2(mode: Mode, accumulate: DType, pipeline: bool, stage: int, narrow: Verdict) -> Verdict:
+def _fsdp2(accumulate: DType, pipeline: bool, stage: int, narrow: Verdict) -> Verdict:
     """What `fully_shard` cannot say, in the order in which a user can mend it."""
-    if pipeline and stage == 3:
-        return Verdict(
-            "no",
-            "torch's pipeline schedules lose weight gradients over parameters that fully_shard reshards "
-            "within a step: use stage 2, which keeps them gathered, or the native backend",
-        )
-    if accumulate is DType.FP32:
-        return narrow
-    if stage >= 2:
+    if pipeline:
+        return Verdict("no", "backend fsdp2 runs without a pipeline: use the native backend")
+    if accumulate is not DType.FP32 and stage >= 2:
         return Verdict(
             "no",
             "fully_shard sums micro-batches in its sharded parameters' dtype, fp32 here: use "
             "`accumulate: fp32`, or the native backend",
         )
-    if mode.autocast or mode is Mode.FP32:
-        return Verdict(
-            "no",
-            "fully_shard accumulates fp32 parameters' gradients in fp32: use `accumulate: fp32`, or the "
-            "native backend",
-        )
-    if lost(mode.dtype, accumulate):
-        return Verdict(
-            "no",
-            f"fully_shard accumulates {mode.dtype} gradients in {mode.dtype} or wider: use "
-            f"`accumulate: fp32`, or the native backend",
-        )
     return narrow
+
+
+def state_verdict(state: State, backend: Backend, beta2: float | None) -> Verdict:
+    """Whether moments may rest in a state. `beta2` is the decay of a second moment, where it is known."""
+    if backend == "fsdp2" and state is not State.FP32:
+        return Verdict(
+            "no",
+            "torch's own optimizer updates what fully_shard holds, and keeps moments in the parameters' "
+            "dtype: use `state: fp32`, or the native backend",
+        )
+    if state is State.BF16 and beta2 is not None and beta2 > MAX_NEAREST_BETA2:
+        return Verdict(
+            "no",
+            f"it needs a beta2 of at most {MAX_NEAREST_BETA2}: above it the decay of the second moment is "
+            "less than half an ulp, and it can never shrink: use `bf16-stochastic` or `8bit`, or lower beta2",
+        )
+    return Verdict("yes")
+
+
+def states() -> tuple[StateCell, ...]:
+    """Every state on every backend, with a beta2 that bf16 can follow and one that it cannot."""
+    backends: tuple[Backend, ...] = ("native", "fsdp2")
+    cells = []
+    for state, backend, beta2 in product(State, backends, (MAX_NEAREST_BETA2, USUAL_BETA2)):
+        found = state_verdict(state, backend, beta2)
+        cells.append(StateCell(str(state), backend, beta2, found.status, found.reason))
+    return tuple(cells)
 
 
 def table() -> tuple[SupportCell, ...]:
@@ -121,3 +142,9 @@ def table() -> tuple[SupportCell, ...]:
 
 DEFAULT_ACCUMULATE = DType.FP32
 """In every mode: a sum over micro-batches costs bits in anything narrower."""
+
+MAX_NEAREST_BETA2 = 0.98
+"""Above it, rounding a bf16 second moment to nearest freezes it: (1 - beta2) is under half an ulp."""
+
+USUAL_BETA2 = 0.999
+"""The default of every Adam."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Plan
-from zerodrift.policy.support import SupportCell
+from zerodrift.policy.support import StateCell, SupportCell
 from zerodrift.record import encode
 from zerodrift.report.explain import Explanation
 
@@ -36,9 +36,9 @@ def rows_json(found: Iterable[Explanation], plan: Plan) -> str:
     return _text({"digest": plan.digest, "source": plan.source, "parameters": encode(list(found))})
 
 
-def support_json(cells: Sequence[SupportCell]) -> str:
-    """The support table, a cell a line."""
-    return _text({"cells": encode(list(cells))})
+def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
+    """The support tables, a cell a line."""
+    return _text({"cells": encode(list(cells)), "states": encode(list(states))})
 
 
 def _text(document: Mapping[str, Any]) -> str:

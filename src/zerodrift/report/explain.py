@@ -48,7 +48,7 @@ class Explanation:
     klass: str
     """Dotted class of the module that owns it, `""` if unknown."""
     kind: str
-    """`pinned`, `frozen`, both, or `""`."""
+    """Words for what sets it apart: `pinned`, `frozen`, `whole`, ...; `""` for nothing."""
     output: str
     """What its module returns if all of the module's parameters are pinned: `keep` or `input`."""
     unit: str
@@ -62,6 +62,8 @@ class Explanation:
     slices: tuple[Slice, ...]
     """Of the columns that are sharded; ranks that own nothing of it are left out."""
     cells: tuple[Cell, ...]
+    options: tuple[Cell, ...]
+    """What it has beside its columns, where that is not as usual: `placement`, `optimizer`."""
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -77,6 +79,7 @@ def explain(plan: Plan, name: str) -> Explanation:
 def explain_row(plan: Plan, index: int) -> Explanation:
     """The row at an index of `Plan.rows`."""
     row = plan.rows[index]
+    options = summary.options(row.columns).items()
     values, words, why = row.columns.cells(), summary.spelled(row.columns), row.columns.reasons()
     return Explanation(
         names=row.names,
@@ -93,6 +96,9 @@ def explain_row(plan: Plan, index: int) -> Explanation:
         shard=plan.mesh.shard,
         slices=_slices(plan, row),
         cells=tuple(Cell(column, values[column], words[column], why.get(column, "")) for column in COLUMNS),
+        options=tuple(
+            Cell(name, row.columns.options()[name], text, why.get(name, "")) for name, text in options
+        ),
     )
 
 

@@ -28,25 +28,34 @@ _FIGURES = frozenset(("shape", "elements", "bytes", "per parameter", "count"))
 
 def plan_page(plan: Plan, cost: Cost, table: Table) -> str:
     """The whole plan, for a browser or a printer."""
-    body = [
-        _head(plan),
+    return document(f"zerodrift plan: {plan.source}", [_head(plan), *plan_sections(plan, cost, table)])
+
+
+def plan_sections(plan: Plan, cost: Cost, table: Table) -> list[Markup]:
+    """Everything below the head, for a page that shows more than a plan. Once per page: the script finds
+    its places by their ids."""
+    return [
         _notes(plan),
         _section("Columns", _filter(table), _table(table), _marks(table, plan), id="columns"),
         _section("Memory", _memory(plan, cost), id="memory"),
         _section("Wire", _wire(cost), id="wire"),
         _section("Why", _why(table), id="why"),
         _section("Decisions", _decisions(plan), id="decisions"),
-        _section("Ignored keys", _ignored(plan), id="ignored") if plan.policy.ignored else "",
-        _section("Buffers", _buffers(plan), id="buffers") if plan.buffers else "",
+        _section("Ignored keys", _ignored(plan), id="ignored") if plan.policy.ignored else Markup(""),
+        _section("Buffers", _buffers(plan), id="buffers") if plan.buffers else Markup(""),
         tag("footer", "Digest of every decision ", tag("code", plan.digest)),
         tag("template", tag("tr", tag("td", colspan=str(4 + len(COLUMNS)))), id="unfolded"),
         tag("script", Markup(_asset("page.js"))),
     ]
+
+
+def document(title: str, body: Child, style: str = "") -> str:
+    """A page that needs nothing else; `style` is added to that of every page."""
     head = [
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"zerodrift plan: {plan.source}"),
-        tag("style", Markup(_asset("page.css"))),
+        tag("title", title),
+        tag("style", Markup(_asset("page.css") + style)),
     ]
     return (
         "<!doctype html>\n" + tag("html", tag("head", head), tag("body", tag("main", body)), lang="en") + "\n"
@@ -159,11 +168,10 @@ def _why(table: Table) -> Markup:
     """Per column set: each column, its value in words, its reason. The script unfolds these under lines."""
     blocks = []
     for item in table.sets:
-        words, why = summary.spelled(item.columns), item.columns.reasons()
+        words = summary.spelled(item.columns) | summary.options(item.columns)
         lines = [
-            tag("tr", tag("th", column, scope="row"), tag("td", words[column]), tag("td", why[column]))
-            for column in COLUMNS
-            if column in why
+            tag("tr", tag("th", name, scope="row"), tag("td", words[name]), tag("td", reason))
+            for name, reason in item.columns.why
         ]
         kind = summary.kind(item.columns)
         caption = [tag("b", item.letter), " ", tag("span", kind, class_="badge") if kind else ""]
@@ -186,9 +194,6 @@ def _memory(plan: Plan, cost: Cost) -> Markup:
     """What rests and what peaks, drawn to one scale."""
     rest, peak = summary.rest_parts(cost), summary.peak_parts(cost)
     most = max(cost.rest.total, cost.peak.total, 1)
-    padding = (
-        f"Padding {figures.percent(cost.padding_ratio)} of {figures.elements(cost.parameters)} parameters"
-    )
     return join(
         [
             tag(
@@ -200,7 +205,7 @@ def _memory(plan: Plan, cost: Cost) -> Markup:
                 _stack("At peak, in the middle of a backward", peak, most, cost),
                 class_="pair",
             ),
-            tag("p", f"{padding} in {summary.layout(plan)}.", class_="quiet"),
+            tag("p", f"Padding {summary.padding(plan, cost)}.", class_="quiet"),
         ]
     )
 

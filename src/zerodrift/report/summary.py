@@ -21,7 +21,17 @@ from zerodrift.report.rows import ColumnSet, Table
 WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"}
 """`reduce.when` in words."""
 
-OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}
+OPTION_WORDS = {
+    "whole": "whole: a rank's slice never ends inside of it",
+    "matrices": "matrices: a rank's slice ends between two of its matrices only",
+}
+"""`placement` in words."""
+
+OUTPUT = {
+    "auto": "its own dtype if it holds one matrix, else its input's",
+    "keep": "its own dtype",
+    "input": "its input's dtype",
+}
 """`output` in words: what a module returns whose parameters are all pinned."""
 
 
@@ -101,9 +111,9 @@ def layout(plan: Plan) -> str:
 
 
 def kind(columns: Columns) -> str:
-    """What sets these columns apart: `pinned`, `frozen`, both, or nothing."""
+    """What sets these columns apart, in words: `pinned`, `frozen`, `whole`, `Muon`, ... or nothing."""
     words = (("pinned", columns.pinned), ("frozen", columns.update is None))
-    return ", ".join(word for word, holds in words if holds)
+    return ", ".join([*(word for word, holds in words if holds), *columns.options().values()])
 
 
 def share(item: ColumnSet, table: Table) -> str:
@@ -129,6 +139,11 @@ def spelled(columns: Columns) -> dict[str, str]:
     return words
 
 
+def options(columns: Columns) -> dict[str, str]:
+    """Option -> its value in words, for those that are not as usual."""
+    return {name: OPTION_WORDS.get(value, value) for name, value in columns.options().items()}
+
+
 def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
     """(mark, meaning) pairs for the marks that occur in the table."""
     sets = table.shown()
@@ -146,6 +161,7 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
         found.append(("frozen", "not trained: columns marked - do not exist"))
     if any(update is not None for update in updates):
         found.append(("reduce", _when(sets)))
+    found += _option_marks(sets)
     if any(line.count > 1 for line in table.lines):
         found.append(("xN", "the pattern stands for N parameters of that shape; elements are their sum"))
     if any(":" in line.pattern for line in table.lines):
@@ -153,6 +169,17 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
     if any(line.also for line in table.lines):
         found.append(("=", "tied: other names of the same parameter"))
     return tuple(found)
+
+
+def _option_marks(sets: Sequence[ColumnSet]) -> list[tuple[str, str]]:
+    words = {value for item in sets for value in item.columns.options().values()}
+    meanings = {
+        "whole": "a rank's slice holds whole parameters, for an optimizer that works on matrices",
+        "matrices": "a rank's slice holds whole matrices of the last two dimensions",
+        "Muon": "updated by Muon",
+        "AdamW": "updated by AdamW, beside Muon",
+    }
+    return [(word, meaning) for word, meaning in meanings.items() if word in words]
 
 
 def _when(sets: Iterable[ColumnSet]) -> str:
@@ -182,12 +209,12 @@ def reasons(sets: Sequence[ColumnSet]) -> tuple[Reason, ...]:
     order = [item.letter for item in sets]
     found: dict[str, dict[tuple[tuple[tuple[str, str], ...], bool], list[str]]] = {}
     for item in sets:
-        cells = item.columns.cells()
+        cells = item.columns.cells() | item.columns.options()
         mine: dict[str, list[tuple[str, str]]] = {}
         for column, text in item.columns.why:
             mine.setdefault(text, []).append((column, cells[column]))
         for text, pairs in mine.items():
-            every = len(pairs) == len(item.columns.why) > 1
+            every = len(pairs) == sum(name in COLUMNS for name, _ in item.columns.why) > 1
             found.setdefault(text, {}).setdefault((tuple(pairs), every), []).append(item.letter)
     return tuple(
         Reason(
@@ -255,6 +282,14 @@ def per_parameter(count: int, cost: Cost) -> str:
     """Bytes per parameter, of one rank."""
     each = count / cost.parameters if cost.parameters else 0.0
     return "<0.001" if 0.0 < each < 0.001 else figures.significant(each)
+
+
+def padding(plan: Plan, cost: Cost) -> str:
+    """What is allocated beyond the parameters, in a clause."""
+    text = f"{figures.percent(cost.padding_ratio)} of {figures.elements(cost.parameters)} parameters"
+    if cost.whole_padding:
+        text += f" ({figures.percent(cost.whole_padding / cost.parameters)} to keep them whole)"
+    return f"{text} in {layout(plan)}"
 
 
 def basis(plan: Plan, cost: Cost) -> str:

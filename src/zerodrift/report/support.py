@@ -14,7 +14,10 @@ from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
-from zerodrift.policy.support import DEFAULT_ACCUMULATE, SupportCell
+from zerodrift.plan.cost import block_bytes
+from zerodrift.plan.table import ALIGNMENT
+from zerodrift.policy.nouns import State
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, StateCell, SupportCell
 from zerodrift.report.frame import WIDTH, grid, printed, section
 from zerodrift.report.rows import letter
 
@@ -55,7 +58,7 @@ class _Matrix:
 # --- text ---------------------------------------------------------------------------------------------
 
 
-def support_text(cells: Sequence[SupportCell], *, color: bool) -> str:
+def support_text(cells: Sequence[SupportCell], states: Sequence[StateCell], *, color: bool) -> str:
     """One block per backend, stages without and with a pipeline side by side."""
     matrix = _Matrix(cells)
     head = Text().append("zerodrift", style="bold").append(" support")
@@ -71,6 +74,8 @@ def support_text(cells: Sequence[SupportCell], *, color: bool) -> str:
     parts += [
         section("reasons"),
         grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",)),
+        section("state", "the optimizer's moments"),
+        grid(list(_states(states)), (15,), ("bold",)),
     ]
     return printed(parts, color)
 
@@ -101,10 +106,30 @@ def _block(matrix: _Matrix, backend: str) -> Iterator[Text]:
 _PIPELINE = {False: "without a pipeline", True: "with a pipeline"}
 
 
+# --- states -------------------------------------------------------------------------------------------
+
+
+def _states(cells: Sequence[StateCell]) -> Iterator[tuple[str, str]]:
+    """A state and what holds for it: its bytes, then each backend with its reasons."""
+    for state in dict.fromkeys(cell.state for cell in cells):
+        size = block_bytes(State(state)) / ALIGNMENT
+        yield state, "; ".join([f"{size:.7g} bytes per element and moment", *_verdicts(cells, state)])
+
+
+def _verdicts(cells: Sequence[StateCell], state: str) -> Iterator[str]:
+    mine = [cell for cell in cells if cell.state == state]
+    for backend in dict.fromkeys(cell.backend for cell in mine):
+        found = [cell for cell in mine if cell.backend == backend]
+        alike = len({cell.status for cell in found}) == 1
+        for cell in found[:1] if alike else found:
+            where = f"backend {backend}" if alike else f"backend {backend} with beta2 {cell.beta2:g}"
+            yield f"{where}: {cell.status}" + (f", {cell.reason}" if cell.reason else "")
+
+
 # --- Markdown -----------------------------------------------------------------------------------------
 
 
-def support_markdown(cells: Sequence[SupportCell]) -> str:
+def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
     """The page that is published as `docs/support.md`."""
     matrix = _Matrix(cells)
     lines = [
@@ -124,6 +149,8 @@ def support_markdown(cells: Sequence[SupportCell]) -> str:
             lines += _markdown_table(matrix, backend, pipeline)
     lines += ["", "## Reasons", ""]
     lines += [f"- **{mark}**: {text}." for text, mark in matrix.letters.items()]
+    lines += ["", "## State", "", "The optimizer's moments, in every mode and at every stage.", ""]
+    lines += [f"- **{state}**: {text}." for state, text in _states(states)]
     return "\n".join(lines) + "\n"
 
 

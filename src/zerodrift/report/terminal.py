@@ -98,7 +98,7 @@ def explanation_text(found: Explanation, digest: str, *, color: bool) -> str:
     if "pinned" in found.kind:
         returned = summary.OUTPUT[found.output]
         facts.append(("output", f"{found.output}: a module that is pinned as a whole returns {returned}"))
-    cells = [(cell.column, cell.words, cell.why) for cell in found.cells]
+    cells = [(cell.column, cell.words, cell.why) for cell in (*found.cells, *found.options)]
     parts = [title("explain", digest), pairs(facts), section("columns")]
     return printed([*parts, grid(cells, most=(10, 30), styles=("", "bold"))], color)
 
@@ -244,8 +244,7 @@ def _cost(plan: Plan, cost: Cost) -> Iterable[RenderableType]:
     yield Text()
     yield from _wire(cost)
     yield Text()
-    padding = f"padding {figures.percent(cost.padding_ratio)}"
-    yield Text(f"{padding} of {figures.elements(cost.parameters)} parameters in {summary.layout(plan)}")
+    yield Text(f"padding {summary.padding(plan, cost)}")
 
 
 def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost) -> RenderableType:

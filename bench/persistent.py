@@ -1,0 +1,227 @@
+"""Bytes per parameter that stay between steps, measured, beside FSDP2 and DeepSpeed.
+
+    python bench/persistent.py                     # every engine, a fresh pair of processes each
+    python bench/persistent.py --only zd-3,fsdp2 --width 256
+
+Two gloo ranks train a decoder in bf16 with AdamW for a few steps; then rank 0 is looked at twice. `tensors`
+is the bytes of all tensors that the process keeps alive beyond those before the model was built. `resident`
+is the growth of the process's resident memory over the same time, after the allocator has given back what is
+free: it has the tensors, and everything else that an engine brings along. Both are divided by the number of
+parameters and multiplied by the number of ranks, so 12 stands for 12/N. `plan` is what zerodrift promised
+before the first tensor moved.
+
+FSDP2 stores fp32, computes in bf16 and reduces in fp32; its gradients count until `zero_grad`, so it is shown
+with and without them. zerodrift frees the accumulator in the step. DeepSpeed is stage 3, its bf16 block on,
+with buckets of one transformer block: its default of 5e8 elements would be all there is to see in a small
+model. It is left out where it is not installed. Needs Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import step as peers
+
+RANKS = 2
+
+
+@dataclass
+class Built:
+    """An engine under measurement."""
+
+    step: peers.Step
+    keep: object
+    """Whatever must stay alive, as it would in a training script."""
+    planned: float | None = None
+    """Bytes at rest on this rank, where the engine says so beforehand."""
+
+
+def zerodrift(options: argparse.Namespace, **precision: str) -> Built:
+    from zerodrift import cost, initialize
+
+    config = {
+        "precision": {"mode": "bf16", **precision},
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": peers.LR}},
+    }
+    engine = initialize(peers.make_model(options), config=config, device="cpu", quiet=True)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return Built(step, engine, cost(engine.plan).rest.total)
+
+
+def fsdp2(options: argparse.Namespace, zero_grad: bool) -> Built:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = peers.make_model(options)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = peers.fused(model)
+
+    def step(tokens: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        if zero_grad:
+            optimizer.zero_grad()
+        return loss.item()
+
+    return Built(step, (model, optimizer))
+
+
+def deepspeed(options: argparse.Namespace) -> Built:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed as ds
+
+    model = peers.make_model(options)
+    block = 12 * options.width**2
+    config = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": block,
+            "stage3_prefetch_bucket_size": block,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = ds.initialize(model=model, optimizer=peers.fused(model), config=config)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return Built(step, engine)
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace], Built]] = {
+    "zd-3": lambda o: zerodrift(o),
+    "zd-3 bf16-stochastic": lambda o: zerodrift(o, state="bf16-stochastic"),
+    "zd-3 8bit": lambda o: zerodrift(o, state="8bit"),
+    "zd-3 fp32 master": lambda o: zerodrift(o, master="fp32"),
+    "fsdp2": lambda o: fsdp2(o, zero_grad=True),
+    "fsdp2 with gradients": lambda o: fsdp2(o, zero_grad=False),
+    "ds-3": deepspeed,
+}
+"""Name -> how to build it. `zd-3` is zerodrift at stage 3 with `split` masters and fp32 state unless said."""
+
+
+def measured(rank: int, folder: str, options: argparse.Namespace, name: str, queue: Any) -> None:
+    peers.join(rank, folder)
+    for module in ("torch.distributed.fsdp", "torch._dynamo", "zerodrift"):
+        importlib.import_module(module)  # part of the baseline for everybody
+    if name.startswith("ds-"):
+        importlib.import_module("deepspeed")
+    warm(options, name)
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(options.vocabulary, (options.batch, options.length), generator=generator)
+    before, base = alive(), settled()
+    built = ENGINES[name](options)
+    for _ in range(options.steps):
+        built.step(tokens)
+    found = {"tensors": alive() - before, "resident": settled() - base, "planned": built.planned}
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+
+
+def warm(options: argparse.Namespace, name: str) -> None:
+    """A step of a tiny model: what code brings into memory when it first runs is nobody's state."""
+    tiny = argparse.Namespace(**{**vars(options), "width": 64, "layers": 1, "vocabulary": 256})
+    built = ENGINES[name](tiny)
+    built.step(torch.zeros(options.batch, options.length, dtype=torch.long))
+
+
+def alive() -> int:
+    """Bytes of the storages of every tensor, gradients included."""
+    gc.collect()
+    # By type: `isinstance` asks the lazy attributes of torch for a class.
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    sizes = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        storage = local.untyped_storage()
+        if storage.nbytes() and storage.device.type == "cpu":
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def settled() -> int:
+    """Bytes of this process in memory, once the C library has given back what is free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(peers.resident() * 2**20)
+
+
+def main() -> None:
+    options = parse()
+    names = options.only.split(",") if options.only else list(ENGINES)
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        raise SystemExit(f"`--only`: must be of {', '.join(ENGINES)}; got {', '.join(unknown)}.")
+    if not peers.available("deepspeed"):
+        names = [name for name in names if not name.startswith("ds-")]
+    count = sum(p.numel() for p in peers.make_model(options).parameters())
+    print(
+        f"{count / 1e6:.1f}M parameters, width {options.width}, {options.layers} layers, bf16, "
+        f"{RANKS} ranks, torch {torch.__version__}, {platform.machine()}"
+    )
+    print(f"{'bytes per parameter x ranks':28}{'plan':>8}{'tensors':>10}{'resident':>10}")
+    found = {}
+    for name in names:
+        found[name] = figures = peers.launch(measured, options, name)
+        planned, tensors, resident = (
+            "-" if figures[key] is None else f"{figures[key] * RANKS / count:.2f}"
+            for key in ("planned", "tensors", "resident")
+        )
+        print(f"{name:28}{planned:>8}{tensors:>10}{resident:>10}", flush=True)
+    if options.json:
+        record = {"parameters": count, "torch": torch.__version__, "options": vars(options), "bytes": found}
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="comma-separated engines")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--json", default="", help="also write the figures to this file")
+    options = parser.parse_args()
+    options.dtype = "bf16"
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""8-bit moments: one code per element and one fp32 scale per block of 256 elements.
+
+The scale is the largest magnitude of its block; a code stands for a fraction of it, in steps that grow
+finer towards one: the dynamic code of Dettmers et al. (8-bit Optimizers via Block-wise Quantization, 2022).
+The place of a code's leading one is its decade and the bits behind it count equal steps within, so decade i
+has 2^i of them. A first moment has a sign and seven bits, 1e-6 to 1 of the scale; a second moment, which is
+never negative, has eight, 1e-7 to 1. Blocks begin where the parameter does, so no slicing moves them.
+
+Two things keep training sound that rounding to the nearest code would break:
+
+- An update rounds up or down at random, by the bits of `rounding`, so that the mean is kept. At a beta2 of
+  0.999 a second moment changes by a thousandth a step where neighbouring codes are a hundredth apart or more:
+  rounded to nearest, one whose block has a larger value that stays would never follow.
+- A second moment that is not zero is never stored as zero, but as the least code: the update divides by its
+  root, and a first moment over nothing is a step into nowhere.
+
+A block whose largest value is under 2^-96 is stored as zeros: the root of such a second moment is far below
+any eps. Infinities are stored as the largest scale, 2^126, and one NaN makes its block NaN.
+
+Invariant: `encode(decode(codes, scales))` without random bits gives the same codes and scales, bit for bit:
+a moment that is saved in fp32 and read back is the moment that was there.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from zerodrift.kernels.native import BLOCK
+
+LEVELS = 8
+"""Decades of the longer code; the tables of both have this many places."""
+
+LEAST_SCALE, LARGEST_SCALE = 2.0**-96, 2.0**126
+"""Between these a scale has an inverse, and its least code is a normal number."""
+
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_LEAST_BITS, _LARGEST_BITS = (127 - 96) << 23, (127 + 126) << 23
+
+
+class Code(enum.Enum):
+    """Which numbers the 256 codes are."""
+
+    SIGNED = 0
+    """A sign and 7 decades: first moments."""
+    UNSIGNED = 1
+    """8 decades: second moments."""
+
+    @property
+    def top(self) -> int:
+        """The code of the scale itself."""
+        return 127 if self is Code.SIGNED else 255
+
+
+def code_of(moment: int) -> Code:
+    """The code of an algorithm's first (0) or second (1) moment."""
+    return Code.SIGNED if moment == 0 else Code.UNSIGNED
+
+
+@functools.cache
+def tables(device: torch.device) -> Tensor:
+    """`struct Code` of native.cpp, a row per code, fp32: where decades begin (8 places, the last ones out
+    of reach), each decade's first value (8) and steps per unit (8), and the value of every code (256)."""
+    # By way of fp64, which rounds every fraction once more than fp32 would, and on all machines alike.
+    return torch.tensor([_table(code) for code in Code], dtype=torch.float64).float().to(device)
+
+
+def _table(code: Code) -> list[float]:
+    last = code.top.bit_length() - 1
+    tops = [Fraction(1, 10 ** (last - level)) for level in range(last + 1)]
+    bounds = tops[:-1]
+    starts = [Fraction(0), *bounds]
+    steps = [(top - start) / 2**level for level, (top, start) in enumerate(zip(tops, starts, strict=True))]
+    values = [Fraction(0)]
+    for level, (start, step) in enumerate(zip(starts, steps, strict=True)):
+        values += [start + step * (place + 1) for place in range(2**level)]
+    fill = [0.0] * (LEVELS - len(starts))
+    magnitudes = [float(value) for value in values]
+    return [
+        *(float(bound) for bound in bounds),
+        *[2.0] * (LEVELS - len(bounds)),
+        *(float(start) for start in starts),
+        *fill,
+        *(float(1 / step) for step in steps),
+        *fill,
+        *magnitudes,
+        *(-value for value in magnitudes if code is Code.SIGNED),
+    ]
+
+
+def decode(code: Code, codes: Tensor, scales: Tensor) -> Tensor:
+    """uint8 codes and a scale per block -> fp32."""
+    values = tables(codes.device)[code.value, 3 * LEVELS :]
+    return values[codes.int()].mul_(scales.repeat_interleave(BLOCK)[: codes.numel()])
+
+
+def encode(code: Code, values: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """fp32 -> (uint8 codes, a scale per block). `draws` are 16 random bits for each element, in [0, 65536);
+    without them a value goes to the nearest code."""
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    magnitudes = blocks.view(torch.int32) & _MAGNITUDE
+    scales = _scales(magnitudes.amax(1))
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    part = blocks.abs().mul_(inverse[:, None])
+    part = torch.where(part <= 1, part, 1).flatten()[: values.numel()]  # a NaN is 1 as well
+    bounds, starts, steep = tables(values.device)[code.value, : 3 * LEVELS].view(3, LEVELS)
+    level = torch.bucketize(part, bounds)
+    share = 0.5 if draws is None else draws.float().mul_(2.0**-16)
+    steps = part.sub_(starts[level]).mul_(steep[level]).add_(share).int()
+    found = ((1 << level.int()) - 1 + steps).clamp_(max=code.top)
+    if code is Code.SIGNED:
+        found += (torch.signbit(values) & ~values.isnan()).int() << 7
+    else:
+        there = (magnitudes != 0) & (scales != 0)[:, None]
+        found = torch.maximum(found, there.flatten()[: values.numel()].int())
+    return found.to(torch.uint8), scales
+
+
+def _scales(most: Tensor) -> Tensor:
+    """The scale of blocks by the bits of their largest magnitude."""
+    kept = most.clamp(max=_LARGEST_BITS).masked_fill_(most < _LEAST_BITS, 0)
+    return kept.view(torch.float32).masked_fill_(most > _INFINITY, torch.nan)

@@ -1,0 +1,251 @@
+"""Muon for matrices and AdamW for the rest, as the rows of a plan say which parameter gets which.
+
+The config's `Muon` block alone comes here; a caller's own `torch.optim.Muon` runs on views like any other
+class. Rows that Muon updates are whole matrices on the rank that owns them (`placement`), so no update needs
+another rank. There are two parameter groups, Muon's and AdamW's, each with its learning rate.
+
+Invariant: with fp32 masters and moments a matrix goes through the bits of `torch.optim.Muon`, and everything
+else through those of `torch.optim.AdamW(fused=True)`; see `muon` and [Note: roots] in `updates`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.errors import ConfigError, Problems, did_you_mean
+from zerodrift.kernels.native import BLOCK
+from zerodrift.optim import muon, schemes
+from zerodrift.optim.flat import FlatUpdater, Groups, check_numbers, keys_of
+from zerodrift.optim.muon import Numbers
+from zerodrift.optim.schemes import Scheme, Slice
+from zerodrift.optim.statistics import Statistics, account, rooms
+from zerodrift.optim.update import Counters, Owned, scheme_of
+from zerodrift.optim.updates import Algorithm, Root
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import Recipe
+
+MUON, ADAMW = 0, 1
+"""The parameter groups."""
+
+MOMENT = "momentum_buffer"
+"""torch's name for Muon's moment."""
+
+
+class MuonUpdater:
+    """An `Updater` whose pieces are Muon's or AdamW's."""
+
+    def __init__(self, plan: Plan, owned: Sequence[Owned], groups: torch.optim.Optimizer) -> None:
+        self.groups = groups
+        self.kind = "muon"
+        rest = [piece for piece in owned if not _is_muon(piece)]
+        everything = {row.name: ADAMW for piece in rest for row in piece.rows}
+        self._rest = FlatUpdater(plan, rest, Algorithm.ADAMW, Root.EXACT, groups, everything)
+        mine = [piece for piece in owned if _is_muon(piece)]
+        self.group_of = everything | {row.name: MUON for piece in mine for row in piece.rows}
+        self._pieces = {piece.number: piece.without_values() for piece in mine}
+        self._schemes = {piece.number: scheme_of(piece) for piece in mine}
+        self._slices = {
+            piece.number: schemes.allocate(
+                self._schemes[piece.number],
+                piece.storage,
+                1,
+                initial=piece.initial,
+                keys=keys_of(piece) if self._schemes[piece.number].state.drawn else None,
+            )
+            for piece in mine
+        }
+        self._rooms = rooms(plan, mine)
+        self._steps = 0
+
+    @property
+    def statistics(self) -> Mapping[int, Statistics]:
+        return {**self._rest.statistics, **self._rooms}
+
+    def learning_rates(self) -> tuple[float, ...]:
+        return self._rest.learning_rates()
+
+    @torch.no_grad()
+    def update(self, gradients: Mapping[int, torch.Tensor], multiplier: float) -> None:
+        self._rest.update({n: g for n, g in gradients.items() if n not in self._pieces}, multiplier)
+        self._steps += 1
+        numbers = _numbers(self.groups.param_groups[MUON])
+        for number, gradient in gradients.items():
+            if number in self._pieces:
+                for row in self._pieces[number].rows:
+                    self._update_row(number, row, gradient, numbers, multiplier)
+
+    def _update_row(
+        self, number: int, row: Row, gradient: torch.Tensor, numbers: Numbers, multiplier: float
+    ) -> None:
+        span = self._pieces[number].span(row)
+        count = span.stop - span.start
+        if count == 0:
+            return
+        shape = (-1, *row.shape[-2:])
+        if count % math.prod(row.shape[-2:]):
+            raise AssertionError(f"{row.name}: {count} elements are no whole matrices of {shape[1:]}")
+        scheme, of = self._schemes[number], self._slices[number]
+        # To the end of the last block: what is behind the row there is zero and stays so.
+        first, last = span.start // BLOCK, -(-span.stop // BLOCK)
+        part = slice(span.start, min(last * BLOCK, of.numel))
+        scale = torch.as_tensor(multiplier, dtype=torch.float32, device=gradient.device)
+        scaled = gradient[part].float() * scale
+        weight = schemes.read(scheme, of, part.start, part.stop)
+        moment = schemes.read_moment(scheme, of, 0, first, last)
+        room = self._rooms.get(number)
+        before = None if room is None else (weight.clone(), of.storage[part].clone(), scaled)
+        change = None if room is None else torch.zeros_like(weight)
+        wanted = muon.direction(numbers, moment, scaled)
+        muon.advance(
+            numbers,
+            weight[:count].view(shape),
+            wanted[:count].view(shape),
+            None if change is None else change[:count].view(shape),
+        )
+        schemes.write(scheme, of, weight, part.start)
+        words = schemes.draw(scheme, of, self._steps, first, last)
+        schemes.write_moment(scheme, of, 0, moment, first, words)
+        if room is not None and before is not None and change is not None:
+            stored = schemes.read_moment(scheme, of, 0, first, last)
+            after = (schemes.read(scheme, of, part.start, part.stop), of.storage[part], stored)
+            account(room.blocks[first:last], change, before, after)
+
+    def _of(self, number: int) -> tuple[Scheme, Slice]:
+        return self._schemes[number], self._slices[number]
+
+    def master(self, number: int) -> torch.Tensor:
+        return schemes.read(*self._of(number)) if number in self._pieces else self._rest.master(number)
+
+    @torch.no_grad()
+    def set_master(self, number: int, values: torch.Tensor) -> None:
+        if number in self._pieces:
+            schemes.write(*self._of(number), values)
+        else:
+            self._rest.set_master(number, values)
+
+    def states(self, number: int) -> dict[str, torch.Tensor]:
+        if number not in self._pieces:
+            return self._rest.states(number)
+        return {MOMENT: schemes.read_moment(*self._of(number), 0)} if self._steps else {}
+
+    @torch.no_grad()
+    def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
+        if number not in self._pieces:
+            self._rest.set_state(number, key, values)
+        elif key == MOMENT:
+            schemes.write_moment(*self._of(number), 0, values)
+        else:
+            raise AssertionError(f"Muon has one moment, {MOMENT}: {key}")
+
+    def counters(self) -> Counters:
+        return {"": {"steps": self._steps}}
+
+    def set_counters(self, counters: Counters) -> None:
+        self._steps = int(counters[""]["steps"])
+        for number, of in self._slices.items():
+            self.set_state(number, MOMENT, torch.zeros_like(of.storage, dtype=torch.float32))
+        self._rest.set_counters(counters)
+
+    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
+        if self.group_of.get(name) != MUON:
+            return self._rest.moment_names(name, counters)
+        return (MOMENT,) if counters[""]["steps"] else ()
+
+    def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
+        if number not in self._pieces:
+            return self._rest.resting(number)
+        held = self._slices[number]
+        return None if held.master is None else held.master.dtype, tuple(m.dtype for m in held.moments)
+
+    def held(self) -> int:
+        """Bytes of masters and moments, beyond storage."""
+        tensors = [
+            t for s in self._slices.values() for t in (s.master, *s.moments, *s.scales) if t is not None
+        ]
+        return self._rest.held() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _is_muon(piece: Owned) -> bool:
+    update = piece.spec.columns.update
+    return update is not None and update.optimizer == "Muon"
+
+
+def _numbers(group: Mapping[str, Any]) -> Numbers:
+    return Numbers(**{field.name: group[field.name] for field in fields(Numbers)})
+
+
+# --- from a config ------------------------------------------------------------------------------------
+
+_ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+_OF_BOTH = ("lr", "weight_decay")
+"""Keys that mean both parts, as in DeepSpeed."""
+
+_OWN_RATES = {"muon_lr": MUON, "adam_lr": ADAMW}
+"""DeepSpeed's keys for a part's own learning rate, over `lr`."""
+
+
+def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe) -> MuonUpdater:
+    """The optimizer that a config's Muon block means."""
+    groups = _groups(json.loads(recipe.params))
+    stand_ins = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
+    return MuonUpdater(plan, owned, Groups(stand_ins, {}))
+
+
+def _groups(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The two groups' numbers, with torch's defaults."""
+    muon_group = {field.name: field.default for field in fields(Numbers)}
+    adamw_group = dict(_ADAMW_DEFAULTS)
+    made = (muon_group, adamw_group)
+    own = [key for key in (*muon_group, *adamw_group) if key not in _OF_BOTH]
+    known = tuple(dict.fromkeys((*_OF_BOTH, *_OWN_RATES, *own)))
+    problems = Problems()
+    for key, value in params.items():
+        if key not in known:
+            must = f"must be an argument of Muon or of its AdamW: {', '.join(known)}"
+            problems.add(f"optimizer.params.{key}", must, "", did_you_mean(key, known))
+        for group in made:
+            if key in group:
+                group[key] = value
+    problems.raise_as(ConfigError)
+    for key, place in _OWN_RATES.items():
+        if key in params:
+            made[place]["lr"] = params[key]
+    for group in made:
+        check_numbers(group)
+    _check_muon(muon_group)
+    return made
+
+
+def _check_muon(group: dict[str, Any]) -> None:
+    """What Muon's own arguments may be."""
+    problems = Problems()
+    words: dict[str, tuple[Any, ...]] = {
+        "nesterov": (True, False),
+        "ns_dtype": ("bf16", "fp32"),
+        "adjust_lr_fn": ("original", "match_rms_adamw"),
+    }
+    for key, allowed in words.items():
+        if group[key] not in allowed:
+            shown = " or ".join(str(word).lower() for word in allowed)
+            problems.add(f"optimizer.params.{key}", f"must be {shown}", repr(group[key]))
+    steps, coefficients = group["ns_steps"], group["ns_coefficients"]
+    if type(steps) is not int or not 0 < steps < muon.MOST_STEPS:
+        problems.add(
+            "optimizer.params.ns_steps",
+            f"must be a whole number from 1 to {muon.MOST_STEPS - 1}",
+            repr(steps),
+        )
+    numbers = isinstance(coefficients, (list, tuple)) and all(
+        isinstance(c, (int, float)) for c in coefficients
+    )
+    if not numbers or len(coefficients) != 3:
+        problems.add("optimizer.params.ns_coefficients", "must be three numbers", repr(coefficients))
+    problems.raise_as(ConfigError)

@@ -1,0 +1,87 @@
+"""The definition of Muon on one matrix, in plain PyTorch: momentum, then its nearest orthogonal matrix.
+
+The arithmetic is that of `torch.optim.Muon` (torch 2.9 to 2.13), operation by operation, so a step on one
+rank leaves the same bits. A stack of matrices is updated one matrix at a time: a batched product may add up
+in another order than a single one, and then a result would depend on how many matrices a rank holds.
+
+Invariant: a matrix's update depends on that matrix, its moment and its gradient alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MOST_STEPS = 100
+"""More Newton-Schulz steps than this are a mistake, in torch too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Muon's arguments at one step; names and defaults are torch's."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Of the quintic whose repetition drives singular values towards one."""
+    ns_steps: int = 5
+    ns_eps: float = 1e-7
+    """The least norm to divide by; torch's `eps`."""
+    ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    """What the quintic is computed in; torch's is bf16."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """How the learning rate grows with the shape of the matrix."""
+
+
+def orthogonal(matrix: Tensor, numbers: Numbers) -> Tensor:
+    """About the nearest matrix with orthogonal rows or columns, by Newton and Schulz; in `ns_dtype`.
+
+    The coefficients rise so steeply at zero that the result does not converge: singular values end between
+    about 0.7 and 1.2, which trains as well and takes five steps.
+    """
+    a, b, c = numbers.ns_coefficients
+    wide = torch.float32 if numbers.ns_dtype == "fp32" else torch.bfloat16
+    found = matrix.to(wide, copy=True)
+    tall = matrix.size(0) > matrix.size(1)
+    if tall:
+        found = found.T
+    found.div_(found.norm().clamp(min=numbers.ns_eps))
+    for _ in range(numbers.ns_steps):
+        gram = found @ found.T
+        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.addmm(found, gram, found, beta=a)
+    return found.T if tall else found
+
+
+def rate(numbers: Numbers, rows: int, columns: int) -> float:
+    """The learning rate of an orthogonal update of this shape."""
+    if numbers.adjust_lr_fn == "match_rms_adamw":
+        return numbers.lr * (0.2 * math.sqrt(max(rows, columns)))
+    return numbers.lr * math.sqrt(max(1, rows / columns))
+
+
+def direction(numbers: Numbers, moment: Tensor, gradient: Tensor) -> Tensor:
+    """What is to be made orthogonal; the moment takes the gradient in. Element by element."""
+    moment.lerp_(gradient, 1 - numbers.momentum)
+    return gradient.lerp(moment, numbers.momentum) if numbers.nesterov else moment
+
+
+def advance(numbers: Numbers, weights: Tensor, directions: Tensor, change: Tensor | None = None) -> None:
+    """Update `[matrices, rows, columns]` of fp32 weights in place.
+
+    `change`, of the same shape, is filled with what is added to each weight, before that sum is rounded.
+    """
+    by = -rate(numbers, weights.shape[1], weights.shape[2])
+    decay = 1 - numbers.lr * numbers.weight_decay
+    for place, (weight, wanted) in enumerate(zip(weights, directions, strict=True)):
+        found = orthogonal(wanted, numbers)
+        if change is not None:
+            change[place] = weight * (decay - 1) + found.float() * by
+        weight.mul_(decay)
+        weight.add_(found, alpha=by)

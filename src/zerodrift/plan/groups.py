@@ -1,0 +1,226 @@
+"""Which modules `fully_shard` is called on, and which policy each of the groups gets.
+
+`fully_shard` knows one compute dtype, one gradient dtype and one storage dtype per group, and a group is a
+module with everything below it that is in no other group. So a unit is a group; what differs from the
+rest of its unit (a pinned router, a norm under autocast) is a group of its own, as large as possible, and
+where that cannot be, because parameters of two kinds hang in one module, the plan is refused.
+
+Pure: from names alone. A container without a forward (`ModuleList`) cannot be told from names;
+`backends/placing.py` goes down to its children.
+
+Invariant: every row is in exactly one group, and all rows of a group fit its policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError, Problems
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import Reduce
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What rows of one group share."""
+
+    compute: DType
+    update: tuple[DType, DType, Reduce] | None
+    """(storage, accumulate, reduce) of what is trained; None where nothing is."""
+
+    def fits(self, row: Row) -> bool:
+        columns = row.columns
+        if not columns.storage.dtype.is_floating:
+            return True
+        other = kind_of(row)
+        return other.compute is self.compute and other.update in (None, self.update)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One call of `fully_shard`."""
+
+    unit: int
+    """Index into `Plan.units`."""
+    paths: tuple[str, ...]
+    """Module path; several where a tied parameter hangs in several modules that differ from their unit."""
+    kind: Kind
+    rows: tuple[int, ...]
+    """Indices into `Plan.rows`."""
+
+
+def kind_of(row: Row) -> Kind:
+    update = row.columns.update
+    trained = update and (row.columns.storage.dtype, update.accumulate.dtype, update.reduce)
+    return Kind(row.columns.compute, trained or None)
+
+
+def groups(plan: Plan) -> tuple[Group, ...]:
+    """The groups of a plan, those of a unit together; ConfigError with all that cannot be grouped."""
+    problems = Problems()
+    _check_rows(plan, problems)
+    found: list[Group] = []
+    for number in range(len(plan.units)):
+        found += _Unit(plan, number, problems).groups()
+    problems.raise_as(ConfigError, "backend fsdp2")
+    return tuple(found)
+
+
+def _check_rows(plan: Plan, problems: Problems) -> None:
+    units = {unit.name for unit in plan.units if unit.name}
+    for row in plan.rows:
+        if not row.shape:
+            problems.add(
+                row.name,
+                "must have a dimension to be cut on, on backend fsdp2",
+                "a parameter without dimensions",
+                "Give it the shape [1], or use the native backend.",
+            )
+        if plan.units[row.unit].name == "" and all(_inside(name, units) for name in row.names):
+            problems.add(
+                row.name,
+                "must have a name outside of the units that it is tied across, on backend fsdp2",
+                f"{', '.join(row.names)}",
+                "Name a module that holds all of them in `sharding.units`, or use the native backend.",
+            )
+
+
+def _inside(name: str, units: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in units for end in range(1, len(parts)))
+
+
+@dataclass(slots=True)
+class _Node:
+    """A module path of a unit, with the rows that hang there directly."""
+
+    path: str
+    rows: list[int] = field(default_factory=list)
+    children: dict[str, _Node] = field(default_factory=dict)
+
+    def below(self) -> list[int]:
+        return [*self.rows, *(row for child in self.children.values() for row in child.below())]
+
+
+class _Unit:
+    """The groups of one unit."""
+
+    def __init__(self, plan: Plan, number: int, problems: Problems) -> None:
+        self._plan = plan
+        self._number = number
+        self._problems = problems
+        self._made: dict[tuple[str, ...], tuple[Kind, list[int]]] = {}
+
+    def groups(self) -> list[Group]:
+        unit = self._plan.units[self._number]
+        tied = [row for row in unit.rows if len({_owner(n) for n in self._plan.rows[row].names}) > 1]
+        root = self._tree(row for row in unit.rows if row not in set(tied))
+        kind = self._main(root.rows, unit.rows)
+        self._made[(unit.name,)] = (kind, [])
+        for row in tied:
+            self._place_tied(row, unit.name, kind)
+        self._visit(root, (unit.name,), kind)
+        return [
+            Group(self._number, paths, kind, tuple(sorted(rows)))
+            for paths, (kind, rows) in self._made.items()
+            if rows or paths == (unit.name,)
+        ]
+
+    def _tree(self, rows: Iterable[int]) -> _Node:
+        """The modules below the unit's own."""
+        name = self._plan.units[self._number].name
+        root = _Node(name)
+        for row in rows:
+            owner = _owner(self._plan.rows[row].name)
+            inner = owner[len(name) :].strip(".")
+            node = root
+            for part in inner.split(".") if inner else ():
+                path = f"{node.path}.{part}" if node.path else part
+                node = node.children.setdefault(part, _Node(path))
+            node.rows.append(row)
+        return root
+
+    def _kinds(self, rows: Iterable[int]) -> list[Kind]:
+        """The different kinds among rows: a frozen one is of any kind that it fits."""
+        found = [kind_of(self._plan.rows[row]) for row in rows if self._is_floating(row)]
+        trained = list(dict.fromkeys(kind for kind in found if kind.update is not None))
+        computed = {kind.compute for kind in trained}
+        return trained + list(
+            dict.fromkeys(k for k in found if k.update is None and k.compute not in computed)
+        )
+
+    def _is_floating(self, row: int) -> bool:
+        return self._plan.rows[row].columns.storage.dtype.is_floating
+
+    def _main(self, direct: Sequence[int], rows: Sequence[int]) -> Kind:
+        """The kind of most elements, among those that fit what hangs in the unit's own module."""
+        kinds = self._kinds(rows)
+        fitting = [k for k in kinds if all(k.fits(self._plan.rows[row]) for row in direct)]
+        weights = {kind: 0 for kind in fitting or self._kinds(direct) or kinds}
+        for row in rows:
+            kind = kind_of(self._plan.rows[row])
+            if kind in weights:
+                weights[kind] += self._plan.rows[row].numel
+        return max(weights, key=lambda kind: weights[kind]) if weights else Kind(DType.FP32, None)
+
+    def _place_tied(self, row: int, unit: str, kind: Kind) -> None:
+        """A parameter of several modules: in the unit's own group, or the modules are a group together."""
+        if kind.fits(self._plan.rows[row]):
+            self._made[(unit,)][1].append(row)
+            return
+        owners = tuple(dict.fromkeys(_owner(name) for name in self._plan.rows[row].names))
+        self._made.setdefault(owners, (kind_of(self._plan.rows[row]), []))[1].append(row)
+
+    def _visit(self, node: _Node, path: tuple[str, ...], kind: Kind) -> None:
+        """Put the rows below a module into the group at `path`, or into groups of their own."""
+        below = node.below()
+        shared = next((paths for paths in self._made if len(paths) > 1 and node.path in paths), None)
+        if shared is not None:
+            path, kind = shared, self._made[shared][0]
+        if all(kind.fits(self._plan.rows[row]) for row in below):
+            self._made[path][1].extend(below)
+            return
+        kinds = self._kinds(below)
+        if len(kinds) == 1 and node.path not in path:
+            self._made[(node.path,)] = (kinds[0], list(below))
+            return
+        direct = self._kinds(node.rows)
+        if len(direct) > 1:
+            self._refuse(node, direct)
+            return
+        if not all(kind.fits(self._plan.rows[row]) for row in node.rows):
+            if node.path in path:
+                self._refuse(node, [kind, *direct])
+                return
+            path, kind = (node.path,), direct[0]
+            self._made[path] = (kind, [])
+        self._made[path][1].extend(node.rows)
+        for child in node.children.values():
+            self._visit(child, path, kind)
+
+    def _refuse(self, node: _Node, kinds: list[Kind]) -> None:
+        """Parameters of two kinds in one module."""
+        told = " and ".join(kind_text(kind) for kind in kinds)
+        names = [self._plan.rows[row].name.rpartition(".")[2] for row in node.rows]
+        below = f"{node.path}.*" if node.path else "*"
+        self._problems.add(
+            node.path or "model",
+            "must hold parameters of one kind: fully_shard has one policy for what hangs in a module",
+            f"{told} among {', '.join(names)}",
+            f"Give all of `{below}` the same columns, or use the native backend.",
+        )
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def kind_text(kind: Kind) -> str:
+    """For messages."""
+    if kind.update is None:
+        return f"compute {kind.compute}, frozen"
+    storage, accumulate, reduce = kind.update
+    text = f"storage {storage}, compute {kind.compute}, accumulate {accumulate}, reduce {reduce.wire}"
+    return f"{text} {reduce.when}"

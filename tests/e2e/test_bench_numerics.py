@@ -1,0 +1,55 @@
+"""`bench/convergence.py` and `bench/persistent.py`, small: they run, and their figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str) -> list[str]:
+    """The lines that a script prints."""
+    command = [sys.executable, f"bench/{script}.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_convergence_measures_every_scheme_it_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    schemes = ["mode fp32", "split/fp32", "split/8bit", "split/bf16 (forced)"]
+    record, plot = tmp_path / "record.json", tmp_path / "plot.svg"
+    small = ("--steps", "100", "--seeds", "1", "--width", "16", "--layers", "1", "--length", "16")
+    lines = run(
+        "convergence", *small, "--only", ",".join(schemes), "--json", str(record), "--plot", str(plot)
+    )
+    results = {found["scheme"]: found for found in json.loads(record.read_text())["results"]}
+    assert list(results) == schemes
+    assert all(len(found["losses"]) == 100 and len(found["moments"]) == 4 for found in results.values())
+    exact, split = results["mode fp32"]["losses"], results["split/fp32"]["losses"]
+    assert exact[-1] < exact[0] - 0.5 and split != exact
+    assert split == pytest.approx(exact, abs=0.05)
+    assert sum(line.startswith("| ") for line in lines) == 2 + len(schemes)
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_bytes_that_stay_are_the_plans() -> None:
+    small = ("--width", "128", "--layers", "2", "--vocabulary", "1024", "--steps", "2")
+    names = ["zd-3", "zd-3 bf16-stochastic", "zd-3 8bit", "fsdp2", "fsdp2 with gradients"]
+    lines = run("persistent", *small, "--only", ",".join(names))
+    found = {}
+    for line, name in zip(lines[-len(names) :], names, strict=True):
+        assert line.startswith(name + " ")
+        found[name] = line[len(name) :].split()
+    for name in names[:3]:
+        planned, tensors, _ = (float(text) for text in found[name])
+        # The table of groups and keys, and the counters, are a few bytes per block of 256.
+        assert tensors == pytest.approx(planned, abs=0.1)
+    assert [float(found[name][0]) for name in names[:3]] == pytest.approx([12, 8, 6.03], rel=0.02)
+    assert float(found["fsdp2"][1]) == pytest.approx(12, rel=0.02)
+    assert float(found["fsdp2 with gradients"][1]) == pytest.approx(16, rel=0.02)

@@ -1,0 +1,172 @@
+"""8-bit moments in an engine: the same bits on any stage and any number of ranks, and training that works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import Run, config, make, same, train
+from tests.ranks.harness import run_ranks
+from zerodrift.dtypes import DType
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import UnsupportedError
+from zerodrift.optim.blockwise import Code, encode
+from zerodrift.plan.cost import cost
+
+STAGES = (0, 1, 2, 3)
+
+
+def engine_of(stage: int, state: str = "8bit", **rest: Any) -> Engine:
+    return make(config(stage, "bf16", precision={"state": state}, **rest), GPT())
+
+
+def everybody(step: int, rank: int, micro: int) -> torch.Tensor:
+    """The same data on every rank: bf16 gradients of four ranks add up exactly in fp32."""
+    return batch(step)
+
+
+def at_every_stage(kind: str) -> list[Run]:
+    runs = []
+    for stage in STAGES:
+        params = {"lr": 3e-3} if kind != "SGD" else {"lr": 0.1, "momentum": 0.9}
+        engine = engine_of(stage, optimizer={"type": kind, "params": params})
+        runs.append(train(engine, 12, data=everybody))
+        engine.destroy()
+    return runs
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion"])
+def test_stages_and_world_sizes_are_the_same_bits(kind: str) -> None:
+    """Losses, norms, weights, masters and moments of 12 runs."""
+    runs = [run for world in (1, 2, 4) for run in run_ranks(at_every_stage, world, kind, timeout=200)[0]]
+    assert len(runs) == 12
+    assert same(runs) == []
+    assert runs[0].losses[-1] < runs[0].losses[0] - 0.05
+    assert all(value.any() for state in runs[0].states.values() for value in state.values())
+
+
+def interrupted() -> tuple[Run, Run, bool]:
+    """A run, the same run whose moments are read and written back on the way, and whether they are coded."""
+    runs = []
+    for touch in (False, True):
+        engine = engine_of(3)
+        train(engine, 5)
+        if touch:
+            for row in engine.plan.rows:
+                for key, value in engine.full_state(row.name).items():
+                    engine.set_full_state(row.name, key, value)
+                    assert torch.equal(engine.full_state(row.name)[key], value)
+        held = engine.full_state("layers.0.mlp.up.weight")["exp_avg_sq"].flatten()
+        coded = held.view(-1, 256).unique().numel() < held.numel() // 2
+        runs.append(train(engine, 5))
+        engine.destroy()
+    return runs[0], runs[1], coded
+
+
+def test_moments_that_are_read_and_written_back_are_the_same_moments() -> None:
+    for undisturbed, touched, coded in run_ranks(interrupted, 2):
+        assert undisturbed.differs(touched) == []
+        assert coded, "moments take few values"
+
+
+def test_a_written_moment_is_the_nearest_that_can_be_held() -> None:
+    (found,) = run_ranks(written, 1)
+    for given, held in found:
+        assert torch.equal(held, given), "settled values are kept"
+
+
+def written() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    engine = engine_of(0)
+    train(engine, 1)
+    name, found = "layers.0.mlp.up.weight", []
+    for key, code in (("exp_avg", Code.SIGNED), ("exp_avg_sq", Code.UNSIGNED)):
+        wish = torch.randn(64 * 32, generator=torch.Generator().manual_seed(1))
+        wish = wish if code is Code.SIGNED else wish.square()
+        engine.set_full_state(name, key, wish.view(64, 32))
+        held = engine.full_state(name)[key].flatten()
+        _, scales = encode(code, wish)
+        assert torch.equal(held.view(-1, 256).abs().amax(1), scales)
+        assert 0 < (held - wish).abs().max() < 0.1 * wish.abs().max()
+        engine.set_full_state(name, key, held.view(64, 32))
+        found.append((held, engine.full_state(name)[key].flatten()))
+    engine.destroy()
+    return found
+
+
+def learned(state: str) -> tuple[float, float]:
+    """Mean loss of the last 20 of 200 steps on eight batches, and bytes of moments per parameter."""
+    engine = engine_of(3, state)
+    run = train(engine, 200, data=lambda step, rank, micro: batch(step % 8, rank))
+    bill = cost(engine.plan)
+    engine.destroy()
+    return sum(run.losses[-20:]) / 20, bill.rest.state * 2 / (bill.parameters + bill.padding)
+
+
+def test_it_learns_as_fp32_moments_do() -> None:
+    found = {state: run_ranks(learned, 2, state, timeout=120)[0] for state in ("fp32", "8bit")}
+    loss, size = found["8bit"]
+    expected, usual = found["fp32"]
+    assert expected < 2.5, f"nothing was learned: {expected}"
+    assert loss == pytest.approx(expected, abs=0.1)
+    assert (size, usual) == (2 * (1 + 4 / 256), 8)
+
+
+def test_a_torch_optimizer_that_keeps_its_own_moments_refuses_it() -> None:
+    with pytest.raises(UnsupportedError, match="`state: 8bit`: must be fp32"):
+        (found,) = run_ranks(with_nadam, 1)
+        raise found
+
+
+def with_nadam() -> Exception:
+    model = GPT()
+    try:
+        make(
+            config(0, "bf16", precision={"state": "8bit"}),
+            model,
+            optimizer=torch.optim.NAdam(model.parameters()),
+        )
+    except UnsupportedError as error:
+        return error
+    raise AssertionError("accepted")
+
+
+def with_adamw(state: str, beta2: float) -> str:
+    model = GPT()
+    adamw = torch.optim.AdamW(model.parameters(), betas=(0.9, beta2))
+    try:
+        make(config(0, "bf16", precision={"state": state}, optimizer=None), model, optimizer=adamw).destroy()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def all_of_adamw() -> dict[tuple[str, float], str]:
+    cases = [
+        (state, beta2) for state in ("fp32", "bf16", "bf16-stochastic", "8bit") for beta2 in (0.98, 0.999)
+    ]
+    return {case: with_adamw(*case) for case in cases}
+
+
+def test_a_torch_optimizer_brings_no_beta2_that_its_state_cannot_follow() -> None:
+    """The plan does not know the numbers of an optimizer that is passed."""
+    (found,) = run_ranks(all_of_adamw, 1)
+    refused = found.pop(("bf16", 0.999))
+    assert "param_groups[0]" in refused and "0.999" in refused
+    assert set(found.values()) == {""}
+
+
+def test_a_pinned_parameter_keeps_fp32_moments() -> None:
+    (found,) = run_ranks(pinned, 1)
+    assert found == {"embed.weight": DType.FP32, "layers.0.mlp.up.weight": DType.UINT8}
+
+
+def pinned() -> dict[str, DType]:
+    engine = make(
+        config(0, "bf16", precision={"state": "8bit", "rules": [{"match": "embed.*", "pin": "fp32"}]})
+    )
+    rows = {name: engine.plan.row(name) for name in ("embed.weight", "layers.0.mlp.up.weight")}
+    engine.destroy()
+    return {name: row.columns.update.state.dtype for name, row in rows.items() if row and row.columns.update}

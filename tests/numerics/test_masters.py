@@ -1,0 +1,121 @@
+"""`split` is an fp32 master: a whole run equals, bit for bit, one that keeps fp32 copies and rounds alike.
+
+The weights start on ties between two bf16 values, where rounding to even and away from zero part ways, so
+one rounding done otherwise anywhere shows at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT
+from tests.numerics.runs import Run, config, make, same, train
+from tests.ranks.harness import run_ranks
+from zerodrift.engine.engine import Engine
+from zerodrift.optim import flat
+from zerodrift.optim.schemes import Rounding, Scheme
+from zerodrift.optim.update import Owned, scheme_of
+
+STAGES = (0, 1, 2, 3)
+STATES = ("fp32", "bf16-stochastic", "8bit")
+
+
+def on_ties() -> GPT:
+    """Every weight half-way between two bf16 values."""
+    model = GPT(layers=1, width=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bits = parameter.view(torch.int32)
+            bits.copy_(bits & ~0xFFFF | 0x8000)
+    return model
+
+
+def engine_of(stage: int, master: str, state: str) -> Engine:
+    return make(config(stage, "bf16", precision={"master": master, "state": state}), on_ties())
+
+
+def rounds_away(piece: Owned) -> Scheme:
+    return replace(scheme_of(piece), rounding=Rounding.AWAY)
+
+
+def with_copies(stage: int, state: str, rounding: Rounding, steps: int) -> Run:
+    """A run with fp32 copies as masters, whose visible weights are rounded as told."""
+    original = flat.scheme_of
+    if rounding is Rounding.AWAY:
+        flat.scheme_of = rounds_away  # type: ignore[attr-defined]
+    try:
+        engine = engine_of(stage, "fp32", state)
+    finally:
+        flat.scheme_of = original  # type: ignore[attr-defined]
+    # What other ranks own was rounded by a cast, before there were masters.
+    for segment in engine.segments:
+        segment.spread().wait()
+    run = train(engine, steps)
+    engine.destroy()
+    return run
+
+
+def with_split(stage: int, state: str, steps: int) -> Run:
+    engine = engine_of(stage, "split", state)
+    assert {row.columns.update.master.value for row in engine.plan.rows if row.columns.update} == {"split"}
+    run = train(engine, steps)
+    engine.destroy()
+    return run
+
+
+def both(state: str, steps: int) -> tuple[list[str], list[str], float]:
+    """(what differs over all stages and both masters, what differs if rounded to even, what was learned)."""
+    runs = [with_split(stage, state, steps) for stage in STAGES]
+    runs += [with_copies(stage, state, Rounding.AWAY, steps) for stage in STAGES]
+    even = with_copies(3, state, Rounding.EVEN, steps)
+    return same(runs), runs[0].differs(even), runs[0].losses[0] - runs[0].losses[-1]
+
+
+def check(world: int, state: str, steps: int, timeout: float) -> None:
+    for differs, otherwise, learned in run_ranks(both, world, state, steps, timeout=timeout):
+        assert differs == []
+        assert "losses" in otherwise, "a rounding that differs must be seen"
+        assert learned > 0.3, f"learned {learned}: too little moved to mean anything"
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_split_equals_fp32_copies_at_every_stage(state: str) -> None:
+    check(2, state, 60, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_split_equals_fp32_copies_for_a_thousand_steps(world: int, state: str) -> None:
+    check(world, state, 1000, timeout=1400)
+
+
+# --- values that lie on ties ----------------------------------------------------------------------------
+
+
+def looked_at() -> dict[int, tuple[dict[str, torch.Tensor], list[str]]]:
+    """Stage -> what is visible before the first step, and masters that opening for writing has changed."""
+    found = {}
+    for stage in STAGES:
+        engine = engine_of(stage, "split", "fp32")
+        names = [row.name for row in engine.plan.rows]
+        before = {name: engine.full_master(name) for name in names}
+        with engine.gathered(write=True) as values:
+            visible = {name: value.detach().clone() for name, value in values.items()}
+        changed = [name for name in names if not torch.equal(engine.full_master(name), before[name])]
+        found[stage] = (visible, changed)
+        engine.destroy()
+    return found
+
+
+def test_every_rank_sees_the_same_weights_before_the_first_step_and_looking_changes_none() -> None:
+    """Below stage 3 a rank also stores what others own: rounded as they round it."""
+    first, *others = [list(found.values()) for found in run_ranks(looked_at, 2)]
+    (expected, _), *_ = first
+    for visible, changed in (entry for rank in (first, *others) for entry in rank):
+        assert changed == []
+        assert all(torch.equal(visible[name], expected[name]) for name in expected)

@@ -1,0 +1,453 @@
+"""Muon with AdamW: torch's own bits for every master scheme and slicing, and the same bits at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from tests.numerics.networks import GPT, WIDTH, Attention, batch
+from tests.numerics.pieces import Values, flat, gathered, owned
+from tests.numerics.runs import config, finish, make, same, train
+from tests.ranks.harness import run_ranks
+from zerodrift.api import initialize, make_plan
+from zerodrift.errors import ConfigError, UnsupportedError
+from zerodrift.optim import muon
+from zerodrift.optim.muon import Numbers
+from zerodrift.optim.update import make_updater
+from zerodrift.plan.table import Plan
+
+PARAMS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 3e-3, "betas": [0.9, 0.95]}
+
+
+class Stacked(nn.Module):
+    """Experts as one parameter per matrix: `[experts, out, in]`, all of them used."""
+
+    def __init__(self, width: int, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, 24, width).normal_(std=0.2))
+        self.down = nn.Parameter(torch.empty(experts, width, 24).normal_(std=0.2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1).to(x.dtype)
+        inside = F.gelu(torch.einsum("bld,ehd->bleh", x, self.up))
+        return torch.einsum("bleh,edh,ble->bld", inside, self.down, weights)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.mlp = Attention(width), Stacked(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def network() -> GPT:
+    """A GPT with stacked experts and an untied head."""
+    model = GPT(layers=0, tied=False)
+    torch.manual_seed(1)
+    model.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
+    return model
+
+
+def repeated(step: int, rank: int, micro: int) -> torch.Tensor:
+    """Two batches in turn: something to learn."""
+    return batch(step % 2, rank, micro)
+
+
+def written(stage: int, mode: str, **rest: Any) -> dict[str, Any]:
+    return config(stage, mode, 1, optimizer={"type": "Muon", "params": PARAMS}, **rest)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products gain nothing from more, and torch's fused AdamW rounds the end of each thread's part in
+    another way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- the definition -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(24, 48), (48, 24), (32, 32), (1, 16)])
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_one_matrix_is_torchs_bit_for_bit(shape: tuple[int, int], adjust: str | None, nesterov: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    theirs = nn.Parameter(torch.randn(shape, generator=generator))
+    mine, moment = theirs.detach().clone()[None], torch.zeros(1, *shape)
+    plain = torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn=adjust, nesterov=nesterov)
+    numbers = Numbers(lr=0.02, nesterov=nesterov, adjust_lr_fn=adjust or "original")  # type: ignore[arg-type]
+    for _ in range(5):
+        gradient = torch.randn(shape, generator=generator)
+        theirs.grad = gradient.clone()
+        plain.step()
+        muon.advance(numbers, mine, muon.direction(numbers, moment, gradient[None]))
+        assert torch.equal(mine[0], theirs.detach())
+    assert torch.equal(moment[0], plain.state[theirs]["momentum_buffer"])
+
+
+def test_the_defaults_are_torchs() -> None:
+    group = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]
+    mine = Numbers()
+    for key in ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps"):
+        assert getattr(mine, key) == group[key]
+    assert mine.ns_eps == group["eps"]
+
+
+@pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_newton_schulz_against_the_polynomial_on_singular_values(dtype: Any, within: float) -> None:
+    """In fp64, from the singular value decomposition: the same vectors, each value through the quintic."""
+    matrix = torch.randn(20, 30, generator=torch.Generator().manual_seed(3))
+    numbers = Numbers(ns_dtype=dtype)
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / matrix.double().norm()
+    a, b, c = numbers.ns_coefficients
+    for _ in range(numbers.ns_steps):
+        values = a * values + b * values**3 + c * values**5
+    expected = left @ torch.diag(values) @ right
+    found = muon.orthogonal(matrix, numbers).double()
+    assert (found - expected).abs().max() < within
+    assert values.min() > 0.3 and values.max() < 1.3
+
+
+# --- the updater, rank by rank, without ranks ---------------------------------------------------------
+
+
+def initial(plan: Plan) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return {row.name: torch.randn(row.shape, generator=generator) for row in plan.rows}
+
+
+def gradients(plan: Plan, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {row.name: torch.randn(row.shape, generator=generator) * 1e-2 for row in plan.rows}
+
+
+def updated(
+    world: int, mode: str, steps: int = 4, **precision: Any
+) -> tuple[Plan, Values, Mapping[str, Values]]:
+    """Masters and moments after some updates on `world` ranks, played one after the other."""
+    rest = {"precision": precision} if precision else {}
+    plan = make_plan(written(3, mode, **rest), network(), world)
+    masters, states = [], []
+    for rank in range(world):
+        pieces = owned(plan, initial(plan), rank)
+        updater = make_updater(plan, pieces, None, {})
+        for step in range(steps):
+            values = gradients(plan, step)
+            updater.update({p.number: flat(plan, p.number, values, rank) for p in pieces}, 0.5)
+        masters.append({piece.number: updater.master(piece.number) for piece in pieces})
+        states.append({piece.number: updater.states(piece.number) for piece in pieces})
+    keys = dict.fromkeys(key for held in states[0].values() for key in held)
+    by_key = {}
+    for key in keys:
+        parts = [
+            {n: held.get(key, torch.zeros_like(masters[0][n])) for n, held in part.items()} for part in states
+        ]
+        by_key[key] = gathered(plan, parts)
+    return plan, gathered(plan, masters), by_key
+
+
+def plain(plan: Plan, steps: int = 4) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same with `torch.optim.Muon` and fused `AdamW` over fp32 parameters: values, Muon's moments."""
+    values, matrices, rest = initial(plan), {}, {}
+    for row in plan.rows:
+        if row.columns.options()["optimizer"] == "Muon":
+            stack = values[row.name].view(-1, *row.shape[-2:])
+            matrices[row.name] = [nn.Parameter(matrix.clone()) for matrix in stack]
+        else:
+            rest[row.name] = nn.Parameter(values[row.name].clone())
+    both = (
+        torch.optim.Muon([p for held in matrices.values() for p in held], lr=PARAMS["lr"], weight_decay=0.1),
+        torch.optim.AdamW(
+            rest.values(), lr=PARAMS["adam_lr"], betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        ),
+    )
+    for step in range(steps):
+        for name, gradient in gradients(plan, step).items():
+            if name in rest:
+                rest[name].grad = gradient * 0.5
+            else:
+                shape = (-1, *gradient.shape[-2:])
+                for parameter, part in zip(matrices[name], gradient.view(shape), strict=True):
+                    parameter.grad = part * 0.5
+        for optimizer in both:
+            optimizer.step()
+    state = both[0].state
+    found = {name: parameter.detach() for name, parameter in rest.items()}
+    moments = {}
+    for name, held in matrices.items():
+        shape = values[name].shape
+        found[name] = torch.stack([parameter.detach() for parameter in held]).view(shape)
+        moments[name] = torch.stack([state[parameter]["momentum_buffer"] for parameter in held]).view(shape)
+    return found, moments
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("mode", "precision"),
+    [("fp32", {}), ("bf16", {"master": "split"}), ("bf16", {"master": "fp32"}), ("fp16", {})],
+    ids=["same", "split", "fp32", "fp16"],
+)
+def test_masters_are_torchs_bits_in_every_scheme(world: int, mode: str, precision: dict[str, Any]) -> None:
+    """Not the last elements of a tensor that AdamW's own fused loop rounds otherwise: see [Note: roots]."""
+    plan, masters, states = updated(world, mode, **precision)
+    theirs, moments = plain(plan)
+    assert plan.mesh.shard == world
+    for row in plan.rows:
+        head = row.numel // 16 * 16 if row.columns.options()["optimizer"] == "AdamW" else row.numel
+        mine, expected = masters[row.name].reshape(-1), theirs[row.name].reshape(-1)
+        assert torch.equal(mine[:head], expected[:head]), row.name
+    for name, moment in moments.items():
+        assert torch.equal(states["momentum_buffer"][name], moment), name
+
+
+@pytest.mark.parametrize("state", ["bf16", "bf16-stochastic", "8bit"])
+def test_narrow_moments_are_the_same_bits_for_every_slicing(state: str) -> None:
+    found = [updated(world, "bf16", state=state) for world in (1, 4)]
+    for _, masters, states in found[1:]:
+        for name, values in found[0][1].items():
+            assert torch.equal(masters[name], values), name
+        for name, moment in found[0][2]["momentum_buffer"].items():
+            assert torch.equal(states["momentum_buffer"][name], moment), name
+    exact, _ = plain(found[0][0])
+    name = "layers.0.mlp.up"
+    assert not torch.equal(found[0][1][name], exact[name])
+    torch.testing.assert_close(found[0][1][name], exact[name], rtol=0, atol=0.05)
+
+
+def test_a_bf16_moment_is_rounded_to_nearest_once_a_step() -> None:
+    """By hand on one matrix: two steps, the moment through bf16 between."""
+    plan, masters, states = updated(1, "bf16", steps=2, state="bf16")
+    name, numbers = "layers.1.attention.qkv.weight", Numbers(lr=PARAMS["lr"])
+    weight, moment = initial(plan)[name][None], torch.zeros(initial(plan)[name].shape)[None]
+    for step in range(2):
+        wanted = muon.direction(numbers, moment, gradients(plan, step)[name][None] * 0.5)
+        muon.advance(numbers, weight, wanted)
+        moment = moment.bfloat16().float()
+    assert torch.equal(masters[name], weight[0])
+    assert torch.equal(states["momentum_buffer"][name], moment[0])
+
+
+# --- training -----------------------------------------------------------------------------------------
+
+
+def run_stages(stages: tuple[int, ...], mode: str, steps: int, rest: dict[str, Any]) -> list[str]:
+    """On one rank: the same training at several stages; what differs, and whether it learned."""
+    runs = []
+    for stage in stages:
+        engine = make(written(stage, mode, **rest), network())
+        runs.append(train(engine, steps, data=repeated))
+        engine.destroy()
+    first = runs[0]
+    assert first.losses[-1] < first.losses[0] - 0.5, f"did not learn: {first.losses[0]} -> {first.losses[-1]}"
+    assert set(first.states["layers.0.mlp.up"]) == {"momentum_buffer"}
+    assert set(first.states["embed.weight"]) == {"exp_avg", "exp_avg_sq"}
+    return same(runs)
+
+
+@pytest.mark.parametrize(("world", "mode"), [(1, "bf16"), (2, "fp32"), (2, "bf16"), (4, "bf16"), (2, "fp16")])
+def test_all_stages_are_the_same_bits(world: int, mode: str) -> None:
+    for found in run_ranks(run_stages, world, (0, 1, 2, 3), mode, 10, {}, timeout=280):
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {"precision": {"state": "bf16-stochastic"}},
+        {"precision": {"rules": [{"match": "*.router.weight", "optimizer": "Muon", "pin": "fp32"}]}},
+        {"sharding": {"replicate": 2}},
+    ],
+    ids=["stochastic", "router", "hybrid"],
+)
+def test_all_stages_are_the_same_bits_with(rest: dict[str, Any]) -> None:
+    world = 4 if "sharding" in rest else 2
+    for found in run_ranks(run_stages, world, (0, 1, 2, 3), "bf16", 10, rest, timeout=280):
+        assert found == []
+
+
+def train_beside_torch() -> None:
+    """One rank in fp32: the engine and a plain loop with torch's two optimizers, bit for bit."""
+    mine = make(written(3, "fp32", gradient_clipping=0), network())
+    run = train(mine, 8)
+    plan = mine.plan
+    model = network()
+    named = dict(model.named_parameters())
+    stacks = {n: [nn.Parameter(m.detach().clone()) for m in p] for n, p in named.items() if p.dim() == 3}
+    chosen = [n for n in named if plan.row(n).columns.options()["optimizer"] == "Muon"]  # type: ignore[union-attr]
+    matrices = [p for n in chosen for p in stacks.get(n, [named[n]])]
+    both = (
+        torch.optim.Muon(matrices, lr=PARAMS["lr"], weight_decay=0.1),
+        torch.optim.AdamW(
+            [p for n, p in named.items() if n not in chosen],
+            lr=PARAMS["adam_lr"],
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=True,
+        ),
+    )
+    losses = []
+    for step in range(8):
+        loss = model(batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        for name, held in stacks.items():
+            for number, matrix in enumerate(held):
+                matrix.grad = named[name].grad[number].clone()  # type: ignore[index]
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for name, held in stacks.items():
+                named[name].copy_(torch.stack([matrix.detach() for matrix in held]))
+        model.zero_grad()
+    assert run.losses == losses
+    for name in chosen:
+        assert torch.equal(run.masters[name], named[name].detach()), name
+    mine.destroy()
+
+
+def test_training_on_one_rank_is_torchs_bit_for_bit() -> None:
+    run_ranks(train_beside_torch, 1)
+
+
+# --- a caller's own optimizer -------------------------------------------------------------------------
+
+
+def own_optimizer(stages: tuple[int, ...], kind: str) -> list[str]:
+    """A matrix optimizer of torch over some parameters that the plan places whole."""
+    runs = []
+    for stage in stages:
+        model = GPT(tied=False)
+        if kind == "Muon":
+            chosen = [p for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2]
+            optimizer: torch.optim.Optimizer = torch.optim.Muon(chosen, lr=0.02)
+            rule = {"match": "layers.*.weight", "placement": "whole"}
+        else:
+            optimizer = torch.optim.Adafactor(model.parameters(), lr=0.02)
+            rule = {"match": "*", "placement": "whole"}
+        settings = {"precision": {"mode": "bf16", "rules": [rule]}, "zero_optimization": {"stage": stage}}
+        engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
+        runs.append(train(engine, 10, data=repeated))
+        engine.destroy()
+    assert runs[0].losses[-1] < runs[0].losses[0] - 0.3
+    return same(runs)
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_own_matrix_optimizer_works_on_whole_parameters(kind: str, world: int) -> None:
+    for found in run_ranks(own_optimizer, world, (0, 1, 2, 3), kind, timeout=200):
+        assert found == []
+
+
+def own_muon_beside_torch() -> None:
+    """On two ranks with the same data: the plain loop's bits."""
+    model, other = GPT(tied=False), GPT(tied=False)
+
+    def chosen(of: nn.Module) -> list[nn.Parameter]:
+        return [p for n, p in of.named_parameters() if n.startswith("layers.") and p.dim() == 2]
+
+    settings = {
+        "precision": {"mode": "fp32", "rules": [{"match": "layers.*.weight", "placement": "whole"}]},
+        "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0,
+    }
+    optimizer = torch.optim.Muon(chosen(model), lr=0.02)
+    engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
+    theirs = torch.optim.Muon(chosen(other), lr=0.02)
+    for step in range(5):
+        engine.backward(engine(batch(step)))
+        engine.step()
+        other(batch(step)).backward()
+        theirs.step()
+        other.zero_grad()
+    run = train(engine, 0)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(run.weights[name], parameter.detach()), name
+    finish(engine, run)
+    engine.destroy()
+
+
+def test_an_own_muon_on_two_ranks_is_the_plain_loops_bits() -> None:
+    """Two equal gradients, summed and halved, are exact."""
+    run_ranks(own_muon_beside_torch, 2)
+
+
+def refused(kind: str) -> str:
+    model = GPT(tied=False)
+    chosen = [p for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2]
+    classes: dict[str, Any] = {
+        "Muon": torch.optim.Muon,
+        "Adafactor": torch.optim.Adafactor,
+        "LBFGS": torch.optim.LBFGS,
+        "Mine": type("Mine", (torch.optim.Muon,), {}),
+    }
+    settings = {"precision": {"mode": "bf16"}, "zero_optimization": {"stage": 2}}
+    with pytest.raises(UnsupportedError) as caught:
+        initialize(model, classes[kind](chosen), settings, device="cpu", quiet=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor", "Mine"])
+def test_an_own_matrix_optimizer_on_pieces_is_refused_with_the_rule(kind: str) -> None:
+    for message in run_ranks(refused, 2, kind):
+        assert f"got {kind}, and pieces of layers.0." in message and "placement: whole" in message
+
+
+def test_what_no_placement_helps_is_refused() -> None:
+    assert "looks at all parameters at once" in run_ranks(refused, 2, "LBFGS")[0]
+
+
+# --- the config's block -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"mometum": 0.9}, r"`optimizer.params.mometum`: must be an argument of Muon.*`momentum`"),
+        ({"adjust_lr_fn": "loud"}, r"must be original or match_rms_adamw; got 'loud'"),
+        ({"ns_steps": 0}, r"must be a whole number from 1 to 99; got 0"),
+        ({"ns_steps": 2.5}, r"must be a whole number"),
+        ({"ns_coefficients": [1, 2]}, r"must be three numbers"),
+        ({"ns_dtype": "fp16"}, r"must be bf16 or fp32"),
+        ({"muon_lr": -1}, r"optimizer.params.lr"),
+    ],
+)
+def test_wrong_arguments_are_named(params: dict[str, Any], message: str) -> None:
+    plan = make_plan({"optimizer": {"type": "Muon", "params": params}}, network())
+    with pytest.raises(ConfigError, match=message):
+        make_updater(plan, owned(plan, initial(plan), 0), None, {})
+
+
+def test_deepspeeds_keys_reach_the_groups() -> None:
+    """`lr` and `weight_decay` are of both, `muon_lr` and `adam_lr` go before `lr`."""
+
+    def groups(**params: Any) -> list[dict[str, Any]]:
+        plan = make_plan({"optimizer": {"type": "Muon", "params": params}}, network())
+        updater = make_updater(plan, owned(plan, initial(plan), 0), None, {})
+        assert updater.learning_rates() == tuple(group["lr"] for group in updater.groups.param_groups)
+        return updater.groups.param_groups
+
+    first, second = groups(
+        lr=0.5, adam_lr=0.25, weight_decay=0.125, momentum=0.75, eps=1e-6, betas=[0.5, 0.6]
+    )
+    assert (first["lr"], first["weight_decay"], first["momentum"]) == (0.5, 0.125, 0.75)
+    assert (second["lr"], second["weight_decay"], second["eps"]) == (0.25, 0.125, 1e-6)
+    assert list(second["betas"]) == [0.5, 0.6] and first["ns_eps"] == 1e-7
+    first, second = groups(muon_lr=0.5)
+    assert (first["lr"], second["lr"]) == (0.5, 1e-3)
+    assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.01), "torch's defaults of each"

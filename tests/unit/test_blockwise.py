@@ -1,0 +1,186 @@
+"""8-bit moments: exact where they must be, near where they may be, and unbiased on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerodrift.kernels.native import BLOCK
+from zerodrift.optim.blockwise import (
+    LARGEST_SCALE,
+    LEAST_SCALE,
+    LEVELS,
+    Code,
+    code_of,
+    decode,
+    encode,
+    tables,
+)
+from zerodrift.optim.rounding import block_keys, random_words
+
+CPU = torch.device("cpu")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def values_of(code: Code) -> Tensor:
+    """Of the codes that are not negative, in order."""
+    return tables(CPU)[code.value, 3 * LEVELS :][: code.top + 1]
+
+
+def draws(blocks: int, step: int) -> Tensor:
+    return random_words(block_keys(7, 0, blocks), step).flatten() & 0xFFFF
+
+
+def test_moments_have_their_codes() -> None:
+    assert code_of(0) is Code.SIGNED and code_of(1) is Code.UNSIGNED
+
+
+@pytest.mark.parametrize("code", Code)
+def test_the_code_is_the_dynamic_one(code: Code) -> None:
+    """Zero, then decades up to one, each with twice as many steps as the one below."""
+    values = values_of(code).double()
+    assert values[0] == 0 and values[-1] == 1 and len(values) == code.top + 1
+    assert (values.diff() > 0).all()
+    decades = code.top.bit_length()
+    for decade in range(decades):
+        top = 10.0 ** (decade + 1 - decades)
+        inside = values[2**decade : 2 ** (decade + 1)]
+        assert inside[-1].item() == pytest.approx(top, rel=1e-6)
+        assert inside.diff().tolist() == pytest.approx([0.9 * top / 2**decade] * (2**decade - 1), rel=1e-3)
+    if code is Code.SIGNED:
+        negative = tables(CPU)[code.value, 3 * LEVELS + 128 :]
+        assert torch.equal(negative, -values_of(code))
+        assert torch.signbit(negative).all()
+
+
+@pytest.mark.parametrize("code", Code)
+def test_what_was_read_is_written_back_as_it_was(code: Code) -> None:
+    """All codes under two thousand scales, the ends among them: the same codes and scales, bit for bit."""
+    codes = torch.arange(256).to(torch.uint8).repeat(2000)
+    scales = 2.0 ** (torch.rand(2000, generator=generator()) * 221 - 95.5)
+    scales[:4] = torch.tensor([LEAST_SCALE, LARGEST_SCALE, 1.0, 0.1])
+    again, same = encode(code, decode(code, codes, scales))
+    assert torch.equal(again, codes)
+    assert torch.equal(same, scales)
+
+
+@pytest.mark.parametrize("code", Code)
+def test_values_settle_after_one_rounding(code: Code) -> None:
+    values = torch.randn(BLOCK * 40 + 77, generator=generator()) * 10 ** torch.randn(
+        BLOCK * 40 + 77, generator=generator(1)
+    )
+    values = values if code is Code.SIGNED else values.square()
+    codes, scales = encode(code, values)
+    again, same = encode(code, decode(code, codes, scales))
+    assert torch.equal(again, codes) and torch.equal(same, scales)
+    assert scales.shape == (41,) and codes.shape == values.shape
+
+
+@pytest.mark.parametrize("code", Code)
+def test_a_value_goes_to_the_nearest_code_or_to_one_beside_it(code: Code) -> None:
+    values = torch.rand(BLOCK * 200, generator=generator()) ** 6
+    values.view(-1, BLOCK)[:, 0] = 1.0
+    known = values_of(code)
+    above = torch.searchsorted(known, values).clamp(min=1)
+    low, high = known[above - 1], known[above]
+    nearest = decode(code, *encode(code, values))
+    # A tolerance of the arithmetic: a middle may fall to either side.
+    assert ((nearest - values).abs() <= (high - low) / 2 * (1 + 1e-4)).logical_or(nearest == known[1]).all()
+    drawn = decode(code, *encode(code, values, draws(200, 3)))
+    near = 1e-5 * high
+    assert ((drawn >= low - near) & (drawn <= high + near)).all()
+    assert not torch.equal(drawn, nearest)
+
+
+def test_the_error_beside_fp32() -> None:
+    """Of moments as they are: a first one is normal, a second one a square over some decades."""
+    first = torch.randn(BLOCK * 400, generator=generator())
+    spread = 10.0 ** (0.3 * torch.randn(BLOCK * 400, generator=generator(1)))
+    second = (torch.randn(BLOCK * 400, generator=generator(2)) * spread).square()
+    error = decode(Code.SIGNED, *encode(Code.SIGNED, first)) - first
+    assert (error.square().mean() / first.square().mean()).sqrt() < 0.012
+    ratio = decode(Code.UNSIGNED, *encode(Code.UNSIGNED, second)) / second
+    # The root is what divides: half the error. Where the code still has 16 steps to a decade and more.
+    largest = second.view(-1, BLOCK).amax(1, keepdim=True)
+    well = (second.view(-1, BLOCK) > 1e-3 * largest).flatten()
+    assert 0.2 < well.float().mean() < 0.9
+    assert (ratio[well].sqrt() - 1).abs().max() < 0.17
+    assert (ratio[well].sqrt() - 1).square().mean().sqrt() < 0.02
+
+
+@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize("part", [0.77, 0.1234, 0.011, 3.3e-4, 4e-6])
+def test_rounding_at_random_keeps_the_mean(code: Code, part: float) -> None:
+    blocks = 2048
+    values = torch.full((blocks, BLOCK), part)
+    values[:, 0] = 1.0
+    found = decode(code, *encode(code, values.flatten(), draws(blocks, 9))).view(blocks, BLOCK)
+    assert (found[:, 0] == 1.0).all()
+    rest = found[:, 1:].double()
+    gap = (rest.max() - rest.min()).item()
+    assert rest.unique().numel() == 2
+    # Up to half a gap of deviation per draw; five deviations of the mean.
+    assert abs(rest.mean().item() - part) < 5 * 0.5 * gap / rest.numel() ** 0.5
+
+
+def test_a_second_moment_that_is_there_is_never_nothing() -> None:
+    """One of them would make the next step a first moment over eps."""
+    values = torch.tensor([1.0, 1e-7, 1e-9, 1e-20, 1e-38, 1e-45, 0.0]).repeat(BLOCK)
+    for given in (None, draws(7, 2)):
+        codes, _ = encode(Code.UNSIGNED, values, given)
+        assert torch.equal(codes == 0, values == 0)
+    tiny = torch.full((BLOCK,), 1e-9)
+    tiny[0] = 1.0
+    assert (encode(Code.SIGNED, tiny)[0][1:] == 0).all(), "a first moment may"
+
+
+def test_a_decaying_second_moment_decays() -> None:
+    """Beside one large value that stays: nearest rounding would hold every other where it is."""
+    steps, decay, blocks = 1000, 0.999, 16
+    start = torch.full((blocks, BLOCK), 0.5).flatten()
+    start[::BLOCK] = 1.0
+    near, drawn = encode(Code.UNSIGNED, start), encode(Code.UNSIGNED, start)
+    for step in range(steps):
+        for given in (None, draws(blocks, step)):
+            held = near if given is None else drawn
+            values = decode(Code.UNSIGNED, *held) * decay
+            values[::BLOCK] = 1.0
+            held = encode(Code.UNSIGNED, values, given)
+            near, drawn = (held, drawn) if given is None else (near, held)
+    kept = torch.arange(blocks * BLOCK) % BLOCK != 0
+    before = decode(Code.UNSIGNED, *encode(Code.UNSIGNED, start))[kept]
+    assert torch.equal(decode(Code.UNSIGNED, *near)[kept], before)
+    expected = 0.5 * decay**steps
+    assert decode(Code.UNSIGNED, *drawn)[kept].mean().item() == pytest.approx(expected, rel=0.02)
+
+
+def test_blocks_know_nothing_of_each_other() -> None:
+    values = torch.randn(BLOCK * 9, generator=generator()) * 10 ** torch.randn(
+        BLOCK * 9, generator=generator(1)
+    )
+    given = draws(9, 5)
+    codes, scales = encode(Code.SIGNED, values, given)
+    for first, last in ((0, 1), (1, 6), (6, 9)):
+        span = slice(first * BLOCK, last * BLOCK)
+        part, scale = encode(Code.SIGNED, values[span], given[span])
+        assert torch.equal(part, codes[span]) and torch.equal(scale, scales[first:last])
+
+
+def test_values_that_are_no_numbers() -> None:
+    """An infinity becomes the largest scale, a NaN takes its block and no other, what is tiny is nothing."""
+    values = torch.zeros(5, BLOCK)
+    values[0, :3] = torch.tensor([torch.inf, -torch.inf, 1.0])
+    values[1, :2] = torch.tensor([torch.nan, 1.0])
+    values[2, :2] = torch.tensor([1.0, -0.5])
+    values[3, :2] = torch.tensor([1e-30, -1e-40])
+    codes, scales = encode(Code.SIGNED, values.flatten())
+    found = decode(Code.SIGNED, codes, scales).view(5, BLOCK)
+    assert found[0, :3].tolist() == [LARGEST_SCALE, -LARGEST_SCALE, 0.0]
+    assert found[1].isnan().all()
+    assert found[2, 0] == 1.0 and found[2, 1].item() == pytest.approx(-0.5, rel=0.02)
+    assert (found[3:] == 0).all()
+    assert (codes.view(5, BLOCK)[4] == 0).all() and scales.isnan().tolist() == [False, True, *[False] * 3]

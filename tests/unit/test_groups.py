@@ -1,0 +1,143 @@
+"""Which modules `fully_shard` is called on, and what it cannot express: refused by name, all at once, each
+with a twin that is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.numerics.networks import GPT
+from tests.numerics.runs import config
+from zerodrift import ConfigError, make_plan
+from zerodrift.plan.groups import groups
+from zerodrift.plan.table import Plan
+
+
+def plan(model: nn.Module, mode: str = "bf16", stage: int = 3, world: int = 2, **rest: Any) -> Plan:
+    return make_plan(config(stage, mode, backend="fsdp2", **rest), model, world)
+
+
+def rules(*found: dict[str, Any]) -> dict[str, Any]:
+    return {"precision": {"rules": list(found)}}
+
+
+def paths(made: Plan) -> list[tuple[str, ...]]:
+    return [group.paths for group in groups(made)]
+
+
+def names(made: Plan) -> list[str]:
+    return [made.rows[row].name for group in groups(made) for row in group.rows]
+
+
+def test_a_unit_is_a_group() -> None:
+    made = plan(GPT())
+    assert paths(made) == [("",), ("layers.0",), ("layers.1",)]
+    assert sorted(names(made)) == sorted(row.name for row in made.rows)
+
+
+def test_what_differs_is_a_group_of_its_own() -> None:
+    made = plan(GPT(moe=True, layers=1), **rules({"match": "*.router.*", "pin": "fp32"}))
+    assert paths(made) == [("",), ("layers.0",), ("layers.0.mlp.router",)]
+
+
+def test_what_differs_together_is_one_group() -> None:
+    made = plan(GPT(layers=1), **rules({"match": "*.mlp.*", "pin": "fp32"}))
+    assert paths(made) == [("",), ("layers.0",), ("layers.0.mlp",)]
+
+
+def test_what_is_inside_of_a_group_may_differ_again() -> None:
+    made = plan(
+        GPT(layers=1),
+        **rules(
+            {"match": "*.mlp.*", "pin": "fp32"},
+            {"match": "*.mlp.down.*", "compute": "bf16", "gather": "bf16"},
+        ),
+    )
+    assert paths(made) == [("",), ("layers.0",), ("layers.0.mlp.up",)]
+
+
+def test_under_autocast_norms_are_groups() -> None:
+    made = plan(GPT(layers=1), "autocast-bf16")
+    assert ("layers.0.norm1",) in paths(made) and ("layers.0",) in paths(made)
+    assert all(len({made.rows[row].columns.compute for row in group.rows}) <= 1 for group in groups(made))
+
+
+def test_a_tied_parameter_that_differs_takes_its_modules_together() -> None:
+    model = GPT(layers=1)
+    model.wide = nn.Linear(128, 128)  # so that the root is of the other kind
+    made = plan(model, **rules({"match": "embed.weight", "pin": "fp32"}))
+    assert ("embed", "head") in paths(made) and ("norm",) not in paths(made)
+
+
+def test_frozen_parameters_join_a_group_of_their_dtype() -> None:
+    model = GPT(layers=1)
+    model.layers.requires_grad_(False)
+    model.layers[0].norm1.requires_grad_(True)
+    made = plan(model)
+    assert paths(made) == [("",), ("layers.0",)]
+
+
+# --- refused ------------------------------------------------------------------------------------------
+
+
+def refusal(model: nn.Module, **rest: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        plan(model, **rest)
+    return str(raised.value)
+
+
+def test_two_kinds_in_one_module() -> None:
+    text = refusal(GPT(layers=1), **rules({"match": "*.bias", "pin": "fp32"}))
+    for path in ("layers.0.norm1", "layers.0.attention.out", "layers.0.mlp.up", "norm"):
+        assert f"`{path}`" in text
+    assert "native backend" in text
+    plan(GPT(layers=1), **rules({"match": "*.norm*.*", "pin": "fp32"}))
+
+
+def test_a_parameter_without_dimensions() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, shape: tuple[int, ...]) -> None:
+            super().__init__()
+            self.scale, self.inner = nn.Parameter(nn.init.ones_(nn.Linear(1, 1).weight)[0, 0].detach()), GPT()
+            self.scale = nn.Parameter(self.scale.detach().reshape(shape))
+
+    assert "`scale`" in refusal(Scaled(()))
+    plan(Scaled((1,)))
+
+
+COLUMNS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"storage": "bf16"}, {"storage": "fp32"}, "precision.storage"),
+    ({"storage": "bf16", "master": "split"}, {"master": "same"}, "precision.storage"),
+    ({"storage": "bf16", "accumulate": "bf16"}, {"accumulate": "fp32"}, "precision.storage"),
+    ({"gather": "fp32"}, {"gather": "bf16"}, "precision.gather"),
+    ({"state": "bf16-stochastic"}, {"state": "fp32"}, "precision.state"),
+    (
+        {"accumulate": "bf16", "reduce": {"when": "every"}},
+        {"accumulate": "bf16", "reduce": {"when": "last"}},
+        "precision.reduce.when",
+    ),
+    ({"rules": [{"match": "*.up.weight", "placement": "whole"}]}, {}, "precision.rules[0]"),
+    ({"statistics": True}, {"statistics": False}, "precision.statistics"),
+]
+
+
+@pytest.mark.parametrize(("refused", "accepted", "where"), COLUMNS, ids=lambda value: str(value)[:40])
+def test_columns(refused: dict[str, Any], accepted: dict[str, Any], where: str) -> None:
+    text = refusal(GPT(layers=1), stage=1, precision=refused)
+    assert where in text and "fsdp2" in text
+    plan(GPT(layers=1), stage=1, precision=accepted)
+
+
+def test_settings_are_refused_together() -> None:
+    written = {
+        "optimizer": {"type": "Lion", "params": {"lr": 1e-3}},
+        "sharding": {"accumulator": "keep"},
+        "precision": {"statistics": True},
+        "pipeline": {"stages": 2},
+    }
+    text = refusal(GPT(), world=4, **written)
+    for key in ("optimizer.type", "sharding.accumulator", "precision.statistics", "pipeline"):
+        assert f"`{key}" in text or key in text
+    plan(GPT(), optimizer={"type": "SGD", "params": {"lr": 1e-3}}, sharding={"accumulator": "free"})

@@ -1,0 +1,279 @@
+"""Placement: packing that keeps parameters whole, who gets Muon, and what a report says of both."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
+from zerodrift import ConfigError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
+from zerodrift.plan.check import broken
+from zerodrift.plan.layout import Packed, pack
+from zerodrift.plan.table import ALIGNMENT
+from zerodrift.policy.matrices import not_hidden
+from zerodrift.policy.nouns import Placement
+from zerodrift.report.explain import explain
+from zerodrift.report.page import plan_page
+from zerodrift.report.rows import grouped
+from zerodrift.report.terminal import explanation_text, plan_text
+
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
+
+
+def plan(model: ModelSpec | None = None, world: int = 2, rules: Any = (), **rest: Any) -> Plan:
+    written = {"precision": {"mode": "bf16", "rules": list(rules)}, "zero_optimization": {"stage": 3}, **rest}
+    config = load(written)
+    mesh = mesh_for(config, world)
+    return build(resolve(config, mesh), model or moe(), mesh)
+
+
+def options(made: Plan, name: str) -> dict[str, str]:
+    row = made.row(name)
+    assert row is not None
+    return row.columns.options()
+
+
+# --- packing ------------------------------------------------------------------------------------------
+
+
+def ends(packed: Packed, sizes: list[int], slices: int) -> list[tuple[int, int]]:
+    """Per parameter the first and the last slice that it is in."""
+    each = packed.padded // slices
+    pairs = zip(packed.offsets, sizes, strict=True)
+    return [(offset // each, (offset + size - 1) // each) for offset, size in pairs if size]
+
+
+SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
+
+
+@given(SIZES, st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slices: int) -> None:
+    parameters = [parameter(f"p{n}", (size,)) for n, size in enumerate(sizes)]
+    packed = pack(parameters, slices, "whole")
+    assert packed == pack(parameters, slices, "whole")
+    assert packed.numel == sum(sizes)
+    assert packed.padded % (slices * ALIGNMENT) == 0
+    assert all(first == last for first, last in ends(packed, sizes, slices))
+    end = 0
+    for offset, size in sorted(zip(packed.offsets, sizes, strict=True)):
+        assert offset >= end and offset % ALIGNMENT == 0
+        end = offset + size
+    assert end <= packed.padded
+    blocks = [-(-size // ALIGNMENT) for size in sizes]
+    assert packed.padded / slices <= ALIGNMENT * (sum(blocks) / slices + max(blocks))
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(2, 3))
+@settings(max_examples=100, deadline=None)
+def test_longest_first_is_within_a_third_of_the_best(blocks: list[int], slices: int) -> None:
+    """The best by trying every way."""
+    packed = pack([parameter(f"p{n}", (ALIGNMENT * size,)) for n, size in enumerate(blocks)], slices, "whole")
+    ways = itertools.product(range(slices), repeat=len(blocks))
+    best = min(
+        max(sum(size for size, at in zip(blocks, way, strict=True) if at == slot) for slot in range(slices))
+        for way in ways
+    )
+    assert ALIGNMENT * best <= packed.padded / slices <= ALIGNMENT * best * 4 / 3
+
+
+@given(
+    st.integers(0, 12),
+    st.sampled_from([(16, 16), (8, 48), (3, 5), (10, 12), (1, 1), (96, 32)]),
+    st.integers(1, 9),
+)
+def test_a_stack_is_cut_between_matrices_and_between_blocks(
+    count: int, shape: tuple[int, int], slices: int
+) -> None:
+    packed = pack([parameter("w", (count, *shape))], slices, "matrices")
+    each, matrix = packed.padded // slices, math.prod(shape)
+    assert packed.offsets == (0,) and packed.numel == count * matrix <= packed.padded
+    if slices > 1:
+        assert each % matrix == 0
+    assert each % ALIGNMENT == 0
+
+
+def test_longest_first_is_what_lies_where() -> None:
+    """Six matrices over two ranks: the packing by hand."""
+    sizes = [256, 1024, 512, 768, 256, 256]
+    packed = pack([parameter(f"p{n}", (size,)) for n, size in enumerate(sizes)], 2, "whole")
+    # 1024 | 768, then 512 to the second, 256s to the first, the first, the second.
+    assert packed.padded == 2 * 1536
+    assert packed.offsets == (1024, 0, 1536 + 768, 1536, 1280, 1536 + 1280)
+
+
+def test_one_slice_is_packed_as_ever() -> None:
+    parameters = [parameter("a", (300,)), parameter("b", (20, 20))]
+    placements: tuple[Placement, ...] = ("sliced", "matrices", "whole")
+    assert len({pack(parameters, 1, placement) for placement in placements}) == 1
+
+
+# --- in a plan ----------------------------------------------------------------------------------------
+
+
+def test_a_rule_places_whole_and_the_rest_is_sliced() -> None:
+    made = plan(rules=[{"match": "*.self_attn.*", "placement": "whole"}])
+    assert options(made, "model.layers.0.self_attn.q_proj.weight") == {"placement": "whole"}
+    assert options(made, "model.layers.0.mlp.gate.weight") == {}
+    whole = [segment for segment in made.segments if segment.whole]
+    assert len(whole) == 3 and all(len(segment.rows) == 4 for segment in whole)
+    assert [segment.padded for segment in whole] == [2 * 2 * 48 * 48] * 3
+
+
+def test_rows_of_a_segment_are_in_the_order_of_their_offsets() -> None:
+    made = plan(world=3, rules=[{"match": "*", "placement": "whole"}])
+    for segment in made.segments:
+        offsets = [made.rows[index].offset for index in segment.rows]
+        assert offsets == sorted(offsets)
+    names = [row.name for row in made.rows if row.unit == 1]
+    assert names == [row.name for row in plan().rows if row.unit == 1], "rows stay in the model's order"
+
+
+def test_a_later_rule_wins_and_a_tied_parameter_gets_the_wider_demand() -> None:
+    rules = [{"match": "*", "placement": "whole"}, {"match": "lm_head.weight", "placement": "sliced"}]
+    assert options(plan(rules=rules), "lm_head.weight") == {}
+    assert options(plan(moe(tie=True), rules=rules), "lm_head.weight") == {"placement": "whole"}
+
+
+def test_matrices_of_two_dimensions_are_whole() -> None:
+    made = plan(rules=[{"match": "*.q_proj.weight", "placement": "matrices"}])
+    assert options(made, "model.layers.0.self_attn.q_proj.weight") == {"placement": "whole"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 5, 8])
+def test_plans_hold_at_every_stage_and_world(stage: int, world: int) -> None:
+    stack = parameter("model.layers.0.mlp.stack", (6, 40, 24), "models.Experts")
+    model = ModelSpec("m", (*moe().parameters, stack))
+    made = plan(model, world, zero_optimization={"stage": stage}, **MUON)
+    assert broken(made) == []
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_frozen_parameters_are_placed_as_ever() -> None:
+    model = ModelSpec("m", (parameter("a", (64, 64), trained=False), parameter("b", (64, 64))))
+    made = plan(model, rules=[{"match": "*", "placement": "whole"}])
+    assert options(made, "a") == {} and options(made, "b") == {"placement": "whole"}
+
+
+# --- what it costs ------------------------------------------------------------------------------------
+
+
+def test_the_padding_is_in_the_cost_and_in_a_note() -> None:
+    """Two matrices of four million elements on eight ranks: six ranks hold padding."""
+    parameters = tuple(parameter(f"layers.0.{name}.w", (2048, 2048)) for name in "ab")
+    made = plan(ModelSpec("m", parameters), 8, **MUON)
+    bill = cost(made)
+    assert bill.whole_padding == bill.padding == 6 * 2048 * 2048
+    assert bill.rest.master == 2 * 2048 * 2048
+    assert bill.rest.state == 4 * 2048 * 2048, "Muon has one moment"
+    assert any("pads them by 300%" in note and "sharding.replicate" in note for note in made.notes)
+    hybrid = plan(ModelSpec("m", parameters), 8, sharding={"replicate": 4}, **MUON)
+    assert cost(hybrid).padding == 0 and not any("whole" in note for note in hybrid.notes)
+
+
+def test_the_note_on_whole_parameters_is_not_the_one_on_slices() -> None:
+    parameters = tuple(parameter(f"layers.0.{name}.w", (2048, 2048)) for name in "ab")
+    sliced = plan(ModelSpec("m", parameters), 8)
+    assert cost(sliced).whole_padding == 0 and not any("padd" in note for note in sliced.notes)
+
+
+# --- who gets Muon ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "klass", "expected"),
+    [
+        ("layers.0.q_proj.weight", (8, 8), LINEAR, ""),
+        ("h.0.c_fc.weight", (8, 8), "transformers.pytorch_utils.Conv1D", ""),
+        ("layers.0.experts.gate_up_proj", (4, 8, 8), "models.Experts", ""),
+        ("layers.0.mlp.gate_proj.weight", (8, 8), LINEAR, ""),
+        ("layers.0.experts.gate_up_proj_bias", (4, 8), "models.Experts", "a bias"),
+        ("layers.0.q_norm.weight", (4, 8), "models.Norm", "a norm"),
+        ("layers.0.mlp.gate.weight", (4, 8), "models.TopK", "a router"),
+        ("layers.0.mlp.router.classifier.weight", (4, 8), LINEAR, "an output head"),
+        ("tokens.weight", (9, 8), EMBEDDING, "an embedding"),
+        ("model.embed_tokens.weight", (9, 8), "", "an embedding"),
+        ("transformer.wte.weight", (9, 8), "", "an embedding"),
+        ("lm_head.weight", (9, 8), LINEAR, "an output head"),
+        ("stem.conv.weight", (8, 3, 3, 3), "torch.nn.modules.conv.Conv2d", "a convolution"),
+        ("layers.0.norm.weight", (8,), "models.Norm", "a vector, no matrix"),
+        ("scale", (), "M", "a single number"),
+    ],
+)
+def test_the_rule(name: str, shape: tuple[int, ...], klass: str, expected: str) -> None:
+    assert not_hidden(parameter(name, shape, klass)) == expected
+
+
+def test_a_tied_head_is_no_hidden_matrix() -> None:
+    assert not_hidden(tied(("out.weight", "embed.weight"), (9, 8), (LINEAR, EMBEDDING))) == "an embedding"
+
+
+def test_the_rule_is_printed_and_can_be_overruled() -> None:
+    rules = [
+        {"match": "*.mlp.gate.weight", "optimizer": "Muon"},
+        {"match": "*.o_proj.weight", "optimizer": "AdamW"},
+    ]
+    made = plan(rules=rules, **MUON)
+    gate, out = "model.layers.0.mlp.gate.weight", "model.layers.0.self_attn.o_proj.weight"
+    assert options(made, gate) == {"placement": "whole", "optimizer": "Muon"}
+    assert options(made, out) == {"optimizer": "AdamW"}
+    decided = {decision.key: decision for decision in made.policy.decisions}
+    assert "embeddings" in decided["optimizer"].why and decided["optimizer"].value.startswith("Muon")
+    row = made.row(out)
+    assert row is not None and row.columns.reasons()["optimizer"] == "precision.rules[1]: '*.o_proj.weight'"
+
+
+def test_without_muon_nothing_is_said_of_it() -> None:
+    made = plan(optimizer={"type": "AdamW", "params": {}})
+    assert all(row.columns.options() == {} for row in made.rows)
+    assert not any(decision.key == "optimizer" for decision in made.policy.decisions)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rest", "message"),
+    [
+        ({"match": "*.q_proj.weight", "placement": "sliced"}, MUON, "`placement` must be"),
+        ({"match": "model.norm.weight", "optimizer": "Muon"}, MUON, "needs matrices; got a parameter with 1"),
+        ({"match": "*.q_proj.weight", "optimizer": "Muon"}, {}, "`optimizer` must be left out of rules"),
+        ({"match": "*.q_proj.weight", "placement": "whole"}, {"backend": "fsdp2"}, "on backend fsdp2"),
+        ({"match": "model.norm.weight", "state": "bf16"}, MUON, "beta2 of at most"),
+    ],
+)
+def test_what_cannot_be_is_refused(rule: dict[str, Any], rest: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(rules=[rule], **rest)
+
+
+def test_muons_moment_may_be_bf16_where_adamws_may_not() -> None:
+    """The bound on beta2 is about second moments, which Muon has not."""
+    plan(rules=[{"match": "*.q_proj.weight", "state": "bf16"}], **MUON)
+
+
+# --- what a report says -------------------------------------------------------------------------------
+
+
+def test_every_report_shows_placement_and_optimizer() -> None:
+    made = plan(world=5, **MUON)
+    bill, table = cost(made), grouped(made)
+    text = plan_text(made, bill, table, color=False)
+    assert "whole, Muon" in text and "a rank's slice holds whole parameters" in text
+    assert "to keep them whole" in text
+    page = plan_page(made, bill, table)
+    assert "whole: a rank&#x27;s slice never ends inside of it" in page or "whole: a rank's slice" in page
+    name = "model.layers.0.self_attn.q_proj.weight"
+    found = explain(made, name)
+    assert {cell.column: cell.value for cell in found.options} == {"placement": "whole", "optimizer": "Muon"}
+    assert len(found.slices) == 1, "one rank owns all of it"
+    shown = explanation_text(found, made.digest, color=False)
+    assert "Muon works on whole matrices" in shown and "Muon's rule: a hidden matrix" in shown
+
+
+def test_the_digest_knows_the_placement() -> None:
+    """Also where the offsets happen to be the same, as on one rank."""
+    assert plan(world=1).digest != plan(world=1, rules=[{"match": "*", "placement": "whole"}]).digest
