@@ -7,6 +7,8 @@
     +-- MeshError               ranks and axes that do not fit together
     +-- RankError               a rank that died, hung or disagrees with the others
     +-- NonFiniteError          a NaN or infinity where the caller asked for an error
+    +-- PrecisionError          a dtype that was seen in a run and is not the plan's
+    +-- CheckpointError         a checkpoint that cannot be written, is damaged, or belongs to something else
 
 A message reads **where: what must hold; got what. What to do.** `Problem` holds those four parts, and
 `Problems` collects all of a kind so that a person sees every mistake at once.
@@ -48,6 +50,14 @@ class RankError(ZerodriftError):
 
 class NonFiniteError(ZerodriftError):
     """A NaN or an infinity was found, and the caller asked for an error."""
+
+
+class PrecisionError(ZerodriftError):
+    """A run did something else than its plan says."""
+
+
+class CheckpointError(ZerodriftError):
+    """A checkpoint cannot be written, is damaged, or belongs to something else."""
 
 
 @dataclass(frozen=True, slots=True)

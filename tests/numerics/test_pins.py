@@ -313,22 +313,23 @@ def test_pinned_norms_return_their_inputs_dtype_and_heads_keep_theirs(mode: str,
         assert run_ranks(norms_and_head, 2, stage, mode, output) == [[], []]
 
 
-def whole_block(stage: int, mode: str) -> tuple[torch.dtype, torch.dtype]:
-    """A pinned block is one boundary: nothing is rounded between its layers."""
-    rules: Rules = [{"match": "layers.1.mlp.*", "pin": "fp32", "output": "input"}]
-    engine, watches = watched(stage, mode, rules, GPT(), ["layers.1.mlp.down", "layers.0.mlp.down"])
+def whole_block(stage: int, mode: str) -> tuple[torch.dtype, torch.dtype, bool]:
+    """The input of a pinned block's last layer, of another's, and whether the block returns its input's."""
+    rules: Rules = [{"match": "layers.1.mlp.*", "pin": "fp32"}]
+    paths = ["layers.1.mlp.down", "layers.0.mlp.down", "layers.1.mlp"]
+    engine, watches = watched(stage, mode, rules, GPT(), paths)
     engine.backward(engine(batch(0, engine.mesh.rank())))
     engine.step()
-    inside = watches["layers.1.mlp.down"].calls[0].input.dtype
-    outside = watches["layers.0.mlp.down"].calls[0].input.dtype
+    inside, outside, block = (watches[path].calls[0] for path in paths)
     engine.destroy()
-    return inside, outside
+    return inside.input.dtype, outside.input.dtype, block.output.dtype is block.input.dtype
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_between_the_layers_of_a_pinned_block_nothing_is_rounded(mode: str) -> None:
+def test_a_pinned_block_rounds_nothing_inside_and_returns_its_inputs_dtype(mode: str) -> None:
+    """It is one boundary, and what follows it computes in the dtype of what came before."""
     for stage in (0, 3):
-        assert run_ranks(whole_block, 2, stage, mode) == [(torch.float32, LOW[mode])] * 2
+        assert run_ranks(whole_block, 2, stage, mode) == [(torch.float32, LOW[mode], True)] * 2
 
 
 class Decay(nn.Module):

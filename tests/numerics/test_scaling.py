@@ -25,7 +25,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass
 class ByHand:
-    """DeepSpeed's dynamic scale, from its description: it remembers the step of the last overflow."""
+    """The dynamic scale of DeepSpeed 0.19.6: it remembers the step of the last overflow."""
 
     spec: LossScale
     scale: float
@@ -45,7 +45,8 @@ class ByHand:
         else:
             if self.spec.consecutive:
                 self.patience = self.spec.hysteresis
-            if (self.step - self.last) % self.spec.window == 0:
+            stable = self.step - self.last - 1
+            if stable > 0 and stable % self.spec.window == 0:
                 self.patience = self.spec.hysteresis
                 self.scale *= 2
         self.step += 1

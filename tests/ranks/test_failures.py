@@ -218,22 +218,22 @@ def test_different_plans_fail_fast_on_both_ranks_with_the_first_row_that_differs
 
 
 class Shuffled(nn.Module):
-    """Blocks of one size, run in an order that the caller gives."""
+    """Blocks that add to a stream of width 16, run in an order that the caller gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, w), nn.Linear(w, 16)) for w in widths)
 
     def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         for number in order:
-            x = self.layers[number](x)
+            x = x + self.layers[number](x)
         return x.square().mean()
 
 
-def disordered(stage: int) -> list[str]:
-    """Two good steps, then one in which rank 1 goes another way through blocks of equal size."""
-    engine = impatient(stage, "fp32", model=Shuffled())
+def disordered(stage: int, widths: tuple[int, ...]) -> list[str]:
+    """Two good steps, then one in which rank 1 goes another way through the blocks."""
+    engine = impatient(stage, "fp32", model=Shuffled(widths))
     said = []
     for order in ((0, 1, 2, 3), (2, 0, 3, 1), (0, 2, 1, 3) if engine.mesh.rank() else (1, 0, 2, 3)):
         try:
@@ -247,7 +247,14 @@ def disordered(stage: int) -> list[str]:
 def test_ranks_that_go_through_units_in_different_orders_are_told() -> None:
     """At stage 3 they would compute with each other's weights; at stage 0 nothing is gathered, and any
     order is right."""
-    for first, second, third in run_ranks(disordered, 2, 3):
+    for first, second, third in run_ranks(disordered, 2, 3, (16,) * 4):
         assert (first, second) == ("updated True", "updated True")
         assert third.startswith("`units`: must be used in the same order on every rank")
-    assert run_ranks(disordered, 2, 0) == [["updated True"] * 3] * 2
+    assert run_ranks(disordered, 2, 0, (16, 32, 48, 64)) == [["updated True"] * 3] * 2
+
+
+def test_ranks_in_collectives_of_different_sizes_miss_each_other_and_say_so() -> None:
+    """gloo would end both processes, without a word in Python, over a message that does not fit."""
+    for first, second, third in run_ranks(disordered, 2, 3, (16, 32, 48, 64)):
+        assert (first, second) == ("updated True", "updated True")
+        assert "must take part within the timeout" in third and "is in another collective" in third

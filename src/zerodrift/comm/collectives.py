@@ -10,7 +10,9 @@ that is missing surfaces as RankError with the operation, the axis and the rank 
 
 [Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and
 its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order; the
-tag numbers the collectives of a group, so those under way at once cannot take each other's. A reduction
+tag numbers the collectives of a group, so those under way at once cannot take each other's, and has a
+digest of the sizes of their messages, so ranks in collectives of different sizes miss each other and get a
+RankError in time; gloo ends the process when a message does not fit where it is received. A reduction
 that is waited for at once receives a window of chunks rather than everything: the window stays in cache
 between arrival and sum, and the wire needs at most WINDOW bytes however large the segment is. One that is
 only started posts every receive, because a receive that is posted in `wait` would hang two ranks that wait
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -49,8 +52,9 @@ _ALL = 1 << 62
 """A window without end."""
 DIRECT = 1 << 18
 """Bytes below which an all-reduce sends whole tensors to everybody: one round trip instead of two."""
-_FIRST_TAG = 1 << 16
+_FIRST_TAG = 1 << 30
 _TAGS = 1 << 14
+"""Collectives that a tag can number; above the number is a digest of as many values. gloo has 31 bits."""
 
 # torch 2.13 gave these their new names and warns about the old ones.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -130,7 +134,7 @@ class Collectives:
         return Handle(lambda: _issue("all_gather", line, work.wait))
 
     def _pairwise_gather(self, out: torch.Tensor, shard: torch.Tensor, line: Axis) -> Handle:
-        post = _Post("all_gather", line)
+        post = _Post("all_gather", line, shard.nbytes, shard.nbytes)
         for to, source in post.turns:
             post.receive(line.slice(out, source), source)
             post.send(shard, to)
@@ -159,7 +163,7 @@ class Collectives:
             return Handle()
         if self.carrier == "pairs":
             slices = [line.slice(full, rank) for rank in range(line.size)]
-            return self._exchange(_Post("reduce_scatter", line), out, slices, how, depth)
+            return self._exchange("reduce_scatter", line, out, slices, how, depth)
         if not how.exact and full.dtype is how.dtype:
             parts = [torch.empty_like(out, dtype=full.dtype)]
             call = _reduce_scatter_single
@@ -192,7 +196,7 @@ class Collectives:
     def _all_reduce_directly(self, out: torch.Tensor, values: torch.Tensor, line: Axis, how: Sum) -> None:
         """Everything to everybody, and every rank forms the whole sum."""
         if self.carrier == "pairs":
-            self._exchange(_Post("all_reduce", line), out, [values] * line.size, how, DEPTH).wait()
+            self._exchange("all_reduce", line, out, [values] * line.size, how, DEPTH).wait()
             return
         received = values.new_empty(values.numel() * line.size)
         work = _start("all_reduce", line, _gather_single, received, values)
@@ -224,6 +228,15 @@ class Collectives:
         _issue("all_gather_object", line, dist.all_gather_object, found, value, group=line.group)
         return found
 
+    def gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
+        """Every rank's Python value on rank 0, in rank order; nothing elsewhere. Pickled; not recorded."""
+        line = self.mesh.axis(axis)
+        if line.group is None:
+            return [value]
+        found: list[Any] | None = [None] * line.size if line.rank == 0 else None
+        _issue("gather_object", line, dist.gather_object, value, found, group=line.group, group_dst=0)
+        return found or []
+
     def broadcast_object(self, value: T | None, source: int, axis: AxisName = "world") -> T:
         """The value of rank `source`; what the others pass is ignored. Pickled; not recorded."""
         line = self.mesh.axis(axis)
@@ -252,15 +265,15 @@ class Collectives:
         )
 
     def _exchange(
-        self, post: _Post, out: torch.Tensor, outgoing: Sequence[torch.Tensor], how: Sum, depth: int
+        self, op: Op, line: Axis, out: torch.Tensor, outgoing: Sequence[torch.Tensor], how: Sum, depth: int
     ) -> Handle:
         """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
 
         Chunk by chunk, `depth` of them received ahead: see [Note: messages].
         """
-        line = post.line
         own = outgoing[line.rank]
         chunk = _chunk(own, line)
+        post = _Post(op, line, chunk * own.itemsize, own.nbytes)
         count = -(-own.numel() // chunk)
         depth = min(depth, count)
         arrivals, held = self._scratch.take(depth * (line.size - 1) * chunk, own.dtype)
@@ -318,9 +331,11 @@ class Collectives:
 class _Post:
     """The messages of one collective between this rank and the others of its axis (gloo)."""
 
-    def __init__(self, op: str, line: Axis) -> None:
+    def __init__(self, op: str, line: Axis, message: int, total: int) -> None:
+        """`message` bytes at a time, `total` to each rank."""
         self._op, self.line = op, line
-        self._tag = _FIRST_TAG + next(line.tags) % _TAGS
+        sizes = zlib.crc32(f"{message} {total}".encode()) % _TAGS
+        self._tag = _FIRST_TAG + sizes * _TAGS + next(line.tags) % _TAGS
         size, rank = line.size, line.rank
         self.turns = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
         """(to, from): in each turn every rank sends one message and receives one."""

@@ -145,6 +145,12 @@ def start(
     return Mesh(shape, place, axes, tuple(created))
 
 
+def started() -> tuple[int, int]:
+    """This rank and the number of ranks, as they were started; known before any of them has joined."""
+    seat = _seat()
+    return seat.rank, seat.world
+
+
 def _seat() -> _Seat:
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()

@@ -2,8 +2,8 @@
 
 Floating inputs of the model are cast to the mode's dtype. A module all of whose parameters compute in
 another dtype than the mode's (a pinned router, norm or head) gets its floating inputs cast to that dtype,
-runs with autocast off, and returns what its rule says: its own dtype (`keep`) or its input's (`input`).
-Nothing else casts.
+runs with autocast off, and returns what its rule says: its own dtype (`keep`) or its input's (`input`);
+see `_keeps` for what holds without a rule. Nothing else casts.
 
 Invariant: a module's casts depend on the plan alone, and leaving the module restores what was there.
 
@@ -36,8 +36,8 @@ class Boundary:
 
     path: str
     dtype: torch.dtype
-    output: str
-    """`keep` or `input`."""
+    keep: bool
+    """Whether it returns its own dtype, not its input's."""
 
 
 def boundaries(plan: Plan, model: nn.Module) -> list[Boundary]:
@@ -50,15 +50,19 @@ def boundaries(plan: Plan, model: nn.Module) -> list[Boundary]:
     def visit(path: str, module: nn.Module) -> None:
         inside = [rows[name] for name in _parameter_names(path, module) if name in rows]
         dtype = _own_dtype(inside, usual, autocast)
-        if dtype is not None and path:
-            output = "keep" if any(row.columns.output == "keep" for row in inside) else "input"
-            found.append(Boundary(path, dtype, output))
+        if dtype is not None and path and has_forward(module):
+            found.append(Boundary(path, dtype, _keeps(inside)))
             return
         for name, child in module.named_children():
             visit(f"{path}.{name}" if path else name, child)
 
     visit("", model)
     return found
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether it can be called: nobody calls a container such as `ModuleList`, so hooks on it never run."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _parameter_names(path: str, module: nn.Module) -> Iterator[str]:
@@ -79,6 +83,14 @@ def _own_dtype(rows: list[Row], usual: torch.dtype, autocast: bool) -> torch.dty
     return dtypes.pop()
 
 
+def _keeps(inside: list[Row]) -> bool:
+    """Whether a module with these rows returns its own dtype. What a rule says holds. Where none does, it
+    is a router or a head if it holds one matrix, and keeps; a norm holds none and a block several, and what
+    comes after those computes in the dtype of what came before."""
+    told = [row.columns.output for row in inside if row.columns.output != "auto"]
+    return "keep" in told if told else sum(len(row.shape) > 1 for row in inside) == 1
+
+
 def attach(model: nn.Module, found: list[Boundary]) -> list[Any]:
     """Put the casting hooks on the modules; returns their handles."""
     modules = dict(model.named_modules())
@@ -90,22 +102,26 @@ def attach(model: nn.Module, found: list[Boundary]) -> list[Any]:
 
 def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
     inputs: list[torch.dtype | None] = []
-    switches: list[contextlib.ExitStack] = []
+    switches: list[torch.autocast | None] = []
+    """None where autocast is off anyway: entering it then would be one more thing to compile."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         floating = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
         inputs.append(floating[0] if floating else None)
-        switch = contextlib.ExitStack()
         device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
-        switch.enter_context(torch.autocast(device, enabled=False))
+        switch = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
+        if switch is not None:
+            switch.__enter__()
         switches.append(switch)
         return map_tensors((args, kwargs), lambda tensor: _cast(tensor, boundary.dtype))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Called even when the forward raised: autocast must come back on, whatever happened.
-        switches.pop().close()
+        switch = switches.pop()
+        if switch is not None:
+            switch.__exit__(None, None, None)
         dtype = inputs.pop()
-        if boundary.output == "keep" or dtype is None or output is None:
+        if boundary.keep or dtype is None or output is None:
             return None
         return map_tensors(output, lambda tensor: _cast(tensor, dtype))
 

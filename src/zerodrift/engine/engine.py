@@ -11,27 +11,29 @@ forward that failed costs nothing else; a backward that failed costs the micro-b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine import compute, scale
+from zerodrift.engine import compute, scale, shards, statistics, steps
 from zerodrift.engine.attached import Attached
 from zerodrift.engine.grads import Gradients, Watcher
-from zerodrift.engine.place import place
+from zerodrift.engine.place import Sources, place
 from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
 from zerodrift.engine.walk import Walk
-from zerodrift.errors import NonFiniteError, RankError, UnsupportedError
+from zerodrift.errors import RankError, UnsupportedError
 from zerodrift.optim.update import Updater, make_updater
 from zerodrift.plan.table import Plan
 from zerodrift.report.explain import Explanation, explain
+from zerodrift.report.updates import UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,19 @@ class StepResult:
     """The first parameters whose gradient is not finite."""
 
 
+class Beside(Protocol):
+    """Work that goes on beside training on every rank alike, such as a checkpoint being written."""
+
+    def check(self) -> None:
+        """At the beginning of every step. May call collectives, and raise on all ranks what went wrong."""
+
+    def finish(self) -> None:
+        """Before the ranks part: end it, or raise."""
+
+    def abandon(self) -> None:
+        """An exception is ending this rank: let go of it without a collective."""
+
+
 class Engine:
     """Runs a plan. Made by `zerodrift.initialize`."""
 
@@ -64,25 +79,27 @@ class Engine:
         mesh: Mesh,
         optimizer: torch.optim.Optimizer | None = None,
         schedule: Any = None,
+        sources: Sources | None = None,
     ) -> None:
-        if plan.policy.backend != "native" or plan.mesh.pipeline > 1:
-            what = f"`backend: {plan.policy.backend}`" if plan.policy.backend != "native" else "`pipeline`"
+        if plan.policy.backend != "native":
+            raise AssertionError(f"a plan for backend {plan.policy.backend}")
+        if plan.mesh.pipeline > 1:
             raise UnsupportedError(
-                f"{what}: can be planned but not yet run; got it in the plan. Use `backend: native` without "
-                f"a pipeline."
+                "`pipeline`: can be planned but not yet run; got it in the plan. Remove it, or set "
+                "`pipeline.stages: 1`."
             )
         self.plan = plan
         self.module = model
         self.mesh = mesh
         self.comm = Collectives(mesh)
-        self.comm.agree(plan.digest, lambda: _row_texts(plan))
+        self.comm.agree(plan.digest, lambda: steps.texts(plan))
         policy = plan.policy
         self.segments: list[FlatSegment]
         self.units: list[LiveUnit]
         self._pools = Pools(keep=not policy.sharding.free_accumulator)
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
-            self.segments, self.units, masters = place(plan, model, self.comm, self._pools)
+            self.segments, self.units, masters = place(plan, model, self.comm, self._pools, sources)
         self._walk = Walk(self.units)
         self.gradients = Gradients(self._walk, policy.averaging.before)
         self._precision = compute.Precision(plan, mesh.device)
@@ -96,18 +113,24 @@ class Engine:
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             owned = [segment.piece(masters.pop(segment.number)) for segment in self._trained]
             self.updater = make_updater(plan, owned, optimizer, originals)
-        self.schedule = self._make_schedule(schedule)
+        self.schedule = steps.schedule(plan, self.optimizer, schedule)
         self.scaler = scale.Scaler(policy.loss_scale)
         self.gradients.watcher = Watcher(self._is_last, self._backward_ended, self._backward_failed)
         self.global_steps = 0
         self.skipped_steps = 0
         self.grad_norm: float | None = None
         """Of the last complete step, before clipping."""
+        self.accumulation = policy.batch.accumulation
+        """Micro-batches per step, which gradients are divided by; may be changed between steps."""
+        self.boundary: bool | None = None
+        """Whether the micro-batch that is under way ends its step; None where the engine counts."""
         self._micro_batches = 0
         """Backwards since the last step."""
         self._sync = True
         self._scaled = False
         self._closed = False
+        self.beside: Beside | None = None
+        """What else the ranks are doing; at most one thing at a time."""
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -147,18 +170,15 @@ class Engine:
 
     def _is_last(self) -> bool:
         """Whether the coming backward is the last micro-batch of its step."""
-        last = (self._micro_batches + 1) % self.plan.policy.batch.accumulation == 0
-        return last and self._sync
+        counted = (self._micro_batches + 1) % self.accumulation == 0
+        return (counted if self.boundary is None else self.boundary) and self._sync
 
     def _backward_ended(self) -> None:
         self._micro_batches += 1
         scaled, self._scaled = self._scaled, False
         if self.scaler.active and not scaled:
             self.zero_grad()
-            raise UnsupportedError(
-                f"`backward`: the loss must be scaled in mode {self.plan.policy.mode}; got a plain "
-                f"`loss.backward()`. Call `engine.backward(loss)` or `engine.scale(loss).backward()`."
-            )
+            raise steps.unscaled(self.plan)
 
     def _backward_failed(self) -> None:
         """Part of a micro-batch was added to the others and cannot be taken out: the step starts anew."""
@@ -174,7 +194,12 @@ class Engine:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise UnsupportedError("`engine`: must not be used after `destroy`. Make another one.")
+            raise steps.closed()
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the step under way, so far; 0 between steps."""
+        return self._micro_batches
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -188,17 +213,16 @@ class Engine:
     @property
     def is_boundary(self) -> bool:
         """Whether `step` would update now."""
-        return self._micro_batches % self.plan.policy.batch.accumulation == 0
+        return self._micro_batches % self.accumulation == 0 if self.boundary is None else self.boundary
 
     # --- the step ---------------------------------------------------------------------------------------
 
-    def step(self, error_if_nonfinite: bool = False) -> StepResult:
-        """End a micro-batch; after the last one of a step, update."""
+    def step(
+        self, error_if_nonfinite: bool = False, schedule_arguments: Mapping[str, Any] | None = None
+    ) -> StepResult:
+        """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
         if self.updater is None:
-            raise UnsupportedError(
-                "`step`: needs an optimizer; got none. Pass one to `initialize`, or write an `optimizer` "
-                "block."
-            )
+            raise steps.needs_optimizer()
         self._require_open()
         self.attached.check()
         lr, loss_scale = self.updater.learning_rates(), self.scaler.scale
@@ -206,33 +230,30 @@ class Engine:
             self.gradients.end_unseen()
         if self._micro_batches == 0 or not self.is_boundary:
             return StepResult(False, False, None, loss_scale, lr, self.global_steps)
+        if self.beside is not None:
+            self.beside.check()
         with torch.no_grad():
             self.gradients.flush()
             if self.mesh.size("replicate") > 1:
                 self.gradients.sum_over_replicas()
             unscale = self.unscale
-            norm = scale.global_norm(self._trained, self.comm, unscale, self._walk.checksum)
+            gradients = [segment.reduced for segment in self._trained if segment.reduced is not None]
+            norm = scale.global_norm(gradients, self.comm, unscale, self._walk.checksum)
             self._walk.checksum = 0
             self.grad_norm = norm.value
             skip = not norm.finite
-            bad = tuple(scale.bad_parameters(self._trained, self.comm)) if skip else ()
+            bad = tuple(scale.bad_parameters(scale.parts_of(self._trained), self.comm)) if skip else ()
             if not skip:
                 self._update(norm.multiplier(unscale, self.plan.policy.clip))
-        self._finish_step(skip)
+        self._finish_step(skip, schedule_arguments or {})
         if skip and (error_if_nonfinite or not self._may_skip):
-            raise NonFiniteError(
-                f"`gradient`: must be finite; got {norm.value}, first in "
-                f"{', '.join(bad) or 'no parameter alone'}. Nothing was updated. Look at "
-                f"the batch, lower the learning rate, or clip."
-            )
+            raise steps.nonfinite(norm.value, bad)
         return StepResult(not skip, skip, norm.value, loss_scale, lr, self.global_steps, bad)
 
     @property
     def unscale(self) -> float:
         """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
-        averaging = self.plan.policy.averaging
-        ranks = self.plan.mesh.data / averaging.before if averaging.mean else 1.0
-        return 1.0 / (self.scaler.scale * self.plan.policy.batch.accumulation * ranks)
+        return steps.unscale(self.plan, self.scaler.scale, self.accumulation)
 
     def _update(self, multiplier: float) -> None:
         if self.updater is None:
@@ -254,7 +275,7 @@ class Engine:
         for segment in self._trained:
             segment.changed()
 
-    def _finish_step(self, skipped: bool) -> None:
+    def _finish_step(self, skipped: bool, schedule_arguments: Mapping[str, Any]) -> None:
         self.zero_grad()
         self.scaler.update(skipped)
         if skipped:
@@ -262,18 +283,12 @@ class Engine:
             return
         self.global_steps += 1
         if self.schedule is not None:
-            self.schedule.step()
+            self.schedule.step(**schedule_arguments)
         every = self.plan.policy.print_every
         if every and self.global_steps % every == 0 and self.mesh.rank() == 0:
-            print(self._line(), flush=True)
-
-    def _line(self) -> str:
-        """What `steps_per_print` shows."""
-        rates = ", ".join(f"{rate:.6g}" for rate in self.updater.learning_rates()) if self.updater else "-"
-        text = f"step {self.global_steps}  grad norm {self.grad_norm:.6g}  lr {rates}"
-        if self.scaler.active:
-            text += f"  loss scale {self.scaler.scale:g}"
-        return text + (f"  skipped {self.skipped_steps}" if self.skipped_steps else "")
+            rates = self.updater.learning_rates() if self.updater else ()
+            shown = steps.line(self.global_steps, self.grad_norm, rates, self.scaler, self.skipped_steps)
+            print(shown, flush=True)
 
     @property
     def _may_skip(self) -> bool:
@@ -300,13 +315,6 @@ class Engine:
         """Parameter groups and their learning rates; what schedulers of torch take."""
         return None if self.updater is None else self.updater.groups
 
-    def _make_schedule(self, given: Any) -> Any:
-        from zerodrift.optim.schedules import make_schedule
-
-        if given is not None or self.updater is None or self.plan.policy.schedule is None:
-            return given(self.optimizer) if callable(given) and not hasattr(given, "step") else given
-        return make_schedule(self.plan.policy.schedule, self.updater.groups)
-
     @property
     def values(self) -> Values:
         """Full values out and in."""
@@ -314,9 +322,22 @@ class Engine:
         # cycles, and their memory with them.
         return Values(self)
 
+    def pieces(self) -> Iterator[shards.Piece]:
+        """What this rank owns: for `Shards`."""
+        return shards.pieces(self)
+
+    def spread(self) -> None:
+        """After pieces were filled: for `Shards`."""
+        shards.spread(self)
+
     def explain(self, name: str) -> Explanation:
         """Every column of a parameter, with its reason."""
         return explain(self.plan, name)
+
+    def update_statistics(self) -> UpdateReport:
+        """What became of the last update, per parameter: shares lost to rounding, sizes, underflow. For a
+        config with `precision.statistics: true`; every rank calls it together."""
+        return statistics.collect(self)
 
     def gathered(
         self, names: Iterable[str] | None = None, write: bool = False
@@ -346,9 +367,20 @@ class Engine:
         self.values.set_state(name, key, value)
 
     def destroy(self) -> None:
-        """Take the hooks off and leave the process groups. The module keeps what it holds."""
+        """Take the hooks off and leave the process groups. The module keeps what it holds. Waits for what
+        goes on beside training, unless an exception is on its way through this rank."""
         if self._closed:
             return
+        try:
+            if self.beside is not None:
+                if sys.exc_info()[0] is None:
+                    self.beside.finish()
+                else:
+                    self.beside.abandon()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         self._recover()
         self.zero_grad()
         self._closed = True
@@ -356,13 +388,3 @@ class Engine:
             handle.remove()
         self.gradients.watcher = None
         self.mesh.stop()
-
-
-def _row_texts(plan: Plan) -> list[str]:
-    """One line per row, for ranks that disagree."""
-    lines = [f"mesh {plan.mesh}, mode {plan.policy.mode}, stage {plan.policy.sharding.stage}"]
-    lines += [f"{decision.key} = {decision.value}" for decision in plan.policy.decisions]
-    for row in plan.rows:
-        cells = " ".join(f"{column}={text}" for column, text in row.columns.cells().items())
-        lines.append(f"{row.name} {list(row.shape)} {cells} segment {row.segment} at {row.offset}")
-    return lines

@@ -5,8 +5,9 @@ over, and ready units are reduced strictly in the plan's order, the rest at the 
 ranks issue the same collectives in the same order whatever their data did (an expert that got no token, a
 unit that was not used), and stage 0 goes the way of stage 3.
 
-A gradient that arrives when its unit was reduced already (a shared block under reentrant checkpointing, a
-deferred weight gradient) is reduced at the end of the backward, or in the step.
+A gradient that arrives when its unit was reduced already (a shared block under reentrant checkpointing) is
+reduced at the end of the backward, or in the step. Where weight gradients are deferred, which of them are
+late differs between ranks, so everything that is reduced once per step is reduced in the step.
 
 Invariant: when a backward has ended, every gradient of that backward is either in a landing buffer that
 waits for the step's last micro-batch, or in `reduced`; no `param.grad` is left behind.
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from zerodrift.comm.collectives import Handle
+from zerodrift.engine.ledger import Ledger
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.engine.walk import Walk
@@ -35,6 +38,19 @@ being filled."""
 class _Sending:
     segment: FlatSegment
     handle: Handle
+
+
+class Late(Protocol):
+    """Weight gradients that are formed after their backward: what `pipeline` puts here."""
+
+    def drain(self) -> object:
+        """Form all of them: add them to `param.grad`."""
+
+    def end_micro_batch(self) -> object:
+        """A backward has ended: what was deferred since the last one belongs to it."""
+
+    def clear(self) -> object:
+        """Forget them, and begin to count micro-batches anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,21 @@ class Gradients:
         """How many of `_trained` have been reduced in this backward."""
         self._sending: list[_Sending] = []
         self.watcher: Watcher | None = None
+        self.ledger: Ledger | None = None
+        self._late: Late | None = None
+
+    def expect(self, late: Late | None) -> None:
+        """From now on weight gradients may come late, from `late`, and what arrives is counted; None ends
+        that."""
+        if self.ledger is not None:
+            self.ledger.detach()
+        self._late = late
+        self.ledger = None if late is None else Ledger(self._segments())
+
+    def open(self) -> None:
+        """Let what is added to `param.grad` between backwards land in place, where there is a place."""
+        for segment in self._segments():
+            segment.open_gradients()
 
     # --- one backward (the protocol that units ask of) ------------------------------------------------
 
@@ -111,6 +142,10 @@ class Gradients:
                 unit.rest()
         finally:
             self._running = False
+        if self._late is not None:
+            self._late.end_micro_batch()
+        if self.ledger is not None:
+            self.ledger.next_micro_batch()
         if self.watcher is not None:
             self.watcher.ended()
 
@@ -135,12 +170,17 @@ class Gradients:
     def _collect(self, segment: FlatSegment) -> None:
         if segment.update is None:
             raise AssertionError(f"segment {segment.number} is frozen")
-        send = self._last or segment.update.reduce.when == "every"
+        send = segment.update.reduce.when == "every" or (self._last and self._late is None)
         if send:
             self._finish(IN_FLIGHT - 1)  # before another buffer is taken to land in
-        segment.collect_gradients()
+        self._land(segment)
         if send:
             self._send(segment)
+
+    def _land(self, segment: FlatSegment) -> None:
+        if self.ledger is not None:
+            self.ledger.check(segment)
+        segment.collect_gradients()
 
     def _send(self, segment: FlatSegment) -> None:
         self._finish(IN_FLIGHT - 1)
@@ -157,9 +197,13 @@ class Gradients:
     def flush(self) -> None:
         """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""
         self._finish(0)
+        if self._late is not None:
+            self.open()
+            self._late.drain()
         for segment in self._segments():
-            if segment.has_loose_gradients or segment.waits:
-                segment.collect_gradients()
+            # Which gradients are late is no decision of the plan's: all segments go, on all ranks alike.
+            if segment.has_loose_gradients or segment.waits or self._late is not None:
+                self._land(segment)
                 self._send(segment)
         self._finish(0)
 
@@ -177,6 +221,10 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients."""
         self.abort()
+        if self._late is not None:
+            self._late.clear()
+        if self.ledger is not None:
+            self.ledger.clear()
         for unit in self._units:
             unit.uses = 0
             for segment in unit.segments:

@@ -1,51 +1,107 @@
 """Moves a model's parameters and buffers to where the plan says, once, when an engine is made.
 
-Rank 0's values are everybody's: they are broadcast in the dtype that the model holds them in, so a master
-is made of the bits that were given, never of rounded ones. One segment is on its way at a time.
+A parameter that has memory gives its values: rank 0's are everybody's, broadcast in the dtype that the model
+holds them in. One that has none is filled from a source (files, or what its module would have done to it):
+each rank asks for the elements of its own slice, and what rests whole is exchanged afterwards. Either way a
+master is made of the bits that were given, never of rounded ones, and no more than a window of values is
+held beside what stays.
 
-Invariant: afterwards every parameter of the model is a view of its segment, in the compute dtype.
+Invariant: afterwards every parameter of the model is a view of its segment, in the compute dtype, and has
+the same values at every stage and on every number of ranks.
+
+[Note: filling] Reading may fail on one rank, so it is done between two moments at which all ranks meet, for
+all segments at once; exchanges come after the second. A rank fills an equal share of a segment: what it
+owns, where something is sharded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
-from zerodrift.dtypes import from_torch
+from zerodrift.comm.together import together
+from zerodrift.dtypes import DType, from_torch
 from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
-from zerodrift.plan.table import Plan, Segment
+from zerodrift.model import recipe
+from zerodrift.optim.split import split
+from zerodrift.plan.layout import round_up
+from zerodrift.plan.table import ALIGNMENT, Plan, Row
+from zerodrift.policy.nouns import Master
 
 Masters = dict[int, torch.Tensor]
-"""Segment number -> the part of the initial fp32 values that this rank's optimizer owns."""
+"""Segment number -> the part of the first masters that this rank's optimizer owns, as `Owned.initial`."""
+
+ELSEWHERE = "_zerodrift_values"
+"""Attribute of a parameter whose values are in pieces on all ranks: a function that puts them together. Every
+rank calls it once, in the order of the plan."""
+
+WINDOW = 1 << 20
+"""Elements on their way at once."""
+
+
+class Source(Protocol):
+    """Values of parameters or buffers by name, a run of elements at a time."""
+
+    def exact(self, name: str) -> torch.dtype:
+        """A dtype that all values of a name are exact in."""
+
+    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
+        """The elements from `start` on of the row-major flattening, into flat `out`, cast to its dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where values come from that the model itself does not hold."""
+
+    rows: Mapping[str, Source] = field(default_factory=dict)
+    """By the first name of a parameter."""
+    buffers: Mapping[str, Source] = field(default_factory=dict)
 
 
 def place(
-    plan: Plan, model: nn.Module, comm: Collectives, pools: Pools
+    plan: Plan, model: nn.Module, comm: Collectives, pools: Pools, sources: Sources | None = None
 ) -> tuple[list[FlatSegment], list[LiveUnit], Masters]:
-    """The segments and units of a plan, filled from `model`, and the initial values of the masters."""
+    """The segments and units of a plan, filled, and the first values of the masters."""
+    sources = sources or Sources()
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    _check(plan, parameters)
-    _tie(plan, model, parameters)
-    segments, masters = [], {}
+    check(plan, model, parameters, sources)
+    tie(plan, model, parameters)
+    segments, rests = [], []
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
         segment = FlatSegment(number, spec, rows, held, comm, pools)
-        values = _initial(segment, spec, comm)
-        segment.adopt(values)
-        if segment.update is not None:
-            masters[number] = segment.owned_of(values).to(torch.float32, copy=True)
-        del values
+        rest = Rest(segment)
+        pairs = list(zip(rows, held, strict=True))
+        _give_all([pair for pair in pairs if pair[0].name not in sources.rows], rest, comm)
+        for parameter in held:
+            let_go(parameter)
+        segment.adopt()
         segments.append(segment)
-    _place_buffers(plan, model, comm)
+        rests.append(rest)
+    with together(comm):  # see [Note: filling]
+        for rest in rests:
+            for row in rest.segment.rows:
+                if row.name in sources.rows:
+                    rest.fill(row, sources.rows[row.name])
+        buffers = read_buffers(plan, comm, sources)
+    for rest in rests:
+        if any(row.name in sources.rows for row in rest.segment.rows):
+            rest.exchange(comm)
+    place_buffers(plan, model, comm, buffers)
+    masters = {rest.segment.number: rest.initial() for rest in rests if rest.segment.update is not None}
     return segments, _units(plan, model, segments), masters
 
 
-def _check(plan: Plan, parameters: dict[str, nn.Parameter]) -> None:
-    """The model must be the one that was planned, and hold values."""
+def check(plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], sources: Sources) -> None:
+    """The model must be the one that was planned, and every value must come from somewhere."""
     problems = Problems()
     for row in plan.rows:
         parameter = parameters.get(row.name)
@@ -53,16 +109,20 @@ def _check(plan: Plan, parameters: dict[str, nn.Parameter]) -> None:
             problems.add(row.name, "must be a parameter of the model, as planned", "no such parameter")
         elif tuple(parameter.shape) != row.shape:
             problems.add(row.name, f"must have shape {list(row.shape)}", str(list(parameter.shape)))
-        elif parameter.is_meta:
-            problems.add(
-                row.name, "must hold values", "the meta device", "Build the model on a real device first."
-            )
+        elif parameter.is_meta and row.name not in sources.rows:
+            problems.add(row.name, "must hold values", "the meta device", _BUILD)
         elif from_torch(parameter.dtype) is not row.source:
             problems.add(row.name, f"must be {row.source}, as planned", str(parameter.dtype))
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in sources.buffers:
+            problems.add(name, "must hold values: it is a buffer", "the meta device", _BUILD)
     problems.raise_as(ModelError)
 
 
-def _tie(plan: Plan, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+_BUILD = "Build the model on a real device, or inside `zerodrift.empty()`."
+
+
+def tie(plan: Plan, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     """Names that the model declares to be one parameter become one, where they are not yet."""
     for row in plan.rows:
         for name in row.names[1:]:
@@ -71,31 +131,216 @@ def _tie(plan: Plan, model: nn.Module, parameters: dict[str, nn.Parameter]) -> N
                 setattr(model.get_submodule(path), attribute, parameters[row.name])
 
 
-def _initial(segment: FlatSegment, spec: Segment, comm: Collectives) -> torch.Tensor:
-    """The initial values of a segment, `[padded]`, as exact as the model holds them."""
+# --- one segment ----------------------------------------------------------------------------------------
+
+
+class Rest:
+    """Where the first values of one segment come to rest: storage, and the master in its scheme's form."""
+
+    def __init__(self, segment: FlatSegment) -> None:
+        self.segment = segment
+        self.storage = segment.storage
+        kind = segment.update.master if segment.update is not None else Master.SAME
+        self._split = kind is Master.SPLIT
+        self.master: torch.Tensor | None = None
+        """fp32 values, or the low halves of a split master."""
+        if self._split:
+            self.master = torch.zeros_like(segment.owned, dtype=torch.int16)
+        elif kind is Master.FP32:
+            self.master = torch.empty_like(segment.owned, dtype=torch.float32)
+        # Not all of it: a pass over fresh memory costs as much as reading it full from files.
+        for low, high in _gaps(segment):
+            for flat in (self.storage, self.master):
+                if flat is not None:
+                    self._of(flat, self._within(flat, low, high - low)).zero_()
+
+    def give(self, offset: int, values: torch.Tensor) -> None:
+        """Values from an element of the segment on, of which this keeps what rests on this rank."""
+        where = self._within(self.storage, offset, values.numel())
+        self._of(self.storage, where).copy_(self._rounded(values[where.start - offset : where.stop - offset]))
+        if self.master is None:
+            return
+        where = self._within(self.master, offset, values.numel())
+        mine = values[where.start - offset : where.stop - offset]
+        self._of(self.master, where).copy_(split(mine.float())[1] if self._split else mine)
+
+    def fill(self, row: Row, source: Source) -> None:
+        """The elements of a row that are in this rank's share, out of a source."""
+        share = share_of(self.segment, self.segment.rank)
+        low, high = max(share.start, row.offset), min(share.stop, row.offset + row.numel)
+        if low >= high:
+            return
+        where, start = slice(low, high), low - row.offset
+        storage = self._of(self.storage, where)
+        exact = from_torch(source.exact(row.name))
+        if self.master is None or (self._split and exact is not None and DType.BF16.holds(exact)):
+            source.fill(row.name, start, storage)  # low halves of zero mean that storage is exact
+        elif not self._split:
+            master = self._of(self.master, where)
+            source.fill(row.name, start, master)
+            storage.copy_(master)
+        else:
+            window = torch.empty(min(WINDOW, high - low), device=storage.device)
+            for first in range(0, high - low, WINDOW):
+                values = window[: min(WINDOW, high - low - first)]
+                source.fill(row.name, start + first, values)
+                self.give(low + first, values)
+
+    def exchange(self, comm: Collectives) -> None:
+        """What rests whole gets the shares of the other ranks."""
+        for flat in (self.storage, self.master):
+            if flat is not None:
+                exchange(self.segment, flat, comm)
+
+    def initial(self) -> torch.Tensor:
+        """The master as its scheme keeps it: storage itself, fp32 values, or low halves."""
+        return self.segment.owned if self.master is None else self.master
+
+    def _start(self, flat: torch.Tensor) -> int:
+        """Where in the segment a buffer begins that rests whole or in slices."""
+        return 0 if flat.numel() == self.segment.spec.padded else self.segment.rank * flat.numel()
+
+    def _within(self, flat: torch.Tensor, offset: int, numel: int) -> slice:
+        """The part of a run of the segment that a buffer holds, as a slice of the segment."""
+        start = self._start(flat)
+        low = max(start, offset)
+        return slice(low, max(low, min(start + flat.numel(), offset + numel)))
+
+    def _of(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+        start = self._start(flat)
+        return flat[where.start - start : where.stop - start]
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        return self.segment.at_rest(values.float() if self._split else values)
+
+
+def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:
+    """(first, one past the last) of the elements between and after parameters."""
+    reached = 0
+    for row in sorted(segment.rows, key=lambda row: row.offset):
+        if row.offset > reached:
+            yield reached, row.offset
+        reached = row.offset + row.numel
+    if reached < segment.spec.padded:
+        yield reached, segment.spec.padded
+
+
+def share_of(segment: FlatSegment, rank: int) -> slice:
+    """The elements of a segment that a rank fills: an equal part, and what it owns where that is a part."""
+    padded, ranks = segment.spec.padded, segment.ranks
+    count = padded // ranks if padded % ranks == 0 else round_up(-(-padded // ranks), ALIGNMENT)
+    return slice(min(padded, rank * count), min(padded, (rank + 1) * count))
+
+
+def exchange(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> None:
+    """A buffer of a segment that is whole on every rank gets the shares that the others filled."""
+    if segment.ranks == 1 or flat.numel() != segment.spec.padded:
+        return
+    if flat.numel() % segment.ranks == 0:
+        moved = flat.view(torch.uint8)  # nothing is computed on the way, and gloo knows few dtypes
+        comm.all_gather(moved, segment.slice_of(moved), "shard")
+        return
+    for rank in range(segment.ranks):
+        comm.broadcast(flat[share_of(segment, rank)], rank, "shard")
+
+
+class Keeps(Protocol):
+    """Who takes values of a parameter."""
+
+    def give(self, offset: int, values: torch.Tensor) -> None:
+        """Values from an element of the segment on."""
+
+
+def give(row: Row, parameter: nn.Parameter, rest: Keeps, comm: Collectives) -> None:
+    """Rank 0's values of a parameter to everybody, in its own dtype."""
+    elsewhere = getattr(parameter, ELSEWHERE, None)
+    if elsewhere is not None:
+        delattr(parameter, ELSEWHERE)
+    flat = (parameter.detach() if elsewhere is None else elsewhere()).reshape(-1)
     device = comm.mesh.device
-    wide = torch.float32 if spec.columns.storage.dtype.is_floating else spec.columns.storage.dtype.torch
-    values = torch.zeros(spec.padded, dtype=wide, device=device)
-    for row, parameter in zip(segment.rows, segment.parameters, strict=True):
-        FlatSegment.view(values, row).copy_(parameter.detach())
+    for first in range(0, row.numel, WINDOW):
+        values = flat[first : first + WINDOW].to(device, copy=True)
+        comm.broadcast(values, 0, "data")
+        rest.give(row.offset + first, values)
+
+
+def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: Keeps, comm: Collectives) -> None:
+    """Rank 0's values of many parameters to everybody; small ones of one dtype travel together."""
+    batch: list[tuple[Row, nn.Parameter]] = []
+
+    def send() -> None:
+        if not batch:
+            return
+        flats = [parameter.detach().reshape(-1) for _, parameter in batch]
+        values = torch.cat(flats).to(comm.mesh.device)
+        comm.broadcast(values, 0, "data")
+        for (row, _), part in zip(batch, values.split([row.numel for row, _ in batch]), strict=True):
+            rest.give(row.offset, part)
+        batch.clear()
+
+    for row, parameter in pairs:
+        alone = row.numel >= WINDOW or hasattr(parameter, ELSEWHERE)
+        waiting = sum(other.numel for other, _ in batch)
+        if alone or waiting + row.numel > WINDOW or (batch and batch[0][1].dtype is not parameter.dtype):
+            send()
+        if alone:
+            give(row, parameter, rest, comm)
+        else:
+            batch.append((row, parameter))
+    send()
+
+
+def let_go(parameter: nn.Parameter) -> None:
+    """Free what a parameter holds; one on the meta device comes to this one, as the same object.
+
+    torch refuses `.data` between devices, and an optimizer knows the object.
+    """
+    if not parameter.is_meta:
         parameter.data = parameter.data.new_empty(0)
-    comm.broadcast(values, 0, "data")
-    return values
+        return
+    attributes = {key: value for key, value in parameter.__dict__.items() if key != recipe.ATTRIBUTE}
+    real = torch.empty(0, dtype=parameter.dtype)
+    torch.utils.swap_tensors(parameter, nn.Parameter(real, parameter.requires_grad))
+    parameter.__dict__.update(attributes)
 
 
-def _place_buffers(plan: Plan, model: nn.Module, comm: Collectives) -> None:
+# --- buffers and units ----------------------------------------------------------------------------------
+
+
+def read_buffers(plan: Plan, comm: Collectives, sources: Sources) -> dict[str, torch.Tensor]:
+    """On rank 0 the values of the buffers that come from a source."""
+    found = {}
+    for row in plan.buffers:
+        source = sources.buffers.get(row.name)
+        if source is not None and comm.mesh.rank("data") == 0:
+            found[row.name] = torch.empty(row.numel, dtype=row.source.torch)
+            source.fill(row.name, 0, found[row.name])
+    return found
+
+
+def place_buffers(plan: Plan, model: nn.Module, comm: Collectives, read: Mapping[str, torch.Tensor]) -> None:
     """Buffers go to the device, in the dtype of their row, with rank 0's values."""
     rows = {row.name: row for row in plan.buffers}
+    for path, module, name, buffer in _buffers(model):
+        row = rows.get(path)
+        if row is None:
+            continue
+        if path in read:
+            buffer = read[path].view(row.shape)
+        elif buffer.is_meta:
+            buffer = torch.empty_like(buffer, device="cpu")
+        moved = buffer.to(comm.mesh.device, row.storage.torch)
+        if moved.numel() and not moved.is_contiguous():
+            moved = moved.contiguous()
+        comm.broadcast(moved, 0, "data")
+        setattr(module, name, moved)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """(full name, module, its name there, the buffer)."""
     for path, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            row = rows.get(f"{path}.{name}" if path else name)
-            if row is None:
-                continue
-            moved = buffer.to(comm.mesh.device, row.storage.torch)
-            if moved.numel() and not moved.is_contiguous():
-                moved = moved.contiguous()
-            comm.broadcast(moved, 0, "data")
-            setattr(module, name, moved)
+            yield f"{path}.{name}" if path else name, module, name, buffer
 
 
 def _units(plan: Plan, model: nn.Module, segments: list[FlatSegment]) -> list[LiveUnit]:

@@ -10,7 +10,7 @@ order: it is the same at every stage and for every way to slice, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class Scaler:
     """The multiplier of the loss, static or dynamic, by DeepSpeed's keys.
 
     An overflow first spends `hysteresis`; once it is spent, every overflow halves the scale, down to
-    `minimum`. After `window` steps without overflow the scale doubles and the hysteresis is refilled;
+    `minimum`. After `window` steps that follow a good one the scale doubles and the hysteresis is refilled;
     `consecutive` refills it after every good step.
     """
 
@@ -64,7 +64,8 @@ class Scaler:
         self._good += 1
         if spec.consecutive:
             self._left = spec.hysteresis
-        if self._good % spec.window == 0:
+        stable = self._good - 1  # DeepSpeed counts from the first good step, not with it
+        if stable > 0 and stable % spec.window == 0:
             self._left = spec.hysteresis
             self.scale *= 2
 
@@ -95,17 +96,17 @@ class Norm:
         return unscale * factor if factor < 1.0 else unscale
 
 
-def global_norm(segments: Iterable[FlatSegment], comm: Collectives, unscale: float, order: int = 0) -> Norm:
-    """One small collective; the one place of a step where the host waits for the device.
+def global_norm(gradients: Iterable[torch.Tensor], comm: Collectives, unscale: float, order: int = 0) -> Norm:
+    """One small collective; the one place of a step where the host waits for the device. `gradients` are the
+    flat slices of this rank.
 
     `order` is a checksum of the units that this rank has gathered since the last step, in their order. Where
     another rank has another, weights of different units may have been mixed: RankError.
     """
     summed = torch.zeros(squares.DIGITS + 2, dtype=torch.int64, device=comm.mesh.device)
     places = summed[:-1]
-    for segment in segments:
-        if segment.reduced is not None:
-            squares.digits(squares.block_square_sums(segment.reduced), places)
+    for gradient in gradients:
+        squares.digits(squares.block_square_sums(gradient), places)
     summed[-1] = order
     ranks = comm.mesh.size("shard")
     if ranks > 1:
@@ -119,18 +120,22 @@ def global_norm(segments: Iterable[FlatSegment], comm: Collectives, unscale: flo
     return Norm(math.sqrt(squares.total(summed[:-1])) * unscale)
 
 
-def bad_parameters(segments: Iterable[FlatSegment], comm: Collectives, limit: int = 5) -> list[str]:
-    """Names of parameters with a NaN or an infinity in their gradient, on any rank, in plan order."""
-    mine: list[tuple[int, int, str]] = []
+def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives, limit: int = 5) -> list[str]:
+    """Names of parameters with a NaN or an infinity in their gradient, on any rank. `parts` are what this
+    rank has of each gradient, in the order of the plan, which is the same on every rank."""
+    mine = [(place, name) for place, (name, part) in enumerate(parts) if not torch.isfinite(part).all()]
+    everywhere = comm.all_gather_object(mine, "shard")
+    found = dict.fromkeys(name for _, name in sorted({entry for rank in everywhere for entry in rank}))
+    return list(found)[:limit]
+
+
+def parts_of(segments: Iterable[FlatSegment]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(parameter, what this rank has of its reduced gradient), also where that is nothing."""
     for segment in segments:
         if segment.reduced is None:
             continue
         start = 0 if segment.ranks == 1 else segment.rank * segment.reduced.numel()
-        for number, row in enumerate(segment.rows):
+        for row in segment.rows:
             low = max(row.offset - start, 0)
             high = min(row.offset + row.numel - start, segment.reduced.numel())
-            if low < high and not torch.isfinite(segment.reduced[low:high]).all():
-                mine.append((segment.number, number, row.name))
-    everywhere = comm.all_gather_object(mine, "shard")
-    found = dict.fromkeys(name for *_, name in sorted({entry for rank in everywhere for entry in rank}))
-    return list(found)[:limit]
+            yield row.name, segment.reduced[low : max(low, high)]

@@ -27,8 +27,10 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
+from zerodrift.optim.split import round_away
 from zerodrift.optim.update import Owned
 from zerodrift.plan.table import Row, Segment
+from zerodrift.policy.nouns import Master
 
 
 class Pool:
@@ -102,8 +104,9 @@ class FlatSegment:
         self.sharded = columns.storage.axis != "" and self.ranks > 1
         device = comm.mesh.device
         numel = spec.padded // self.ranks if self.sharded else spec.padded
-        self.storage = torch.zeros(numel, dtype=columns.storage.dtype.torch, device=device)
-        """At rest, in the storage dtype: `[padded]`, or this rank's `[padded / ranks]`."""
+        self.storage = torch.empty(numel, dtype=columns.storage.dtype.torch, device=device)
+        """At rest, in the storage dtype: `[padded]`, or this rank's `[padded / ranks]`.
+        `place.py` fills it."""
         self._resident = not self.sharded and columns.storage.dtype is columns.compute
         self.full = self._make_full(device)
         """What parameters are views of, in the compute dtype: `[padded]`."""
@@ -117,6 +120,9 @@ class FlatSegment:
         self._whole: torch.Tensor | None = None
         """Stage 0: the buffer that `reduced` is a slice of, to be gathered in place."""
         self._grads: list[torch.Tensor] = []
+        """Of `landing`, one per parameter."""
+        self._opened: set[int] = set()
+        """Parameters, by number, whose `grad` was preset to that."""
         self._views: list[torch.Tensor] = []
         """Of `full`, one per parameter."""
         self._stubs: list[torch.Tensor] = []
@@ -131,10 +137,8 @@ class FlatSegment:
 
     # --- the parameter --------------------------------------------------------------------------------
 
-    def adopt(self, values: torch.Tensor) -> None:
-        """Take the initial values, `[padded]` in any dtype, and turn the parameters into views."""
-        with torch.no_grad():
-            self.storage.copy_(self.slice_of(values) if self.sharded else values)
+    def adopt(self) -> None:
+        """Turn the parameters into views; `place.py` fills storage."""
         if not self._resident:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
         self._views = [self.view(self.full, row) for row in self.rows]
@@ -147,6 +151,13 @@ class FlatSegment:
                 parameter.grad_dtype = self.update.accumulate.dtype.torch
         if not self._resident:
             self._free()
+
+    def at_rest(self, values: torch.Tensor) -> torch.Tensor:
+        """Values as storage holds them, rounded as the master scheme rounds: also where another rank owns
+        them, and before the first update."""
+        if self.update is not None and self.update.master is Master.SPLIT:
+            return round_away(values)
+        return values.to(self.storage.dtype)
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -226,9 +237,10 @@ class FlatSegment:
         """Preset every `param.grad` to its place in the landing buffer, where there is one already."""
         if self.update is None:
             return
-        for parameter, grad in zip(self.parameters, self._grads, strict=False):
+        for number, (parameter, grad) in enumerate(zip(self.parameters, self._grads, strict=False)):
             if parameter.grad is None:
                 parameter.grad = grad
+                self._opened.add(number)
 
     @property
     def has_loose_gradients(self) -> bool:
@@ -251,11 +263,16 @@ class FlatSegment:
             if self.landing is None:
                 self._land_first(arrived)
             else:
-                for grad, home in zip(arrived, self._grads, strict=True):
-                    if grad is not None and grad is not home and grad.data_ptr() != home.data_ptr():
+                for number, (grad, home) in enumerate(zip(arrived, self._grads, strict=True)):
+                    if grad is None or grad is home or grad.data_ptr() == home.data_ptr():
+                        continue
+                    if number in self._opened:
+                        home.copy_(_dense(grad))  # `create_graph` puts old + new in the old one's place
+                    else:
                         home.add_(_dense(grad))
         for parameter in self.parameters:
             parameter.grad = None
+        self._opened.clear()
 
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
         """Copy the first gradients into a buffer; zero what got none, and the gaps between parameters."""
@@ -369,6 +386,7 @@ class FlatSegment:
                 self._landing_pool.give(flat)
         self.landing = self.reduced = self._whole = None
         self._grads = []
+        self._opened.clear()
 
     # --- after the update -------------------------------------------------------------------------------
 
@@ -386,7 +404,7 @@ class FlatSegment:
         return flat if self.owned.numel() == flat.numel() else self.slice_of(flat)
 
     def piece(self, initial: torch.Tensor) -> Owned:
-        """What the optimizer gets; `initial` is the fp32 values of `owned`."""
+        """What the optimizer gets; `initial` is the first master of `owned`."""
         whole = self.owned.numel() == self.spec.padded
         start = 0 if whole else self.rank * self.owned.numel()
         return Owned(self.number, self.spec, tuple(self.rows), self.owned, initial, start)

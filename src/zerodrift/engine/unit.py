@@ -134,7 +134,7 @@ class LiveUnit:
                 self.walk.forward(self)
             if not torch.is_grad_enabled():
                 return None
-            return _mark_inputs(args, kwargs, lambda: self._backward_is_over(backward))
+            return mark_inputs(args, kwargs, lambda: self._backward_is_over(backward))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module is not self.module or in_backward():
@@ -218,7 +218,7 @@ class _Identity(torch.autograd.Function):
         return (None, *grads)
 
 
-def _mark_inputs(
+def mark_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The same inputs behind an identity that calls `then`; None where no input needs a gradient."""

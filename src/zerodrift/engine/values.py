@@ -70,7 +70,7 @@ class Values:
                 shown = segment.view(segment.full, row).clone()
                 self._engine.comm.broadcast(shown.view(-1), 0, "data")
                 place = segment.view(whole, row)
-                if not torch.equal(place.to(shown.dtype), shown):
+                if not torch.equal(segment.at_rest(place).to(shown.dtype), shown):
                     place.copy_(shown)
         self._set_whole_master(segment, whole)
 

@@ -1,0 +1,227 @@
+"""What this rank owns, by parameter name, as flat pieces; and the way back in.
+
+For whoever moves a model out of an engine or into it without a full tensor anywhere: checkpoints, export,
+streaming load. Reading and filling are local to a rank and go one segment at a time, so what is held beside
+the engine is one segment's values. `spread` is the one collective call, after everything has been filled.
+
+Invariant: over all ranks the parts that are read are every element of the model, each exactly once; and
+after `spread` what is visible is the masters that were filled, rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from zerodrift.comm.mesh import AxisName, Mesh
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.plan.table import ALIGNMENT, Row
+
+if TYPE_CHECKING:
+    from zerodrift.engine.engine import Engine
+    from zerodrift.optim.update import Updater
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of elements of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """First element, in the row-major flattening of the parameter."""
+    values: torch.Tensor
+    """`[elements]`, contiguous."""
+
+    @property
+    def numel(self) -> int:
+        """Of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of elements of one parameter, and where it lies in a flat piece of its segment."""
+
+    row: Row
+    start: int
+    """First element, in the row-major flattening of the parameter."""
+    place: slice
+    """Of the flat piece."""
+
+    @property
+    def numel(self) -> int:
+        return self.place.stop - self.place.start
+
+    def part(self, flat: torch.Tensor) -> Part:
+        return Part(self.row.name, self.row.shape, self.start, flat[self.place])
+
+
+class Piece:
+    """The flat piece of one segment that this rank holds: what its optimizer owns, or frozen storage.
+
+    At stage 0, and on every replica, several ranks hold the same piece. All of them fill it; when it is
+    read, each takes its share.
+    """
+
+    def __init__(self, segment: FlatSegment, updater: Updater | None, copy: tuple[int, int]) -> None:
+        self.segment = segment
+        self._updater = None if segment.update is None else updater
+        self._storage = segment.storage if segment.update is None else segment.owned
+        start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
+        self.held = tuple(_spans(segment.rows, start, start + self.numel, start))
+        """All that this rank holds."""
+        index, copies = copy
+        blocks = self.numel // ALIGNMENT
+        low, high = (ALIGNMENT * (blocks * n // copies) for n in (index, index + 1))
+        self.share = tuple(_spans(segment.rows, start + low, start + high, start))
+        """The part of it that no other rank reads."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self._storage.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights in and out: fp32 where there is a master, else that of storage."""
+        return self._storage.dtype if self._updater is None else torch.float32
+
+    @property
+    def updated(self) -> bool:
+        """Whether an optimizer owns it: there is a master, and there may be moments."""
+        return self._updater is not None
+
+    def zeros(self) -> torch.Tensor:
+        """`[numel]`, to be filled and handed to `set_weights`."""
+        return torch.zeros(self.numel, dtype=self.dtype, device=self._storage.device)
+
+    def weights(self) -> torch.Tensor:
+        """`[numel]`: the masters, exact; storage where there is none."""
+        if self._updater is None:
+            return self._storage.detach()
+        return self._updater.master(self.segment.number)
+
+    def stored(self) -> torch.Tensor:
+        """`[numel]`: the bits that the model sees, in the storage dtype."""
+        return self._storage.detach()
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """`[numel]` in fp32 by torch's names; none before the first step."""
+        return {} if self._updater is None else self._updater.states(self.segment.number)
+
+    @torch.no_grad()
+    def set_weights(self, values: torch.Tensor) -> None:
+        """Master and owned storage become `values`, `[numel]`. Other ranks see them after `Shards.spread`."""
+        if self._updater is None:
+            self._storage.copy_(values)
+        else:
+            self._updater.set_master(self.segment.number, values)
+
+    def set_moment(self, key: str, values: torch.Tensor) -> None:
+        if self._updater is None:
+            raise AssertionError(f"segment {self.segment.number} has no optimizer")
+        self._updater.set_state(self.segment.number, key, values)
+
+
+class Held(Protocol):
+    """A piece of any engine; what `Piece` says of these holds."""
+
+    @property
+    def held(self) -> tuple[Span, ...]: ...
+    @property
+    def share(self) -> tuple[Span, ...]: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def updated(self) -> bool: ...
+    def zeros(self) -> torch.Tensor: ...
+    def weights(self) -> torch.Tensor: ...
+    def stored(self) -> torch.Tensor: ...
+    def moments(self) -> dict[str, torch.Tensor]: ...
+    def set_weights(self, values: torch.Tensor) -> None: ...
+    def set_moment(self, key: str, values: torch.Tensor) -> None: ...
+
+
+class Sharded(Protocol):
+    """An engine of any backend."""
+
+    def pieces(self) -> Iterator[Held]:
+        """One per segment, in the order of the plan."""
+
+    def spread(self) -> None:
+        """See `Shards.spread`."""
+
+
+class Shards:
+    """The pieces of one engine on this rank."""
+
+    def __init__(self, engine: Sharded) -> None:
+        self._engine = engine
+
+    def pieces(self) -> Iterator[Held]:
+        """One per segment, in the order of the plan."""
+        return self._engine.pieces()
+
+    def weights(self) -> Iterator[Part]:
+        """This rank's share of the weights: fp32 masters, frozen rows in their storage dtype."""
+        for piece in self.pieces():
+            if piece.share:
+                flat = piece.weights()
+                yield from (span.part(flat) for span in piece.share)
+
+    def stored(self) -> Iterator[Part]:
+        """This rank's share of the bits that the model sees."""
+        for piece in self.pieces():
+            flat = piece.stored()
+            yield from (span.part(flat) for span in piece.share)
+
+    def moments(self) -> Iterator[tuple[str, Part]]:
+        """This rank's share of the optimizer's moments in fp32, each with torch's name for it; only of
+        parameters that the optimizer was given."""
+        for piece in self.pieces():
+            if piece.updated and piece.share:
+                for key, flat in piece.moments().items():
+                    yield from ((key, span.part(flat)) for span in piece.share)
+
+    def spread(self) -> None:
+        """After filling, on every rank alike: storage that is whole gets the other ranks' slices, and what
+        was gathered from older values is given up."""
+        self._engine.spread()
+
+
+def pieces(engine: Engine) -> Iterator[Piece]:
+    """Those of a native engine."""
+    for segment in engine.segments:
+        yield Piece(segment, engine.updater, _copy(segment, engine.mesh))
+
+
+def spread(engine: Engine) -> None:
+    """`Shards.spread` of a native engine."""
+    for unit in engine.units:
+        unit.release()
+    for segment in engine.segments:
+        segment.spread().wait()
+        segment.changed()
+
+
+def _copy(segment: FlatSegment, mesh: Mesh) -> tuple[int, int]:
+    """(which, of how many): ranks that hold the same piece."""
+    sliced = segment.sharded if segment.update is None else bool(segment.update.axis)
+    axis: AxisName = "replicate" if sliced else "data"
+    return mesh.rank(axis), mesh.size(axis)
+
+
+def _spans(rows: Collection[Row], low: int, high: int, origin: int) -> Iterator[Span]:
+    """What lies of each row in `[low, high)` of the segment, for a piece that begins at `origin`."""
+    for row in rows:
+        first, last = max(row.offset, low), min(row.offset + row.numel, high)
+        if first < last:
+            yield Span(row, first - row.offset, slice(first - origin, last - origin))

@@ -1,0 +1,70 @@
+"""What became of the last update, per parameter and over all ranks.
+
+The update itself fills a few numbers per block of 256 elements (`optim/statistics.py`); this adds the blocks
+of each parameter up, over the ranks that hold a slice of it. All ranks ask together.
+
+Invariant: counts are integers and square sums are added as long integers (`kernels/squares.py`), so a report
+does not depend on how parameters are cut: it is the same at every stage and for every number of slices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.errors import UnsupportedError
+from zerodrift.kernels import squares
+from zerodrift.optim.statistics import COLUMNS
+from zerodrift.plan.table import ALIGNMENT, Row
+from zerodrift.report.updates import UpdateLine, UpdateReport
+
+if TYPE_CHECKING:
+    from zerodrift.engine.engine import Engine
+
+COUNTS = COLUMNS.index("change_squares")
+"""The columns before this one are counts, those from it on sums of squares."""
+
+PLACES = squares.DIGITS + 1
+"""Of one exact sum."""
+
+
+def collect(engine: Engine) -> UpdateReport:
+    """The last update of every trained parameter. One collective per axis that masters are sharded on."""
+    if not engine.plan.policy.statistics:
+        raise UnsupportedError(
+            "`update_statistics`: must be asked for in the config, so that updates record them; got "
+            "`precision.statistics: false`. Set `precision.statistics: true`."
+        )
+    if engine.updater is None or engine.global_steps == 0:
+        raise UnsupportedError("`update_statistics`: must follow an update; got none yet.")
+    held = engine.updater.statistics
+    trained = [segment for segment in engine.segments if segment.update is not None]
+    rows = [(segment, row) for segment in trained for row in segment.rows]
+    sums = [_sums(segment, row, held[segment.number].blocks) for segment, row in rows]
+    table = torch.stack(sums) if sums else torch.zeros(0, COUNTS + 2 * PLACES, dtype=torch.int64)
+    sharded = torch.tensor([bool(segment.update and segment.update.axis) for segment, _ in rows])
+    if engine.mesh.size("shard") > 1 and sharded.any():
+        # All rows of a plan have their masters alike, whole or sharded.
+        table = engine.comm.all_reduce_sum(table, "shard")
+    lines = [_line(row, numbers) for (_, row), numbers in zip(rows, table.cpu(), strict=True)]
+    order = {row.name: place for place, row in enumerate(engine.plan.rows)}
+    return UpdateReport(engine.global_steps, tuple(sorted(lines, key=lambda line: order[line.name])))
+
+
+def _sums(segment: FlatSegment, row: Row, blocks: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a row as integers: the counts, then the digits of each sum of squares."""
+    start = 0 if segment.owned.numel() == segment.spec.padded else segment.rank * segment.owned.numel()
+    low = max(row.offset - start, 0)
+    high = min(row.offset + row.numel - start, segment.owned.numel())
+    mine = blocks[low // ALIGNMENT : -(-high // ALIGNMENT)] if low < high else blocks[:0]
+    digits = [squares.digits(mine[:, column].contiguous()) for column in range(COUNTS, len(COLUMNS))]
+    return torch.cat([mine[:, :COUNTS].sum(0).long(), *digits])
+
+
+def _line(row: Row, numbers: torch.Tensor) -> UpdateLine:
+    moved, unseen, lost, underflow = numbers[:COUNTS].tolist()
+    change, weight = (math.sqrt(squares.total(part)) for part in numbers[COUNTS:].split(PLACES))
+    return UpdateLine(row.name, row.numel, moved, unseen, lost, underflow, change, weight)

@@ -1,0 +1,77 @@
+"""What a step is, whoever executes the plan: the parts that every engine shares.
+
+Invariant: pure functions of a plan and of what an engine counts; nothing is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zerodrift.engine.scale import Scaler
+from zerodrift.errors import NonFiniteError, UnsupportedError
+from zerodrift.plan.table import Plan
+
+
+def unscale(plan: Plan, loss_scale: float, accumulation: int) -> float:
+    """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
+    averaging = plan.policy.averaging
+    ranks = plan.mesh.data / averaging.before if averaging.mean else 1.0
+    return 1.0 / (loss_scale * accumulation * ranks)
+
+
+def schedule(plan: Plan, optimizer: torch.optim.Optimizer | None, given: Any) -> Any:
+    """The caller's schedule, made of the optimizer where it is a function; else that of the config."""
+    from zerodrift.optim.schedules import make_schedule
+
+    if given is not None or optimizer is None or plan.policy.schedule is None:
+        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    return make_schedule(plan.policy.schedule, optimizer)
+
+
+def needs_optimizer() -> UnsupportedError:
+    return UnsupportedError(
+        "`step`: needs an optimizer; got none. Pass one to `initialize`, or write an `optimizer` block."
+    )
+
+
+def closed() -> UnsupportedError:
+    return UnsupportedError("`engine`: must not be used after `destroy`. Make another one.")
+
+
+def unscaled(plan: Plan) -> UnsupportedError:
+    """A backward that the loss scale was left out of."""
+    return UnsupportedError(
+        f"`backward`: the loss must be scaled in mode {plan.policy.mode}; got a plain `loss.backward()`. "
+        f"Call `engine.backward(loss)` or `engine.scale(loss).backward()`."
+    )
+
+
+def nonfinite(norm: float, bad: Sequence[str]) -> NonFiniteError:
+    """For a caller who wants an error, not a skipped step."""
+    return NonFiniteError(
+        f"`gradient`: must be finite; got {norm}, first in {', '.join(bad) or 'no parameter alone'}. Nothing "
+        f"was updated. Look at the batch, lower the learning rate, or clip."
+    )
+
+
+def line(step: int, norm: float | None, rates: Sequence[float], scaler: Scaler, skipped: int) -> str:
+    """What `steps_per_print` shows."""
+    shown = ", ".join(f"{rate:.6g}" for rate in rates) if rates else "-"
+    text = f"step {step}  grad norm {norm:.6g}  lr {shown}"
+    if scaler.active:
+        text += f"  loss scale {scaler.scale:g}"
+    return text + (f"  skipped {skipped}" if skipped else "")
+
+
+def texts(plan: Plan) -> list[str]:
+    """One line per row, for ranks that disagree about the plan."""
+    lines = [f"mesh {plan.mesh}, mode {plan.policy.mode}, stage {plan.policy.sharding.stage}"]
+    lines += [f"{decision.key} = {decision.value}" for decision in plan.policy.decisions]
+    for row in plan.rows:
+        shown = row.columns.cells() | row.columns.options()
+        cells = " ".join(f"{column}={text}" for column, text in shown.items())
+        lines.append(f"{row.name} {list(row.shape)} {cells} segment {row.segment} at {row.offset}")
+    return lines

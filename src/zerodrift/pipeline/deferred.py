@@ -1,0 +1,286 @@
+"""Weight gradients that are formed later: a queue that a stage owns, filled by backwards, drained by it.
+
+A backward needs the gradient of its input at once, for the stage before it is waiting, and that of its
+weights only by the end of the step. `defer_weight_grads` makes the products of a module leave the second
+half in a `WeightQueue`: input and output gradient are kept, the weight's product is formed by `drain`,
+micro-batch by micro-batch, in the dtype that the gradient is accumulated in.
+
+How it is recognised which calls are products is in `products.py`. What reduces a late gradient is the
+engine, which takes `param.grad` for what it is, whenever it was written.
+
+Invariant: what was put is added to `param.grad` exactly once, or dropped by `clear`; a gradient that is
+already there is added to, never replaced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from zerodrift.errors import ModelError
+from zerodrift.pipeline.products import Call, Kind, Place, input_gradient, recognise, weight_gradient
+
+if TYPE_CHECKING:
+    from zerodrift.engine.engine import Engine
+    from zerodrift.engine.grads import Gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """One weight gradient that is to be formed."""
+
+    parameter: nn.Parameter
+    place: Place | None
+    """Where in the parameter; None for all of it."""
+    form: Callable[[torch.dtype], torch.Tensor]
+    """dtype -> the gradient."""
+    held: int
+    """Bytes that are kept alive for it."""
+    micro_batch: int
+    """Whose it is, counted from 0 in a step."""
+
+
+class WeightQueue:
+    """The weight gradients of one stage that are still to be formed, oldest first.
+
+    `limit` bounds the bytes of activations and gradients that it keeps alive: when one more would exceed
+    it, the oldest are formed at once. None is no bound: what is held is then, per micro-batch that waits,
+    the input and the output gradient of every deferred product.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.held = 0
+        """Bytes kept alive now."""
+        self.peak = 0
+        """The most that was, since the queue was made."""
+        self.formed = 0
+        """Weight gradients formed so far."""
+        self._open: list[Late] = []
+        """Of the micro-batch that is under way."""
+        self._closed: deque[list[Late]] = deque()
+        """Of whole micro-batches."""
+        self._ended = 0
+        """Micro-batches of this step that have ended."""
+        self._gradients: Gradients | None = None
+        """Of the engine that the module belongs to: it ends micro-batches and counts what arrives."""
+        self._handles: list[Any] = []
+
+    def __len__(self) -> int:
+        """Weight gradients that wait."""
+        return len(self._open) + sum(map(len, self._closed))
+
+    def put(
+        self,
+        parameter: nn.Parameter,
+        form: Callable[[torch.dtype], torch.Tensor],
+        holds: tuple[torch.Tensor, ...] = (),
+        place: Place | None = None,
+    ) -> None:
+        """For autograd functions of your own: called in their backward, which then returns None for the
+        weight. `form(dtype)` gives the gradient later; `holds` is what it keeps alive, for the bound."""
+        late = Late(parameter, place, form, sum(tensor.nbytes for tensor in holds), self._ended)
+        if self.limit is not None:
+            while self.held + late.held > self.limit and (waiting := self._oldest()):
+                self._form(waiting.pop(0))
+        self._open.append(late)
+        self.held += late.held
+        self.peak = max(self.peak, self.held)
+
+    def _oldest(self) -> list[Late]:
+        """The list with the gradient that has waited longest; empty where none waits."""
+        return next((waiting for waiting in self._closed if waiting), self._open)
+
+    def end_micro_batch(self) -> None:
+        """What was put since the last call belongs to one micro-batch. An engine calls it itself."""
+        self._closed.append(self._open)
+        self._open = []
+        self._ended += 1
+
+    def drain(self, micro_batches: int | None = None) -> int:
+        """Form what waits, oldest first: of so many micro-batches that have ended, or everything. Returns
+        how many gradients that were."""
+        before = self.formed
+        for _ in range(len(self._closed) if micro_batches is None else min(micro_batches, len(self._closed))):
+            self._form_all(self._closed.popleft())
+        if micro_batches is None:
+            self._form_all(self._open)
+        return self.formed - before
+
+    def clear(self) -> int:
+        """Drop what waits: a step that failed, or a backward that was only run to learn shapes."""
+        dropped = len(self)
+        self._open, self.held, self._ended = [], 0, 0
+        self._closed.clear()
+        return dropped
+
+    def dw_builder(self) -> Callable[[], None]:
+        """What `torch.distributed.pipelining` takes as a stage's `dw_builder`: called when a micro-batch's
+        backward is over, returns what its W action calls."""
+        if self._gradients is None:
+            self.end_micro_batch()
+        mine = self._closed[-1] if self._closed else []
+        return lambda: self._form_all(mine)
+
+    def detach(self) -> None:
+        """Weight gradients of the module come with its backwards again. What waits is formed first."""
+        self.drain()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._gradients is not None:
+            self._gradients.expect(None)
+            self._gradients = None
+
+    def _form_all(self, waiting: list[Late]) -> None:
+        if waiting and self._gradients is not None:
+            self._gradients.open()
+        while waiting:
+            self._form(waiting.pop(0))
+
+    def _form(self, late: Late) -> None:
+        with torch.no_grad():
+            self._add(late)
+        ledger = None if self._gradients is None else self._gradients.ledger
+        if ledger is not None:
+            ledger.late(late.parameter, late.micro_batch)
+
+    def _add(self, late: Late) -> None:
+        parameter = late.parameter
+        dtype = parameter.grad_dtype or parameter.dtype
+        value = late.form(dtype)
+        self.held -= late.held
+        self.formed += 1
+        if parameter.grad is None:
+            if late.place is None or late.place.size == tuple(parameter.shape) == tuple(value.shape):
+                whole = value if late.place is None else _laid_out(value, late.place, parameter)
+                parameter.grad = whole.to(dtype)
+                return
+            parameter.grad = torch.zeros(parameter.shape, dtype=dtype, device=value.device)
+        home = parameter.grad if late.place is None else late.place.of(parameter.grad)
+        home.add_(value)
+
+
+def _laid_out(value: torch.Tensor, place: Place, parameter: nn.Parameter) -> torch.Tensor:
+    """A value in the layout of its place, as the contiguous whole; the place is all of the parameter."""
+    whole = torch.empty(parameter.shape, dtype=value.dtype, device=value.device)
+    place.of(whole).copy_(value)
+    return whole
+
+
+def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> WeightQueue:
+    """Weight gradients of the matrix products in `what` wait in the queue that is returned.
+
+    `what` is a module, or an engine: an engine's `step` then drains what is left, its `zero_grad` drops it,
+    and gradients are reduced once, in the step. Values do not change: a product's weight gradient is added to
+    `param.grad` when it is formed, in the dtype of accumulation. Biases, norms, and products that are
+    not recognised have their gradients at once. `limit` is in bytes; see `WeightQueue`.
+    """
+    module = what if isinstance(what, nn.Module) else what.module
+    queue = WeightQueue(limit)
+    for path, owner in module.named_modules():
+        if any(parameter.dim() > 1 for parameter in owner.parameters(recurse=False)):
+            if hasattr(owner, _MARK):
+                raise ModelError(
+                    f"`{path or 'module'}`: must have one queue for its weight gradients; it has one "
+                    f"already. Call `detach()` of the first."
+                )
+            queue._handles += _attach(owner, queue)
+    if not isinstance(what, nn.Module):
+        what.gradients.expect(queue)
+        queue._gradients = what.gradients
+    return queue
+
+
+_MARK = "_zerodrift_weight_queue"
+
+
+class _Mark:
+    """Takes the mark off a module that a queue has left."""
+
+    def __init__(self, module: nn.Module, queue: WeightQueue) -> None:
+        self._module = module
+        object.__setattr__(module, _MARK, queue)
+
+    def remove(self) -> None:
+        object.__delattr__(self._module, _MARK)
+
+
+def _attach(owner: nn.Module, queue: WeightQueue) -> list[Any]:
+    modes: list[_Deferring] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        mode = _Deferring(queue)
+        mode.__enter__()
+        modes.append(mode)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        # Called even when the forward raised, as a recomputation does that has all it needs.
+        if modes:
+            modes.pop().__exit__(None, None, None)
+
+    return [
+        _Mark(owner, queue),
+        owner.register_forward_pre_hook(before),
+        owner.register_forward_hook(after, always_call=True),
+    ]
+
+
+class _Deferring(TorchFunctionMode):
+    """While it is on, products leave their weight gradient in a queue."""
+
+    def __init__(self, queue: WeightQueue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = recognise(func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        return _Product.apply(self._queue, call, call.x, call.weight, call.bias, call.offsets)
+
+
+class _Product(torch.autograd.Function):
+    """A product whose backward puts the weight's half into a queue."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queue: WeightQueue,
+        call: Call,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        ctx.queue, ctx.kind = queue, call.kind
+        ctx.parameter, ctx.place = call.parameter, call.place
+        ctx.bias_shape = None if bias is None else bias.shape
+        return call.run(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, offsets = ctx.saved_tensors
+        kind: Kind = ctx.kind
+
+        def form(dtype: torch.dtype) -> torch.Tensor:
+            return weight_gradient(kind, x, grad, offsets, dtype)
+
+        of_x = input_gradient(kind, grad, weight, offsets) if ctx.needs_input_grad[2] else None
+        of_bias = None
+        if ctx.bias_shape is not None and ctx.needs_input_grad[4]:
+            of_bias = grad.sum_to_size(ctx.bias_shape)
+        ctx.queue.put(ctx.parameter, form, (x, grad), ctx.place)
+        return None, None, of_x, None, of_bias, None

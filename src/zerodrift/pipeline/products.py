@@ -1,0 +1,198 @@
+"""Matrix products whose weight gradient can be formed later: which calls they are, and what each needs.
+
+A call of torch is recognised when its weight is a parameter, or a view of one: `linear`, `matmul`, `mm`,
+`addmm`, `bmm` and grouped products cover `nn.Linear`, attention projections, and experts that are stacked in
+one parameter, in whatever module they are written. A call that is not recognised is left to autograd, whose
+gradient comes at once and is as good.
+
+Invariant: a product's output has the bits that torch's own call has; only when its weight gradient is
+formed differs, and that it is formed in the dtype asked for and not rounded before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+Kind = Literal["linear", "matmul", "batched", "grouped"]
+"""How input `x` and weight `w` meet: x w^T with w `[out, in]`; x w with w `[in, out]`; the same for each of a
+batch; rows of x in groups, each with its own w."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in its parameter a weight lies: what `as_strided` takes, counted from the parameter's start."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recognised product."""
+
+    kind: Kind
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    offsets: torch.Tensor | None
+    """Grouped: where each group of rows ends."""
+    parameter: nn.Parameter
+    place: Place
+    run: Callable[..., torch.Tensor]
+    """(x, weight, bias) -> what torch would have returned."""
+
+
+def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The product that a call of torch is, if its weight gradient can be formed later."""
+    parse = _PARSERS.get(function)
+    found = parse(*args, **kwargs) if parse is not None else None
+    if found is None:
+        return None
+    kind, x, weight, bias, offsets, run = found
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_floating_point()):
+        return None
+    parameter = _root(weight)
+    if parameter is None or not parameter.is_contiguous() or not _fits(kind, x, weight):
+        return None
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        if weight.dtype is not dtype:
+            return None  # autocast makes a copy, whose gradient autograd has to bring back
+        x = x.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if x.dtype is not weight.dtype:
+        return None  # torch says what is wrong with it
+    offset = weight.storage_offset() - parameter.storage_offset()
+    place = Place(tuple(weight.shape), weight.stride(), offset)
+    return Call(kind, x, weight, bias, offsets, parameter, place, run)
+
+
+def _root(weight: torch.Tensor) -> nn.Parameter | None:
+    """The parameter that a weight is, or is a view of."""
+    whole = weight if isinstance(weight, nn.Parameter) else weight._base
+    return whole if isinstance(whole, nn.Parameter) else None
+
+
+def _fits(kind: Kind, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    match kind:
+        case "linear" | "matmul":
+            return weight.dim() == 2 and x.dim() >= 1 and x.numel() > 0
+        case "batched":
+            return weight.dim() == 3 and x.dim() == 3 and x.shape[0] == weight.shape[0]
+        case "grouped":
+            return weight.dim() == 3 and x.dim() == 2
+
+
+# --- how the calls are written --------------------------------------------------------------------------
+
+Parsed = tuple[Kind, Any, Any, Any, Any, Callable[..., torch.Tensor]] | None
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Parsed:
+    return "linear", input, weight, bias, None, F.linear
+
+
+def _matmul(input: Any, other: Any, **rest: Any) -> Parsed:
+    if rest or not isinstance(other, torch.Tensor) or not isinstance(input, torch.Tensor):
+        return None
+    kind: Kind = "batched" if other.dim() == 3 else "matmul"
+    return kind, input, other, None, None, lambda x, weight, bias: torch.matmul(x, weight)
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, **rest: Any) -> Parsed:
+    if rest:
+        return None  # another alpha or beta
+    return "matmul", mat1, mat2, input, None, lambda x, weight, bias: torch.addmm(bias, x, weight)
+
+
+def _grouped(*pair: Any, offs: Any = None, bias: Any = None, **rest: Any) -> Parsed:
+    if any(value is not None for value in (bias, *rest.values())) or offs is None or len(pair) != 2:
+        return None
+    return "grouped", *pair, None, offs, lambda x, weight, bias: grouped_mm(x, weight, offs)
+
+
+def _grouped_of_torch() -> tuple[Any, ...]:
+    """Public since torch 2.10, private before; both exist in 2.11 to 2.13."""
+    found = (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    return tuple(function for function in found if function is not None)
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows of `x` `[rows, in]` in groups that end at `offsets`, each times its own `weight[group]`."""
+    result: torch.Tensor = _grouped_of_torch()[0](x, weight, offs=offsets)
+    return result
+
+
+_PARSERS: dict[Any, Callable[..., Parsed]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.bmm: _matmul,
+    torch.Tensor.bmm: _matmul,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    **dict.fromkeys(_grouped_of_torch(), _grouped),
+}
+
+
+# --- their gradients ------------------------------------------------------------------------------------
+
+
+def input_gradient(
+    kind: Kind, grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None
+) -> torch.Tensor:
+    """Of `x`, as autograd would form it."""
+    if kind == "linear":
+        return grad.matmul(weight)
+    if kind == "grouped":
+        if offsets is None:
+            raise AssertionError("a grouped product without groups")
+        return grouped_mm(grad, weight.transpose(-2, -1), offsets)
+    return grad.matmul(weight.transpose(-2, -1))
+
+
+def weight_gradient(
+    kind: Kind, x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Of the weight, in the weight's layout, in `dtype`: nothing is rounded to a narrower one on the way."""
+    if kind == "linear":
+        return _transposed_product(_rows(grad), _rows(x), dtype)
+    if kind == "matmul":
+        return _transposed_product(_rows(x), _rows(grad), dtype)
+    if kind == "batched":
+        return x.to(dtype).transpose(-2, -1).matmul(grad.to(dtype))
+    if offsets is None:
+        raise AssertionError("a grouped product without groups")
+    ends = offsets.tolist()
+    parts = [
+        _transposed_product(x[low:high], grad[low:high], dtype)
+        for low, high in zip([0, *ends], ends, strict=False)
+    ]
+    return torch.stack(parts)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _transposed_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """left^T right."""
+    if left.dtype is dtype:
+        return left.t().mm(right)
+    if left.is_cuda:
+        return torch.mm(left.t(), right, out_dtype=dtype)
+    return left.t().to(dtype).mm(right.to(dtype))
