@@ -11,19 +11,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from zerodrift.api import initialize, make_plan
+    from zerodrift.api import empty, export, initialize, load_weights, make_plan, save_16bit
     from zerodrift.config.load import load
     from zerodrift.config.schema import Config
     from zerodrift.engine.engine import Engine, StepResult
     from zerodrift.errors import (
+        CheckpointError,
         ConfigError,
         MeshError,
         ModelError,
         NonFiniteError,
+        PrecisionError,
         RankError,
         UnsupportedError,
         ZerodriftError,
     )
+    from zerodrift.io.checkpoint import Checkpoints, Loaded
+    from zerodrift.io.export import Exported
+    from zerodrift.io.weights import LoadedWeights
     from zerodrift.mesh import MeshShape
     from zerodrift.model.sources import describe
     from zerodrift.model.spec import ModelSpec
@@ -34,10 +39,15 @@ if TYPE_CHECKING:
     from zerodrift.policy.resolve import mesh_for, resolve
 
 _HOMES = {
+    "CheckpointError": "errors",
+    "Checkpoints": "io.checkpoint",
     "Config": "config.schema",
     "ConfigError": "errors",
     "Cost": "plan.cost",
     "Engine": "engine.engine",
+    "Exported": "io.export",
+    "Loaded": "io.checkpoint",
+    "LoadedWeights": "io.weights",
     "MeshError": "errors",
     "MeshShape": "mesh",
     "ModelError": "errors",
@@ -45,6 +55,7 @@ _HOMES = {
     "NonFiniteError": "errors",
     "Plan": "plan.table",
     "Policy": "policy.nouns",
+    "PrecisionError": "errors",
     "RankError": "errors",
     "StepResult": "engine.engine",
     "UnsupportedError": "errors",
@@ -52,18 +63,27 @@ _HOMES = {
     "build": "plan.build",
     "cost": "plan.cost",
     "describe": "model.sources",
+    "empty": "api",
+    "export": "api",
     "initialize": "api",
     "load": "config.load",
+    "load_weights": "api",
     "make_plan": "api",
     "mesh_for": "policy.resolve",
     "resolve": "policy.resolve",
+    "save_16bit": "api",
 }
 
 __all__ = [
+    "CheckpointError",
+    "Checkpoints",
     "Config",
     "ConfigError",
     "Cost",
     "Engine",
+    "Exported",
+    "Loaded",
+    "LoadedWeights",
     "MeshError",
     "MeshShape",
     "ModelError",
@@ -71,6 +91,7 @@ __all__ = [
     "NonFiniteError",
     "Plan",
     "Policy",
+    "PrecisionError",
     "RankError",
     "StepResult",
     "UnsupportedError",
@@ -78,11 +99,15 @@ __all__ = [
     "build",
     "cost",
     "describe",
+    "empty",
+    "export",
     "initialize",
     "load",
+    "load_weights",
     "make_plan",
     "mesh_for",
     "resolve",
+    "save_16bit",
 ]
 
 

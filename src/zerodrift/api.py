@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from zerodrift.config.load import load
+from zerodrift.config.schema import Config
+from zerodrift.dtypes import DType
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Policy
 from zerodrift.policy.numbers import AutoValues
 from zerodrift.policy.resolve import mesh_for, resolve
 
@@ -23,10 +27,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerodrift.engine.engine import Engine
+    from zerodrift.io.export import Exported
+    from zerodrift.io.weights import LoadedWeights
 
 
 def make_plan(
-    config: str | os.PathLike[str] | Mapping[str, Any],
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
     model: str | os.PathLike[str] | ModelSpec | nn.Module,
     world_size: int = 1,
     auto: AutoValues | None = None,
@@ -43,11 +49,62 @@ def make_plan(
     return build(resolve(loaded, mesh, auto), describe(model), mesh)
 
 
+def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
+    """A context in which modules are built without memory for their parameters.
+
+    Buffers are computed as ever. `initialize` gives the parameters memory, each rank its own slices, and
+    fills them from `weights` or with what their modules would have set, the same bits on every number of
+    ranks. With a `policy` whose masters are fp32, narrower floating parameters are declared in fp32, so that
+    first values are drawn in it and rounded once.
+    """
+    from zerodrift.model.empty import empty as build
+
+    same = policy is not None and ("master", "same") in [demand[:2] for demand in policy.demands]
+    return build(DType.FP32.torch if policy is not None and not same else None)
+
+
+def load_weights(
+    engine: Engine,
+    path: str | os.PathLike[str],
+    strict: bool | Sequence[str] = True,
+    *,
+    quiet: bool = False,
+) -> LoadedWeights:
+    """Replace the weights of an engine by those of safetensors files; moments and step stay."""
+    from zerodrift.io.reload import load_weights as replace
+
+    return replace(engine, path, strict, quiet=quiet)
+
+
+def export(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+) -> Exported:
+    """Write the model of an engine as a folder that `transformers` loads, in the dtypes of the `export`
+    column; every rank writes its own slices. `dtype` replaces them, but for pinned parameters."""
+    from zerodrift.io.export import export as write
+
+    return write(engine, folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Exported:
+    """The same as one file in 16 bits; pinned parameters stay fp32."""
+    from zerodrift.io.export import save_16bit as write
+
+    return write(engine, folder, overwrite=overwrite)
+
+
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    config: str | os.PathLike[str] | Mapping[str, Any] = "zerodrift.yaml",
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config = "zerodrift.yaml",
     *,
+    weights: str | os.PathLike[str] | None = None,
+    strict: bool | Sequence[str] = True,
     schedule: Any = None,
     device: str | torch.device | None = None,
     auto: AutoValues | None = None,
@@ -59,9 +116,15 @@ def initialize(
     Joins the ranks that torchrun started, or those of a running torch.distributed, or is alone. `optimizer`
     is built over `model.parameters()` as usual, or comes from the config's `optimizer` block. `schedule` is
     a torch scheduler, or a function that makes one from an optimizer.
+
+    `weights` is a folder of a `transformers` model, a `.safetensors` file or an index: every rank reads its
+    own slices. Names that the files lack or have too many of are an error unless `strict` is False or has a
+    glob for them. A model built inside `empty()` needs no memory of its own before.
     """
+    from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start
     from zerodrift.engine.engine import Engine
+    from zerodrift.io.first import First
     from zerodrift.plan.cost import cost
     from zerodrift.report.rows import grouped
     from zerodrift.report.terminal import plan_text
@@ -69,10 +132,23 @@ def initialize(
     loaded = load(config, overrides)
     mesh = start(lambda world: mesh_for(loaded, world), device)
     try:
-        plan = build(resolve(loaded, mesh.shape, auto), describe(model), mesh.shape)
-        if mesh.rank() == 0 and not quiet:
+        first = First.begin(model, weights, strict, Collectives(mesh))
+        plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
+        shown = mesh.rank() == 0 and not quiet
+        if shown:
             print(plan_text(plan, cost(plan), grouped(plan), color=sys.stdout.isatty()))
-        return Engine(plan, model, mesh, optimizer, schedule)
+        first.show(shown)
+        if plan.policy.backend == "fsdp2":
+            from zerodrift.backends.fsdp2 import FsdpEngine
+
+            make: Callable[..., Any] = FsdpEngine
+        else:
+            make = Engine
+        engine = make(plan, model, mesh, optimizer, schedule, first.sources(plan))
+        done = first.finish()
+        if shown and done is not None:
+            print(done)
+        return engine
     except BaseException:
         mesh.stop()
         raise

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -165,7 +165,7 @@ def support(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show which modes, accumulate dtypes, stages, pipelines and backends go together.
+    """Show which modes, accumulate dtypes, states, stages, pipelines and backends go together.
 
     \b
     Examples:
@@ -173,16 +173,176 @@ def support(
       zerodrift support --markdown > docs/support.md
     """
     with _errors(debug):
-        from zerodrift.policy.support import table
+        from zerodrift.policy.support import states, table
         from zerodrift.report import as_json
         from zerodrift.report.support import support_markdown, support_text
 
         if markdown and json:
             raise typer.BadParameter("give --markdown or --json, not both")
         if json:
-            _emit(as_json.support_json(table()))
+            _emit(as_json.support_json(table(), states()))
         else:
-            _emit(support_markdown(table()) if markdown else support_text(table(), color=_color()))
+            made = table(), states()
+            _emit(support_markdown(*made) if markdown else support_text(*made, color=_color()))
+
+
+@app.command(short_help="What is in a checkpoint, and whether it is complete.")
+def inspect(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of checkpoints.")
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every file with its checksum, not only its size.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete.
+
+    Exit code 2 if one is not.
+
+    \b
+    Examples:
+      zerodrift inspect runs/a
+      zerodrift inspect runs/a/step-00000200 --verify
+    """
+    with _errors(debug):
+        from zerodrift.io import inspect as looking
+
+        with _progress(f"reading {checkpoint}"):
+            found = looking.inspect(checkpoint, verify=verify)
+        text = looking.inspection_json(found) if json else looking.inspection_text(found, color=_color())
+        _emit(text)
+        if not found.complete:
+            raise typer.Exit(USAGE)
+
+
+@app.command(short_help="A checkpoint to safetensors and back, or out of DeepSpeed.")
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A checkpoint, DeepSpeed's too, or safetensors files.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write.")],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="KIND",
+            help="safetensors or checkpoint; left out, ours becomes safetensors, the rest a checkpoint.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="X", help="Folder or file with the weights' transformers config."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="D", help="fp32, bf16 or fp16, for safetensors.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of one safetensors file.")
+    ] = "5GB",
+    tag: Annotated[str, typer.Option("--tag", metavar="TAG", help="Which one; the latest if left out.")] = "",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", metavar="KIND", help="Of DeepSpeed's moments, if not AdamW.")
+    ] = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder.")] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the code that pickles of DeepSpeed name. For your own files.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Convert weights, and masters, moments and counters where both sides have them.
+
+    What SOURCE is, is found out and printed. One process does it, a few megabytes at a time. With --model,
+    safetensors get the names, layout and config that transformers loads; without it, the module's own names.
+
+    \b
+    Examples:
+      zerodrift convert runs/a exported --model path/to/model --dtype bf16
+      zerodrift convert ds_run converted              (DeepSpeed ZeRO 0-3, to go on training)
+      zerodrift convert ds_run exported --to safetensors --model path/to/model
+      zerodrift convert path/to/model start --to checkpoint
+    """
+    with _errors(debug):
+        if to not in (None, "safetensors", "checkpoint"):
+            raise ConfigError(f"`--to`: must be safetensors or checkpoint; got {to!r}.")
+        from zerodrift.io.convert import Asked
+        from zerodrift.io.convert import convert as run
+
+        kind: Literal["safetensors", "checkpoint"] | None = None
+        if to is not None:
+            kind = "checkpoint" if to == "checkpoint" else "safetensors"
+        asked = Asked(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
+        _emit(str(run(source, target, asked, model, shown=True)))
+
+
+@app.command(short_help="Train what a job file says.")
+def train(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Job file, YAML or JSON; see docs/job.md.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key: run.steps=100. Repeatable."),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine; one per GPU, else one."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train: data, model, plan, steps, checkpoints, a report, and the model at the end.
+
+    Goes on from the newest checkpoint of the run's folder, if there is one. Under torchrun or srun it joins
+    the ranks that were started. Ctrl-C finishes the step and saves; a second one ends it at once.
+
+    \b
+    Examples:
+      zerodrift train examples/pretrain.yaml
+      zerodrift train job.yaml --set run.steps=100 --set config.zero_optimization.stage=2 --nproc 2
+      torchrun --nproc-per-node=8 -m zerodrift train job.yaml
+    """
+    with _errors(debug):
+        from zerodrift.train.here import train as run
+
+        code = run(job, tuple(set_ or ()), nproc, debug)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command(short_help="Text from a trained model.")
+def sample(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with.")] = "",
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="At most so many.")] = 200,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="0 takes the likeliest token.")
+    ] = 0.8,
+    top: Annotated[
+        int, typer.Option("--top", metavar="K", min=0, help="Of the K likeliest tokens; 0 is of all.")
+    ] = 40,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Of the choice.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is what a user says in a conversation.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Let a trained model go on from a prompt, to see that it learned.
+
+    Reads the run's export, or its newest checkpoint where it has not ended.
+
+    \b
+    Examples:
+      zerodrift sample runs/demo --prompt 'def '
+      zerodrift sample runs/chat --chat --prompt 'Who are you?' --temperature 0
+    """
+    with _errors(debug):
+        from zerodrift.train.sample import Sampler, Taste
+
+        with _progress(f"reading {run}"):
+            sampler = Sampler(run)
+        _emit(prompt if not chat else "")
+        for text in sampler.continued(prompt, Taste(tokens, temperature, top, seed), chat):
+            _emit(text)
+        _emit("\n")
 
 
 # --- work of the verbs --------------------------------------------------------------------------------

@@ -23,8 +23,25 @@ ROOMS: dict[str, set[str]] = {
     "comm": {"dtypes", "errors", "mesh"},
     "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh"},
     "engine": {"optim", "kernels", "comm", "plan", "policy", "report", "model", "dtypes", "errors", "mesh"},
-    "api": {"config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim", "errors"},
-    "cli": {"api", "config", "model", "plan", "policy", "report", "errors", "mesh"},
+    "pipeline": {"engine", "errors"},
+    "backends": {"engine", "optim", "comm", "plan", "policy", "report", "errors"},
+    "io": {
+        *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
+        *{"dtypes", "errors", "mesh", "record"},
+    },
+    "audit": {"engine", "comm", "plan", "policy", "dtypes", "errors"},
+    "api": {
+        *{"backends", "io", "config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim"},
+        *{"dtypes", "errors"},
+    },
+    "train": {
+        *{"api", "audit", "config", "engine", "io", "comm", "plan", "policy", "report", "model"},
+        *{"dtypes", "errors", "mesh", "record"},
+    },
+    "deepspeed": {
+        *{"api", "io", "config", "engine", "comm", "optim", "plan", "policy", "dtypes", "errors"},
+    },
+    "cli": {"train", "api", "io", "config", "model", "plan", "policy", "report", "errors", "mesh"},
 }
 """Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""
 
@@ -91,7 +108,8 @@ def test_only_one_file_calls_collectives() -> None:
         "broadcast",
     }
     for path in FILES:
-        if path.relative_to(PACKAGE).as_posix() == "comm/collectives.py":
+        # `deepspeed.comm` is torch.distributed for a script's own collectives, not for the engine's.
+        if path.relative_to(PACKAGE).as_posix() in ("comm/collectives.py", "deepspeed/comm/__init__.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in calls:
@@ -101,7 +119,7 @@ def test_only_one_file_calls_collectives() -> None:
 
 
 def test_no_room_reads_the_environment_but_those_that_may() -> None:
-    allowed = {"comm/mesh.py", "cli.py"}
+    allowed = {"comm/mesh.py", "cli.py", "train/launch.py", "deepspeed/launch.py"}
     for path in FILES:
         name = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):

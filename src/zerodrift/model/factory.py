@@ -1,7 +1,8 @@
 """A model out of a function of the user's own, written `package.module:callable`.
 
-The function is called without arguments under the meta device, so that a model of any size costs no
-memory. How a module is read is left to `model/module.py`.
+The function is called without arguments: under the meta device to describe what it makes, so that a model
+of any size costs no memory, or as it is to have the model. How a module is read is left to
+`model/module.py`.
 
 Invariant: `sys.path` is afterwards what it was before.
 """
@@ -14,12 +15,15 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerodrift.errors import ModelError, Problem, did_you_mean
 from zerodrift.model.meta import attempt, on_meta
 from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -30,7 +34,16 @@ def is_factory(text: str) -> bool:
 
 
 def from_factory(text: str) -> ModelSpec:
-    """The model that the callable returns."""
+    """The model that the callable returns, described; it is built without memory."""
+    return from_module(_made(text, on_meta), text)
+
+
+def make(text: str) -> nn.Module:
+    """The model that the callable returns, with its weights."""
+    return _made(text, attempt)
+
+
+def _made(text: str, run: Callable[..., Any]) -> nn.Module:
     from torch import nn
 
     if not is_factory(text):
@@ -38,11 +51,11 @@ def from_factory(text: str) -> ModelSpec:
             str(Problem("model factory", "must be written `package.module:callable`", repr(text)))
         )
     with _working_folder_importable():
-        make = _find(text)
-        module = on_meta(make, text, "must return a model when it is called without arguments")
+        function = _find(text)
+        module = run(function, text, "must return a model when it is called without arguments")
     if not isinstance(module, nn.Module):
         raise ModelError(str(Problem(text, "must return a torch.nn.Module", type(module).__qualname__)))
-    return from_module(module, text)
+    return module
 
 
 def _find(text: str) -> Callable[[], Any]:

@@ -71,7 +71,7 @@ def build(file: Path, dtype: DType | None = None) -> PreTrainedModel:
         lambda: _instantiate(config), str(file), "must be a config that a model can be built from"
     )
     model.tie_weights()
-    _keep_in_fp32(model)
+    keep_in_fp32(model)
     return model
 
 
@@ -117,7 +117,7 @@ def _instantiate(config: PretrainedConfig) -> PreTrainedModel:
     return auto.from_config(config, trust_remote_code=False)
 
 
-def _keep_in_fp32(model: PreTrainedModel) -> None:
+def keep_in_fp32(model: PreTrainedModel) -> None:
     """Gives fp32 to what the architecture keeps in it while loading; building alone does not.
 
     The loader matches these patterns anywhere in a name, `*` standing for anything. The two attributes are

@@ -44,12 +44,12 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     problems.raise_as(ModelError)
 
     classes = {path: class_name(type(owner)) for path, owner in module.named_modules(remove_duplicate=False)}
-    transient = _transient(module)
+    passing = transient(module)
     return ModelSpec(
         source=source or type(module).__qualname__,
         parameters=tuple(_parameter(group, classes) for group in groups),
         buffers=tuple(
-            BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in transient)
+            BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in passing)
             for name, buffer in buffers
         ),
     )
@@ -170,7 +170,7 @@ def _check_memory(groups: list[_Shared], problems: Problems) -> None:
             problems.add(name, must, "two Parameters over one memory", todo)
 
 
-def _transient(module: nn.Module) -> set[str]:
+def transient(module: nn.Module) -> set[str]:
     """Names of buffers that are not in the state dict."""
     return {
         f"{path}.{name}" if path else name

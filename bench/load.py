@@ -1,0 +1,367 @@
+"""Loading a checkpoint into shards beside others: seconds, peak memory per rank, bytes read.
+
+    python bench/load.py                          # a 1 GB bf16 checkpoint, bf16 and fp32 targets
+    python bench/load.py --gigabytes 2 --only plain,zerodrift,zerodrift-adamw
+    python bench/load.py --rounds 5
+
+Two gloo ranks, one thread each, a fresh pair of processes per engine and round; engines take turns, so a
+machine whose speed drifts drifts for all, and seconds are medians. The checkpoint is a Llama of random
+weights, made in a temporary folder and removed, and is in the page cache. `share` is what a rank holds when
+it is done, computed; `beyond` is the peak resident memory minus what the process had before and minus that
+share. `plain` reads each rank's half of the files into one buffer and keeps nothing: the floor of seconds.
+Bytes are what the operating system counted for both ranks, beside what the loader says it read. What is
+loaded is compared with the files afterwards, except by `plain`. Needs Linux and `transformers`; DeepSpeed is
+left out where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from about import about
+
+RANKS = 2
+HEADERS = 1 << 20
+"""Bytes beyond the tensors that a rank may read: headers, index, config, the files of imported code."""
+
+Held = Iterable[tuple[str, torch.Tensor]]
+"""Names and full values, gathered by all ranks together, to be compared with the files."""
+Load = Callable[[Path, torch.dtype], tuple[int, Callable[[], Held]]]
+"""(folder, dtype to hold) -> bytes that the loader says this rank read (0: it does not), and the values."""
+
+
+def write(folder: Path, gigabytes: float) -> None:
+    """A Llama in bf16, in shards."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers = max(1, round((gigabytes * 1e9 / 2 - 131e6) / 45e6))
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM._from_config(config).save_pretrained(folder, max_shard_size="300MB")
+
+
+def tensors_in(folder: Path) -> int:
+    """Bytes of all tensors."""
+    from zerodrift.model.safetensors import stored
+
+    return sum(tensor.stop - tensor.start for tensor in stored(folder))
+
+
+# --- the engines ----------------------------------------------------------------------------------------
+
+
+def plain(folder: Path, dtype: torch.dtype) -> tuple[int, Callable[[], Held]]:
+    from zerodrift.model.safetensors import stored
+
+    room, count, files = bytearray(8 << 20), 0, {}
+    for tensor in stored(folder):
+        number = files.setdefault(tensor.file, None) or os.open(tensor.file, os.O_RDONLY)
+        files[tensor.file] = number
+        half = (tensor.stop - tensor.start) // RANKS
+        place, stop = tensor.start + dist.get_rank() * half, tensor.start + (dist.get_rank() + 1) * half
+        while place < stop:
+            got = os.preadv(number, [memoryview(room)[: stop - place]], place)
+            place, count = place + got, count + got
+    for number in files.values():
+        os.close(number)
+    return count, lambda: ()
+
+
+def zerodrift(folder: Path, dtype: torch.dtype, train: bool = False) -> tuple[int, Callable[[], Held]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from zerodrift import empty, initialize
+    from zerodrift.io.reader import Reader
+
+    readers: list[Reader] = []
+    made = Reader.__init__
+
+    def counted(self: Reader, *args: Any) -> None:
+        made(self, *args)
+        readers.append(self)
+
+    Reader.__init__ = counted  # type: ignore[method-assign]
+    with empty():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.requires_grad_(train)
+    config: dict[str, Any] = {
+        "precision": {"mode": "bf16", "storage": "bf16" if dtype is torch.bfloat16 else "fp32"},
+        "zero_optimization": {"stage": 3},
+    }
+    if train:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
+    engine = initialize(model, config=config, weights=folder, device="cpu", quiet=True)
+
+    def values() -> Held:
+        for row in engine.plan.rows:
+            yield row.name, engine.full_master(row.name)
+
+    return sum(reader.count for reader in readers), values
+
+
+def sharded(model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def full(model: nn.Module) -> Held:
+    for name, parameter in model.named_parameters():
+        yield name, parameter.full_tensor().detach()
+
+
+def from_pretrained(folder: Path, dtype: torch.dtype) -> tuple[int, Callable[[], Held]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    sharded(model)
+    return 0, lambda: full(model)
+
+
+def on_meta(folder: Path, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+
+
+def broadcast(folder: Path, dtype: torch.dtype) -> tuple[int, Callable[[], Held]]:
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model, state = on_meta(folder, dtype), {}
+    sharded(model)
+    model.to_empty(device="cpu")
+    if dist.get_rank() == 0:
+        for file in sorted(folder.glob("*.safetensors")):
+            state |= {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    return 0, lambda: full(model)
+
+
+def dcp(folder: Path, dtype: torch.dtype) -> tuple[int, Callable[[], Held]]:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    model = on_meta(folder, dtype)
+    sharded(model)
+    model.to_empty(device="cpu")
+    load(model.state_dict(), storage_reader=HuggingFaceStorageReader(str(folder)))
+    return 0, lambda: full(model)
+
+
+def deepspeed(folder: Path, dtype: torch.dtype) -> tuple[int, Callable[[], Held]]:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed as ds
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": dtype is torch.bfloat16},
+    }
+    kept = HfDeepSpeedConfig(config)  # what makes `from_pretrained` build inside `zero.Init`
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+    def values() -> Held:
+        assert kept is not None
+        for name, parameter in model.named_parameters():
+            with ds.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone()
+
+    return 0, values
+
+
+ENGINES: dict[str, Load] = {
+    "plain": plain,
+    "zerodrift": zerodrift,
+    "zerodrift-adamw": lambda folder, dtype: zerodrift(folder, dtype, train=True),
+    "from_pretrained": from_pretrained,
+    "broadcast": broadcast,
+    "dcp": dcp,
+    "deepspeed": deepspeed,
+}
+"""Name -> how it loads. `-adamw` also makes masters and moments, which its share then has."""
+
+
+def share(name: str, dtype: torch.dtype, elements: int) -> float:
+    """Bytes that a rank is to hold in the end."""
+    if name == "plain":
+        return 0.0
+    kept = dtype.itemsize
+    if name == "zerodrift-adamw":
+        kept = 2 + 2 + 8 if dtype is torch.bfloat16 else 4 + 8
+    return kept * elements / RANKS
+
+
+# --- a measurement --------------------------------------------------------------------------------------
+
+
+def status(field: str) -> int:
+    """A line of this process's status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def read_so_far() -> int:
+    """Bytes that this process has asked the operating system for."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def measure(rank: int, store: str, name: str, folder: str, dtype: torch.dtype, queue: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29534")
+    dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=rank, world_size=RANKS)
+    warm(name)
+    dist.barrier()
+    base, asked = status("VmRSS"), read_so_far()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    start = time.perf_counter()
+    said, values = ENGINES[name](Path(folder), dtype)
+    dist.barrier()
+    found = {
+        "seconds": time.perf_counter() - start,
+        "peak": status("VmHWM") - base,
+        "asked": read_so_far() - asked,
+        "said": said,
+    }
+    found["wrong"] = compare(Path(folder), dtype, values())
+    every: list[Any] = [None] * RANKS
+    dist.all_gather_object(every, found)
+    if rank == 0:
+        queue.put(every)
+    dist.barrier()
+
+
+def warm(name: str) -> None:
+    """Import what everybody imports before it is measured."""
+    modules = ["transformers.models.llama.modeling_llama", "zerodrift.api", "zerodrift.io.first"]
+    modules += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
+    modules += ["zerodrift.engine.engine", "zerodrift.report.terminal", "zerodrift.optim.flat"]
+    if name == "deepspeed":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        modules += ["deepspeed", "transformers.integrations.deepspeed"]
+    for module in modules:
+        importlib.import_module(module)
+
+
+def compare(folder: Path, dtype: torch.dtype, held: Held) -> int:
+    """How many parameters are not the file's bits. Collective, after everything was measured."""
+    from safetensors import safe_open
+
+    where = {}
+    with contextlib.ExitStack() as stack:
+        for file in sorted(folder.glob("*.safetensors")):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            where |= dict.fromkeys(opened.keys(), opened)
+        return sum(
+            not torch.equal(values.to(dtype), where[name].get_tensor(name).to(dtype)) for name, values in held
+        )
+
+
+def launch(name: str, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as store:
+        ranks = mp.start_processes(
+            measure,
+            args=(store, name, str(folder), dtype, queue),
+            nprocs=RANKS,
+            join=False,
+            start_method="spawn",
+        )
+        while not ranks.join(timeout=1):
+            pass
+    return queue.get()
+
+
+def show(names: list[str], dtype: torch.dtype, rounds: dict[str, list[Any]], size: int) -> None:
+    text = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    print(
+        f"\n{text} on each rank" + f"{'s':>18}{'of plain':>10}{'peak MB':>10}{'share':>8}{'beyond':>8}",
+        end="",
+    )
+    print(f"{'read MB':>10}{'said':>8}{'wrong':>7}")
+    floor = statistics.median(max(r["seconds"] for r in ranks) for ranks in rounds[names[0]])
+    for name in names:
+        seconds = statistics.median(max(r["seconds"] for r in ranks) for ranks in rounds[name])
+        peak = max(r["peak"] for ranks in rounds[name] for r in ranks)
+        asked = statistics.median(sum(r["asked"] for r in ranks) for ranks in rounds[name])
+        said = rounds[name][0]
+        counted = sum(r["said"] for r in said)
+        wrong = max(r["wrong"] for ranks in rounds[name] for r in ranks)
+        holds = share(name, dtype, size // 2)
+        print(
+            f"  {name:18}{seconds:16.2f}{seconds / floor:10.2f}{peak / 1e6:10.0f}{holds / 1e6:8.0f}"
+            f"{(peak - holds) / 1e6:8.0f}{asked / 1e6:10.1f}{counted / 1e6 if counted else 0:8.1f}{wrong:7}"
+        )
+        if wrong:
+            raise SystemExit(f"{name}: {wrong} parameters are not the bits of the files")
+        if name.startswith("zerodrift") and not counted == size <= asked < size + RANKS * HEADERS:
+            raise SystemExit(f"{name}: read {counted:,} and asked for {asked:,} bytes of {size:,}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="comma-separated engines; the first is what ratios are to")
+    parser.add_argument("--dtype", choices=["bf16", "fp32", "both"], default="both")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(ENGINES)
+    if unknown := [name for name in names if name not in ENGINES]:
+        parser.error(f"unknown engines: {', '.join(unknown)}; known: {', '.join(ENGINES)}")
+    if importlib.util.find_spec("deepspeed") is None:
+        names = [name for name in names if name != "deepspeed"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        maker = mp.get_context("spawn").Process(target=write, args=(folder, options.gigabytes))
+        maker.start()
+        maker.join()
+        size = tensors_in(folder)
+        files = len(list(folder.glob("*.safetensors")))
+        print(about("transformers", "deepspeed"))
+        print(f"{size / 1e9:.3f} GB of tensors in {files} files, {RANKS} ranks, {options.rounds} rounds")
+        dtypes = {"bf16": [torch.bfloat16], "fp32": [torch.float32]}.get(
+            options.dtype, [torch.bfloat16, torch.float32]
+        )
+        for dtype in dtypes:
+            rounds: dict[str, list[Any]] = {name: [] for name in names}
+            for _ in range(options.rounds):
+                for engine in names:
+                    rounds[engine].append(launch(engine, folder, dtype))
+            show(names, dtype, rounds, size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Checkpoints of an engine: saved by name, resumed exactly, on any number of ranks and at any stage.
+
+The weights are plain fp32 whatever the master scheme, the moments fp32 by torch's names, each parameter flat
+and cut where the ranks' slices happen to end. What is in a checkpoint is `checkpoint_contents`'s affair, how
+one appears in a folder, or does not, `checkpoint_writing`'s.
+
+Invariant: a run that is killed at any moment and resumed from the newest checkpoint ends in the bits of one
+that was not, on as many ranks and at the same stage.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from zerodrift.engine.shards import Shards
+from zerodrift.errors import CheckpointError, Problem, Problems, UnsupportedError, ZerodriftError
+from zerodrift.io import checkpoint_contents as contents
+from zerodrift.io import checkpoint_state as states
+from zerodrift.io.checkpoint_differences import (
+    Allowed,
+    Difference,
+    check_allowed,
+    check_buffers,
+    check_meaning,
+    check_model,
+    differences,
+)
+from zerodrift.io.checkpoint_folder import LATEST, Folder, automatic, check_tag
+from zerodrift.io.checkpoint_items import Reader
+from zerodrift.io.checkpoint_manifest import (
+    SHARED,
+    Entry,
+    Manifest,
+    damage,
+    read_entries,
+    read_manifest,
+    read_plan,
+)
+from zerodrift.io.checkpoint_writing import Head, Job, Save
+
+if TYPE_CHECKING:
+    from zerodrift.comm.collectives import Collectives
+    from zerodrift.engine.engine import Engine
+
+T = TypeVar("T")
+Parts = Literal["all", "weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load found."""
+
+    path: Path
+    tag: str
+    step: int
+    client: Any
+    """What this rank gave to `save`. On another number of ranks what all of them gave, None where they
+    differed."""
+    differences: tuple[Difference, ...]
+    """What is not as it was when the checkpoint was saved; empty for an exact continuation."""
+
+    def client_of(self, rank: int) -> Any:
+        """What one of the ranks that saved gave."""
+        return states.read_state(self.path / states.own_file(rank))["client"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A checkpoint that was read and judged, before anything is changed."""
+
+    path: Path
+    manifest: Manifest
+    table: tuple[Entry, ...]
+    shared: dict[str, Any]
+    own: dict[str, Any] | None
+    """Of this rank; None on another number of ranks."""
+    without: frozenset[Allowed]
+    """What stays as the run has it."""
+    differences: tuple[Difference, ...]
+
+
+class Checkpoints:
+    """The checkpoints of one engine in one folder. Every rank makes one, and calls it alike."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 0,
+        asynchronous: bool = False,
+        quiet: bool = False,
+        run: str = "",
+    ) -> None:
+        """`keep` is how many are kept of those whose tag is not chosen; 0 keeps all. `asynchronous` copies
+        the state and writes it beside training. `quiet` says nothing on rank 0. `run` is of a run that also
+        saves elsewhere; one is drawn without it."""
+        if keep < 0:
+            raise CheckpointError(f"`keep`: must be at least 0; got {keep}.")
+        self._engine = engine
+        self._comm: Collectives = engine.comm
+        self._folder = Folder(folder)
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._quiet = quiet
+        self.run = run or self._comm.broadcast_object(uuid.uuid4().hex, 0)
+        """Which run this is; that of a checkpoint that was loaded, from then on."""
+        self._pending: tuple[Save, Head | None] | None = None
+
+    # --- save ---------------------------------------------------------------------------------------------
+
+    def save(self, tag: str | None = None, client: Any = None, *, latest: bool = True) -> None:
+        """Save the run as it stands between two steps, under `tag` or the step's number. `client` is what
+        the caller wants back on this rank: where its data is, what it has counted."""
+        engine, comm = self._engine, self._comm
+        self._require_between_steps("save")
+        self.wait()
+        named = automatic(engine.global_steps) if tag is None else tag
+        check_tag(named)
+        mine = (states.buffer_digests(engine.module), states.fingerprint(client))
+        digests, first = comm.broadcast_object(mine, 0)
+        apart = frozenset(name for name, digest in mine[0].items() if digests.get(name) != digest)
+
+        def prepare() -> tuple[bytes, Any]:
+            counters = {} if engine.updater is None else engine.updater.counters()
+            return contents.own_state(engine, client, apart), counters
+
+        own, counters = together(comm, prepare)
+        ranks = comm.gather_object((counters, mine[1] == first))
+        head = None
+
+        def summarize() -> Head | None:
+            if comm.mesh.rank():
+                return None
+            every = contents.merged([found for found, _ in ranks])
+            return contents.head(engine, self.run, named, every, all(same for _, same in ranks))
+
+        head = together(comm, summarize)
+        under_way = Save(comm, self._folder, named, self.run, latest)
+        name = states.own_file(comm.mesh.rank())
+        if self._asynchronous:
+            self._pending = (under_way, head)
+            engine.beside = self
+            under_way.start(lambda: Job(contents.copied(engine), name, own))
+        else:
+            under_way.write(Job(contents.items(engine), name, own))
+            self._say_saved(under_way.finish(head, self._keep))
+
+    def wait(self) -> None:
+        """Until a save that is under way is a checkpoint; raises on every rank if it failed."""
+        if self._pending is not None:
+            (save, head), self._pending = self._pending, None
+            self._engine.beside = None
+            self._say_saved(save.finish(head, self._keep))
+
+    def check(self) -> None:
+        """Called by the engine in every step while a save is under way."""
+        if self._pending is not None and self._pending[0].done():
+            self.wait()
+
+    finish = wait
+    """Called by the engine before it is destroyed."""
+
+    def abandon(self) -> None:
+        """Called by the engine where an exception ends this rank."""
+        if self._pending is not None:
+            (save, _), self._pending = self._pending, None
+            self._engine.beside = None
+            save.abandon()
+
+    def _say_saved(self, path: Path) -> None:
+        self._say(f"saved {path}")
+
+    def _say(self, text: str) -> None:
+        if not self._quiet and self._comm.mesh.rank() == 0:
+            print(f"zerodrift: {text}", flush=True)
+
+    def _require_between_steps(self, what: str) -> None:
+        if self._engine.micro_batches:
+            raise UnsupportedError(
+                f"`{what}`: must be called between steps; got {self._engine.micro_batches} micro-batches of "
+                f"a step that has not ended. Call it after a `step` that updated or skipped."
+            )
+
+    # --- load ---------------------------------------------------------------------------------------------
+
+    def resume(self, *, allow: Collection[Allowed] = ()) -> Loaded | None:
+        """Load the newest checkpoint; None where none was ever saved here, which is how a run begins."""
+        there = self._comm.broadcast_object(bool(self._folder.latest() or self._folder.tags()), 0)
+        return self.load(allow=allow) if there else None
+
+    def load(
+        self,
+        tag: str = LATEST,
+        *,
+        parts: Parts = "all",
+        allow: Collection[Allowed] = (),
+        verify: bool = True,
+    ) -> Loaded:
+        """Load a checkpoint. `parts="weights"` leaves the optimizer, its schedule, the counters and the
+        random numbers alone. `allow` names differences that are accepted. `verify` reads every file once
+        more, each rank some of them, and compares checksums before anything is changed."""
+        engine, comm = self._engine, self._comm
+        self._require_between_steps("load")
+        self.wait()
+        without = check_allowed(allow)
+        path = Path(together(comm, lambda: str(self._folder.find(tag)) if comm.mesh.rank() == 0 else ""))
+        path = comm.broadcast_object(path, 0)
+        manifest = together(comm, lambda: self._verified(path, verify))
+        found = together(comm, lambda: self._judged(path, manifest, parts, without))
+        counters = None if "optimizer" in found.without else found.shared["counters"]
+        together(comm, lambda: contents.fill(engine, Reader(path), found.table, counters))
+        Shards(engine).spread()
+        together(comm, lambda: self._put(found, parts))
+        self.run = manifest.run
+        client = self._client(found)
+        loaded = Loaded(path, manifest.tag, manifest.step, client, found.differences)
+        self._say(f"loaded {path}, step {manifest.step}")
+        for difference in loaded.differences:
+            self._say(f"  {difference}")
+        return loaded
+
+    def _verified(self, path: Path, verify: bool) -> Manifest:
+        """The manifest, and this rank's share of the files' checksums."""
+        manifest = read_manifest(path)
+        rank, ranks = self._comm.mesh.rank(), self._comm.mesh.size("world")
+        _raise(damage(path, manifest.files[rank::ranks], content=verify))
+        return manifest
+
+    def _judged(self, path: Path, manifest: Manifest, parts: Parts, without: frozenset[Allowed]) -> _Found:
+        """Everything but the tensors, compared with the run."""
+        engine, now = self._engine, contents.running(self._engine)
+        table, plan = read_entries(path), read_plan(path)
+        check_model(table, engine.plan, str(path))
+        shared = states.read_state(path / SHARED)
+        rank, ranks = self._comm.mesh.rank(), self._comm.mesh.size("world")
+        own = states.read_state(path / states.own_file(rank)) if manifest.ranks == ranks else None
+        problems: list[Problem] = []
+        if "buffers" not in without:
+            here = contents.shapes(dict(states.buffers(engine.module)))
+            saved = contents.shapes(shared["buffers"])
+            problems += check_buffers(saved, here, contents.persistent(engine.module))
+        if parts == "all":
+            for word, found in check_meaning(manifest, table, shared, now).items():
+                problems += [] if word in without else found
+                if found and word == "optimizer":
+                    without |= {"groups"}
+                # Groups go with an optimizer that is not taken over.
+                if not found and not (word == "groups" and "optimizer" in without):
+                    without -= {word}
+        else:
+            without |= {"optimizer", "groups", "schedule", "loss_scale"}
+        _raise(problems)
+        said = differences(manifest, table, plan, now)
+        if own is None:
+            said.append(Difference("random numbers", f"of {manifest.ranks} ranks", "as they are"))
+            if not shared["alike"]:
+                said.append(
+                    Difference("client state", f"of {manifest.ranks} ranks", "none", "see `client_of`")
+                )
+        said += [Difference(word, "as saved", "as this run has it") for word in sorted(without)]
+        return _Found(path, manifest, table, shared, own, without, tuple(said))
+
+    def _put(self, found: _Found, parts: Parts) -> None:
+        """What is neither weight nor moment."""
+        engine, own = self._engine, found.own
+        if "buffers" not in found.without:
+            saved = found.shared["buffers"] | ({} if own is None else own["buffers"])
+            states.put_buffers(engine.module, saved)
+        if parts == "weights":
+            return
+        states.put_shared(engine, found.shared, found.without)
+        if own is not None:
+            states.put_modules(engine.module, own["modules"])
+            states.put_random_state(own["random"], engine.mesh.device)
+
+    def _client(self, found: _Found) -> Any:
+        if found.own is not None:
+            return found.own["client"]
+        if not found.shared["alike"]:
+            return None
+        return states.read_state(found.path / states.own_file(0))["client"]
+
+
+def together(comm: Collectives, work: Callable[[], T]) -> T:
+    """Do local work on every rank; when it fails on one, all raise what went wrong, each thing once."""
+    done: list[T] = []
+    text = ""
+    try:
+        done.append(work())
+    except ZerodriftError as error:
+        text = str(error)
+    except Exception as error:
+        text = f"`checkpoint`: must be read and written; got {type(error).__name__}: {error}"
+    texts = dict.fromkeys(found for found in comm.all_gather_object(text) if found)
+    if texts:
+        raise CheckpointError("\n".join(texts))
+    return done[0]
+
+
+def _raise(found: list[Problem]) -> None:
+    problems = Problems()
+    for problem in found:
+        problems.add(problem.where, problem.must, problem.got, problem.todo)
+    problems.raise_as(CheckpointError)

@@ -1,0 +1,223 @@
+"""What a checkpoint says of itself: the manifest, its table of parameters, and the checksums of its files.
+
+No torch here: `inspect` reads this much on any machine. The manifest is the last file of a save, so a
+folder without one is a save that was cut short.
+
+Invariant: a manifest that `read_manifest` returns is the one that was written, bit for bit, and `damage` is
+empty only where every file it names is too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerodrift.errors import CheckpointError, Problem
+from zerodrift.mesh import MeshShape
+from zerodrift.record import decode, encode
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+PARAMETERS = "parameters.json"
+PLAN = "plan.json"
+SHARED = "shared.pt"
+_BLOCK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of a checkpoint, the manifest apart."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter in a checkpoint."""
+
+    names: tuple[str, ...]
+    """Every name it has; more than one when tied."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the saved weight."""
+    group: int
+    """The parameter group of the optimizer that it was in; -1 for none."""
+    moments: tuple[str, ...]
+    """torch's names of the optimizer's moments that were saved with it."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The head of a checkpoint."""
+
+    run: str
+    """Drawn when a run saves first, kept when it is resumed: two runs cannot mix their checkpoints."""
+    tag: str
+    step: int
+    skipped: int
+    """Steps that were skipped."""
+    saved: str
+    """When: ISO 8601, UTC."""
+    versions: tuple[tuple[str, str], ...]
+    """(package, version) of what wrote it."""
+    source: str
+    """The model's name."""
+    mode: str
+    stage: int
+    mesh: MeshShape
+    digest: str
+    """Of the plan; empty where there was none."""
+    optimizer: str
+    """What the moments mean: `AdamW`; empty without one."""
+    schedule: str
+    loss_scale: float
+    """1 without one."""
+    lr: tuple[float, ...]
+    """Of each parameter group."""
+    ranks: int
+    """Ranks that left a state of their own: random numbers, the client's."""
+    parameters: int
+    elements: int
+    """Of the model."""
+    files: tuple[File, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """The last file of a checkpoint, with a checksum of its own."""
+    head = json.dumps(encode(manifest), indent=1)
+    write_whole(folder / MANIFEST, _sealed(head))
+
+
+def _sealed(head: str) -> str:
+    return f'{{"format": {FORMAT}, "sha256": "{_digest(head)}",\n"checkpoint": {head}}}\n'
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_entries(folder: Path, entries: Iterable[Entry]) -> File:
+    """The table of parameters, one per line."""
+    rows = ",\n".join(
+        json.dumps([e.names, e.shape, e.dtype, e.group, e.moments], separators=(",", ":")) for e in entries
+    )
+    return write_whole(folder / PARAMETERS, f"[\n{rows}\n]\n")
+
+
+def write_plan(folder: Path, plan: dict[str, Any]) -> File:
+    return write_whole(folder / PLAN, json.dumps(plan, separators=(",", ":")))
+
+
+def write_whole(path: Path, text: str | bytes) -> File:
+    """A small file that is on the disk when this returns."""
+    data = text.encode() if isinstance(text, str) else text
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return File(path.name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def measured(path: Path) -> File:
+    """A file as it is."""
+    return File(path.name, path.stat().st_size, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+REMEDY = "Load an older checkpoint, or restore the file from a copy."
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder, its own checksum verified."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"`{folder}`: must hold a `{MANIFEST}`, which is the last file of a save; got none. The save was "
+            f"cut short, or this is no checkpoint: load another."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, f"what cannot be read ({error})") from None
+    try:
+        document = json.loads(text)
+        version, head = document["format"], document["checkpoint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"no manifest ({type(error).__name__})") from None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"`{path}`: must be of format {FORMAT}; got {version!r}. Read it with the zerodrift that wrote "
+            f"it."
+        )
+    # Over the whole text: the checksum of what it parses to would miss a flip in what nobody reads.
+    if text != _sealed(json.dumps(head, indent=1)):
+        raise _damaged(path, "another text than its checksum is of")
+    try:
+        return decode(Manifest, head)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, f"other fields ({error})") from None
+
+
+def read_entries(folder: Path) -> tuple[Entry, ...]:
+    """The table of parameters; verify the folder first."""
+    rows = json.loads((folder / PARAMETERS).read_text(encoding="utf-8"))
+    return tuple(
+        Entry(tuple(names), tuple(shape), dtype, group, tuple(moments))
+        for names, shape, dtype, group, moments in rows
+    )
+
+
+def read_plan(folder: Path) -> dict[str, Any] | None:
+    """The plan's JSON, where one was saved."""
+    path = folder / PLAN
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list[Problem]:
+    """What of `files` is not as it was written: missing, of another size, or with other bits."""
+    found = []
+    for file in files:
+        path = folder / file.name
+        try:
+            size = path.stat().st_size
+            if size != file.bytes:
+                must = f"must have the {file.bytes:,} bytes that were written"
+                found.append(Problem(str(path), must, f"{size:,}", REMEDY))
+            elif content and _sha256(path) != file.sha256:
+                found.append(Problem(str(path), "must be the bits that were written", "others", REMEDY))
+        except FileNotFoundError:
+            found.append(Problem(str(path), "must be there", "no such file", REMEDY))
+        except OSError as error:
+            found.append(Problem(str(path), "must be readable", error.strerror or str(error), REMEDY))
+    return found
+
+
+def _damaged(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(str(Problem(str(path), "must be the manifest that was written", got, REMEDY)))

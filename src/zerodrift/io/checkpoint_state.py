@@ -1,0 +1,208 @@
+"""Everything of a run that is not a weight or a moment: counters, schedule, loss scale, random numbers.
+
+What is the same on every rank is saved once, what a rank has of its own beside it. Both are plain values
+that `torch.load(weights_only=True)` reads, which is verified when they are written: a state that could not
+be read again must be refused while the run still lives.
+
+Invariant: putting back what was collected leaves a run that goes on as the other would have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zerodrift.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zerodrift.engine.engine import Engine
+
+
+def own_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+# --- the same on every rank -----------------------------------------------------------------------------
+
+
+def shared(engine: Engine, counters: Mapping[str, Any]) -> dict[str, Any]:
+    """What rank 0 writes for all."""
+    return {
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "scaler": engine.scaler.state_dict() if engine.scaler.active else None,
+        "schedule": _schedule_state(engine),
+        "groups": groups(engine),
+        "counters": dict(counters),
+        "buffers": {name: buffer.detach().cpu().clone() for name, buffer in buffers(engine.module)},
+    }
+
+
+def _schedule_state(engine: Engine) -> Any:
+    if engine.schedule is None:
+        return None
+    if not hasattr(engine.schedule, "state_dict"):
+        raise UnsupportedError(
+            f"`schedule`: must have `state_dict` and `load_state_dict`, to be saved; got "
+            f"{type(engine.schedule).__name__}. Add them, or use a scheduler of torch."
+        )
+    return engine.schedule.state_dict()
+
+
+def groups(engine: Engine) -> list[dict[str, Any]]:
+    """The options of every parameter group: learning rates, betas, weight decay."""
+    if engine.optimizer is None:
+        return []
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in engine.optimizer.param_groups
+    ]
+
+
+def put_shared(engine: Engine, state: Mapping[str, Any], without: frozenset[str]) -> None:
+    """The counterpart of `shared`, but for counters, which the moments come after, and for what the caller
+    keeps as it is."""
+    engine.global_steps = state["global_steps"]
+    engine.skipped_steps = state["skipped_steps"]
+    if engine.scaler.active and state["scaler"] is not None and "loss_scale" not in without:
+        engine.scaler.load_state_dict(state["scaler"])
+    if engine.schedule is not None and state["schedule"] is not None and "schedule" not in without:
+        engine.schedule.load_state_dict(state["schedule"])
+    if engine.optimizer is not None and "groups" not in without:
+        for group, saved in zip(engine.optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+
+
+# --- of a rank alone --------------------------------------------------------------------------------------
+
+
+def own(engine: Engine, client: Any, different: frozenset[str]) -> dict[str, Any]:
+    """What every rank writes: random numbers, the client's state, module states, and the buffers in which
+    it differs from rank 0."""
+    return {
+        "random": random_state(engine.mesh.device),
+        "client": client,
+        "modules": {name: module.get_extra_state() for name, module in _extra(engine.module)},
+        "buffers": {
+            name: buffer.detach().cpu().clone()
+            for name, buffer in buffers(engine.module)
+            if name in different
+        },
+    }
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of Python, numpy and torch."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": (version, list(words), gauss),
+        "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def put_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _extra(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules with a state of their own making."""
+    plain = torch.nn.Module.get_extra_state
+    return [(name, m) for name, m in model.named_modules() if type(m).get_extra_state is not plain]
+
+
+def put_modules(model: nn.Module, states: Mapping[str, Any]) -> None:
+    for name, module in _extra(model):
+        if name in states:
+            module.set_extra_state(states[name])
+
+
+# --- buffers ----------------------------------------------------------------------------------------------
+
+
+def buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(model.named_buffers())
+
+
+def buffer_digests(model: nn.Module) -> dict[str, str]:
+    """To find those that are not the same on every rank, such as running statistics."""
+    return {name: _digest(buffer) for name, buffer in buffers(model)}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest() if flat.numel() else ""
+
+
+@torch.no_grad()
+def put_buffers(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in buffers(model):
+        if name in saved and saved[name].shape == buffer.shape:
+            buffer.copy_(saved[name])
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def packed(state: Mapping[str, Any], what: str) -> bytes:
+    """A state as bytes that can be read again; `what` is in it, for the error."""
+    out = io.BytesIO()
+    try:
+        torch.save(dict(state), out)
+        torch.load(io.BytesIO(out.getvalue()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedError(
+            f"`{what}`: must be made of numbers, strings, tensors, lists, tuples and dicts, to be saved; got "
+            f"{type(error).__name__}: {text}"
+        ) from error
+    return out.getvalue()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise CheckpointError(
+            f"`{path}`: must be readable; got {type(error).__name__}: {text} Load another checkpoint."
+        ) from error
+
+
+def fingerprint(state: Any) -> str:
+    """Equal for equal states, tensors and all."""
+    found = hashlib.sha256()
+
+    def take(value: Any) -> None:
+        found.update(type(value).__name__.encode())
+        if isinstance(value, torch.Tensor):
+            found.update(f"{value.dtype} {tuple(value.shape)} {_digest(value)}".encode())
+        elif isinstance(value, dict):
+            for key in value:
+                take(key)
+                take(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                take(item)
+        else:
+            found.update(f"{value!r};".encode())
+
+    take(state)
+    return found.hexdigest()

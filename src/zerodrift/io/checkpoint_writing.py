@@ -1,0 +1,219 @@
+"""One save on all ranks: begun together, written by each alone, and made a checkpoint together.
+
+Between the two collective ends a rank only writes its own files, so that part may run in a thread. What
+happens at the ends is agreed: when one rank fails, every rank raises the same error, and what was written
+is taken away.
+
+Invariant: a tag appears in the folder if and only if every rank has written all of its files to the disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.errors import CheckpointError, RankError, ZerodriftError
+from zerodrift.io.checkpoint_folder import Folder
+from zerodrift.io.checkpoint_items import Item, Written, write_index, write_items
+from zerodrift.io.checkpoint_lock import Lock
+from zerodrift.io.checkpoint_manifest import (
+    SHARED,
+    Entry,
+    File,
+    Manifest,
+    write_entries,
+    write_manifest,
+    write_plan,
+    write_whole,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What rank 0 adds to the ranks' files."""
+
+    manifest: Manifest
+    """Without its files."""
+    entries: tuple[Entry, ...]
+    plan: dict[str, Any] | None
+    shared: bytes
+    """The state that is the same on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one rank writes."""
+
+    items: Iterable[Item]
+    name: str
+    """Of the file for `own`."""
+    own: bytes
+    """The state of this rank alone."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    files: list[File]
+    written: list[Written]
+    error: str = ""
+
+
+class Save:
+    """A save under way."""
+
+    def __init__(self, comm: Collectives, folder: Folder, tag: str, run: str, latest: bool = True) -> None:
+        """Collective: rank 0 takes the lock and makes a folder to write into, or all raise. Without `latest`
+        the file of that name goes on naming another."""
+        self._comm, self._folder, self._tag = comm, folder, tag
+        self._latest = latest
+        self._rank = comm.mesh.rank()
+        self._lock: Lock | None = None
+        self._path = Path()
+        self._outcome = _Outcome([], [])
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        found, error = "", ""
+        if self._rank == 0:
+            try:
+                found = str(self._begin(run))
+            except Exception as problem:
+                error = _text(problem, self._folder.path)
+                self._drop()
+        found, error = comm.broadcast_object((found, error), 0)
+        if error:
+            raise CheckpointError(error)
+        self._path = Path(found)
+
+    def _begin(self, run: str) -> Path:
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock.take(self._folder.path)
+        self._folder.clean()
+        others = [tag for tag, owner in self._folder.runs().items() if owner not in ("", run)]
+        if others:
+            raise CheckpointError(
+                f"`{self._folder.path}`: must hold checkpoints of this run alone; got "
+                f"{', '.join(others[:5])} of another. Load one of them first to go on with it, or save to "
+                f"another folder."
+            )
+        return self._folder.begin(self._tag)
+
+    # --- alone --------------------------------------------------------------------------------------------
+
+    def write(self, job: Job) -> None:
+        """Write this rank's files. Never raises: what went wrong is in the outcome."""
+        try:
+            file, written = write_items(
+                self._path / f"__{self._rank}_0.distcp", self._until_stopped(job.items)
+            )
+            self._outcome.written = written
+            self._outcome.files = [file, write_whole(self._path / job.name, job.own)]
+        except Exception as error:
+            self._outcome.error = _text(error, self._path)
+
+    def _until_stopped(self, items: Iterable[Item]) -> Iterator[Item]:
+        for item in items:
+            if self._stopped.is_set():
+                raise CheckpointError(f"`{self._path}`: must be written to its end; got a run that ended.")
+            yield item
+
+    def start(self, make: Callable[[], Job]) -> None:
+        """The same beside training, but for `make`, which copies what is to be written."""
+        try:
+            job = make()
+        except Exception as error:
+            self._outcome.error = _text(error, self._path)
+            return
+        self._thread = threading.Thread(target=self.write, args=(job,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def _running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    # --- together -----------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Collective: whether every rank has written its files."""
+        if self._lock is not None:
+            self._lock.touch()
+        return not any(self._comm.all_gather_object(self._running))
+
+    def finish(self, head: Head | None, keep: int) -> Path:
+        """Collective: wait for all ranks and make it a checkpoint, or raise on all what went wrong on any."""
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            outcomes = self._comm.gather_object(self._outcome)
+            found, error = "", ""
+            if self._rank == 0:
+                found, error = self._publish(outcomes, head, keep)
+            found, error = self._comm.broadcast_object((found, error), 0)
+        except RankError:
+            self.abandon()
+            raise
+        if error:
+            raise CheckpointError(error)
+        return Path(found)
+
+    def _publish(self, outcomes: Sequence[_Outcome], head: Head | None, keep: int) -> tuple[str, str]:
+        """On rank 0: the last files, the rename, and the folder in order again."""
+        failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
+        try:
+            if failed:
+                ranks = ", ".join(str(rank) for rank, _ in failed)
+                raise CheckpointError(f"{failed[0][1]} (rank {ranks})")
+            if self._lock is None or not self._lock.held:
+                raise CheckpointError(
+                    f"`{self._folder.path}`: must stay locked by this run while it saves; got another lock. "
+                    f"Two runs save here: give each a folder of its own."
+                )
+            if head is None:
+                raise AssertionError("rank 0 has the head")
+            files = [file for outcome in outcomes for file in outcome.files]
+            files.append(write_index(self._path, [w for outcome in outcomes for w in outcome.written]))
+            files.append(write_entries(self._path, head.entries))
+            files.append(write_whole(self._path / SHARED, head.shared))
+            if head.plan is not None:
+                files.append(write_plan(self._path, head.plan))
+            ordered = tuple(sorted(files, key=lambda file: file.name))
+            write_manifest(self._path, replace(head.manifest, files=ordered))
+            home = self._folder.publish(self._path, self._tag, self._latest)
+            if keep:
+                self._folder.prune(keep)
+            return str(home), ""
+        except Exception as error:
+            return "", _text(error, self._path)
+        finally:
+            self._drop()
+
+    def abandon(self) -> None:
+        """Let go without the other ranks: what was written goes, and the lock is free."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._rank == 0 and self._path != Path():
+            shutil.rmtree(self._path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _text(error: BaseException, where: Path) -> str:
+    if isinstance(error, ZerodriftError):
+        return str(error)
+    if isinstance(error, OSError):
+        reason = error.strerror or type(error).__name__
+        return (
+            f"`{error.filename or where}`: must be writable, with room for the checkpoint; got: {reason}. "
+            f"The checkpoints that were there are whole. Make room, or save elsewhere."
+        )
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"`{where}`: must be written; got {type(error).__name__}: {text}"

@@ -1,0 +1,348 @@
+"""From one kind of checkpoint to another, in one process and without a whole model in memory.
+
+Sources are in `sources.py`. A target is a folder of safetensors files, with what `transformers` needs where
+the model is known, or a checkpoint that an engine resumes from. Moments survive where the source has them;
+where it has none, that is said.
+
+Invariant: weights that come in fp32 leave in fp32 or are rounded once; nothing is left out unsaid.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import CheckpointError, Problems, UnsupportedError
+from zerodrift.io import checkpoint_state as states
+from zerodrift.io.checkpoint_contents import VERSIONS
+from zerodrift.io.checkpoint_folder import Folder, automatic
+from zerodrift.io.checkpoint_items import Item, moment_key, weight_key, write_index, write_items
+from zerodrift.io.checkpoint_lock import Lock
+from zerodrift.io.checkpoint_manifest import (
+    SHARED,
+    Entry,
+    Manifest,
+    write_entries,
+    write_manifest,
+    write_whole,
+)
+from zerodrift.io.conversions import Shape, plain
+from zerodrift.io.export import exported_dtype, laid_out, main_dtype, write_config
+from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
+from zerodrift.io.progress import Bar
+from zerodrift.io.sink import Sink
+from zerodrift.io.sources import Source, Trained, open_source
+from zerodrift.io.staging import Staging, said
+from zerodrift.mesh import MeshShape
+from zerodrift.model.module import transient
+
+Target = Literal["safetensors", "checkpoint"]
+ALIKE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
+"""Files beside a model's config that belong to it, and are copied along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How to convert."""
+
+    to: Target | None = None
+    """None: a checkpoint from DeepSpeed or safetensors, safetensors from ours."""
+    dtype: str | None = None
+    max_shard_size: int | str = SHARD_SIZE
+    overwrite: bool = False
+    tag: str = ""
+    trust: bool = False
+    optimizer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was done."""
+
+    source: str
+    target: str
+    path: Path
+    parameters: int
+    elements: int
+    bytes: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"from  {self.source}",
+            f"to    {self.target}: {self.path}",
+            f"      {self.parameters:,} parameters, {self.elements:,} elements, {self.bytes / 1e9:.3g} GB",
+            *(f"note  {note}" for note in self.notes),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def convert(
+    source: Path, target: Path, asked: Asked | None = None, model: str | None = None, shown: bool = False
+) -> Converted:
+    """Convert whatever is at `source`. `model` is a folder with a `transformers` config, or such a file: with
+    it, names and layout are those of the architecture's checkpoints on one side, of its module on the other.
+    """
+    asked = asked or Asked()
+    module, folder = _model(model, source)
+    found = open_source(source, module, asked.tag, asked.trust, asked.optimizer)
+    ours = found.kind.startswith("a zerodrift")
+    to: Target = asked.to or ("safetensors" if ours else "checkpoint")
+    if to == "checkpoint" and ours:
+        raise UnsupportedError(
+            f"`--to`: must be safetensors for a zerodrift checkpoint; got {to!r}. It is one already."
+        )
+    if to == "checkpoint" and asked.dtype is not None:
+        raise UnsupportedError("`--dtype`: a checkpoint holds fp32; got it with one. Leave it out.")
+    if module is not None:
+        _check(found, module)
+    if to == "safetensors":
+        return _to_safetensors(found, target, asked, module, folder, shown)
+    return _to_checkpoint(found, target, shown)
+
+
+def _model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
+    """The model of a config, without weights; that of the source's own folder where there is one."""
+    from zerodrift.model import huggingface
+
+    if model is None:
+        if not ((source / huggingface.CONFIG).is_file() and huggingface.is_installed()):
+            return None, None
+        model = str(source)
+    path = Path(model).expanduser()
+    file = path / huggingface.CONFIG if path.is_dir() else path
+    huggingface.from_hf(path)  # refuses what cannot be built, in its words
+    return huggingface.build(file), file.parent
+
+
+def _check(source: Source, model: nn.Module) -> None:
+    """The source must be of this model."""
+    here = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    there = {name: entry.shape for entry in source.entries for name in entry.names}
+    problems = Problems()
+    for name, shape in here.items():
+        if name in there and there[name] != shape:
+            problems.add(name, f"must have shape {list(shape)}, as the model has it", str(list(there[name])))
+    known = {id(value): name for name, value in model.named_parameters()}
+    missing = [name for name in known.values() if name not in there]
+    extra = [entry.name for entry in source.entries if not set(entry.names) & here.keys()]
+    for what, names in (("hold", missing), ("not hold", extra)):
+        if names:
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            got = ", ".join(names[:10]) + more
+            problems.add(
+                str(source.path), f"must {what} what the model {'has' if what == 'hold' else 'lacks'}", got
+            )
+    problems.raise_as(CheckpointError, f"`{source.path}` is not of a {type(model).__name__}")
+
+
+# --- to safetensors ---------------------------------------------------------------------------------------
+
+
+def _to_safetensors(
+    source: Source, target: Path, asked: Asked, model: nn.Module | None, folder: Path | None, shown: bool
+) -> Converted:
+    names, shapes, dtypes = _chosen(source, model, exported_dtype(asked.dtype))
+    size = size_in_bytes(asked.max_shard_size, "--max-shard-size")
+    if model is None:
+        files = pack([Written(plain(name, shape), dtypes[name]) for name, shape in shapes.items()], size)
+    else:
+        files = laid_out(model, shapes, dtypes, size)
+    staging = Staging(target, asked.overwrite)
+    try:
+        with said(target):
+            sink = Sink(staging.path, files)
+            sink.create()
+            _documents(staging.path, files, model, folder)
+            _pour(source, names, sink, files, shown)
+        staging.publish()
+    except BaseException:
+        staging.remove()
+        raise
+    notes = list(source.notes)
+    if model is None:
+        notes.append(
+            "Names and layout are the module's own, and there is no config. Give `--model` with the config "
+            "for a folder that `transformers` loads."
+        )
+    if source.trained is not None and source.trained.optimizer:
+        notes.append("Moments and counters were left out: safetensors files hold weights alone.")
+    return Converted(
+        source.kind, "safetensors files", target, len(names), source.elements, sink.written, tuple(notes)
+    )
+
+
+def _chosen(
+    source: Source, model: nn.Module | None, dtype: DType | None
+) -> tuple[dict[str, Entry], dict[str, Shape], dict[str, DType]]:
+    """What is written, under which name, shape and dtype, in the order of the model."""
+    tied = getattr(model, "all_tied_weights_keys", None) or ()
+    names = {next((n for n in entry.names if n not in tied), entry.name): entry for entry in source.entries}
+    shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
+    dtypes = {name: _dtype(source, entry, dtype) for name, entry in names.items()}
+    hidden = transient(model) if model is not None else ()
+    known = None if model is None else {name for name, _ in model.named_buffers()}
+    for name, buffer in source.buffers.items():
+        if name not in hidden and (known is None or name in known):
+            shapes[name] = tuple(buffer.shape)
+            dtypes[name] = DType(_dtype_name(buffer))
+    return names, shapes, dtypes
+
+
+def _dtype(source: Source, entry: Entry, dtype: DType | None) -> DType:
+    """As asked, unless a plan pins it; else what the plan exports; else what is there."""
+    row = None if source.plan is None else source.plan.row(entry.name)
+    held = DType(entry.dtype)
+    if not held.is_floating:
+        return held
+    if row is not None and (dtype is None or row.columns.pinned):
+        return row.columns.export
+    return held if dtype is None else dtype
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    found = from_torch(tensor.dtype)
+    if found is None:
+        raise CheckpointError(f"`{tensor.dtype}`: must be a dtype that zerodrift knows; got it in a buffer.")
+    return found.value
+
+
+def _pour(source: Source, names: dict[str, Entry], sink: Sink, files: tuple[File, ...], shown: bool) -> None:
+    bar = Bar(f"writing {len(files)} files", sum(t.nbytes for file in files for t in file.tensors), shown)
+    try:
+        for name, entry in names.items():
+            for start, values in source.weight(entry):
+                before = sink.written
+                sink.write(name, entry.shape, start, values)
+                bar(sink.written - before)
+        for name, buffer in source.buffers.items():
+            if name in sink:
+                sink.write(name, tuple(buffer.shape), 0, buffer.reshape(-1))
+        sink.close()
+    finally:
+        bar.close()
+        sink.close(sync=False)
+
+
+def _documents(path: Path, files: tuple[File, ...], model: nn.Module | None, folder: Path | None) -> None:
+    if len(files) > 1:
+        (path / INDEX).write_text(index_text(files), encoding="utf-8")
+    if model is not None:
+        write_config(path, model, main_dtype(files))
+    for pattern in ALIKE if folder is not None else ():
+        for file in sorted(folder.glob(pattern)) if folder is not None else ():
+            if file.is_file():
+                shutil.copyfile(file, path / file.name)
+
+
+# --- to our checkpoint ------------------------------------------------------------------------------------
+
+
+def _to_checkpoint(source: Source, target: Path, shown: bool) -> Converted:
+    trained = source.trained or Trained(0, 0, "", 0, (), None, "", None, "fp32", 0, 1, None)
+    folder, tag = Folder(target), automatic(trained.step)
+    with said(target):
+        target.mkdir(parents=True, exist_ok=True)
+        lock = Lock.take(target)
+    try:
+        folder.clean()
+        if folder.tags():
+            raise CheckpointError(
+                f"`{target}`: must hold no checkpoint yet; got {', '.join(folder.tags()[:5])}. Choose "
+                f"another folder."
+            )
+        with said(target):
+            path = folder.begin(tag)
+            try:
+                size = _write_checkpoint(source, trained, path, tag, shown)
+                home = folder.publish(path, tag)
+            except BaseException:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
+    finally:
+        lock.release()
+    notes = list(source.notes)
+    if not trained.optimizer:
+        notes.append(
+            "There is no optimizer state: load it with `allow=('optimizer',)`, and moments begin at zero."
+        )
+    return Converted(
+        source.kind, "a zerodrift checkpoint", home, len(source.entries), source.elements, size, tuple(notes)
+    )
+
+
+def _write_checkpoint(source: Source, trained: Trained, path: Path, tag: str, shown: bool) -> int:
+    entries = tuple(_saved(entry) for entry in source.entries)
+    bar = Bar(
+        f"writing {path.parent}", 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries), shown
+    )
+    try:
+        data, written = write_items(path / "__0_0.distcp", _items(source, bar))
+    finally:
+        bar.close()
+    files = [data, write_index(path, written), write_entries(path, entries)]
+    shared = {
+        "global_steps": trained.step,
+        "skipped_steps": trained.skipped,
+        "scaler": None if trained.scaler is None else dict(trained.scaler),
+        "schedule": trained.schedule_state,
+        "groups": [dict(group) for group in trained.groups],
+        "counters": {"": {"steps": trained.updates}} if trained.optimizer else {},
+        "buffers": {name: buffer.detach().clone() for name, buffer in source.buffers.items()},
+        "alike": True,
+    }
+    files.append(write_whole(path / SHARED, states.packed(shared, "schedule")))
+    own = {"random": None, "client": trained.client, "modules": {}, "buffers": {}}
+    files.append(write_whole(path / states.own_file(0), states.packed(own, "client")))
+    manifest = Manifest(
+        run=uuid.uuid4().hex,
+        tag=tag,
+        step=trained.step,
+        skipped=trained.skipped,
+        saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions=VERSIONS,
+        source=str(source.path.name),
+        mode=trained.mode,
+        stage=trained.stage,
+        mesh=MeshShape(trained.ranks),
+        digest="",
+        optimizer=trained.optimizer,
+        schedule=trained.schedule,
+        loss_scale=float(trained.scaler["scale"]) if trained.scaler else 1.0,
+        lr=tuple(float(group["lr"]) for group in trained.groups if "lr" in group),
+        ranks=0,
+        parameters=len(entries),
+        elements=source.elements,
+        files=tuple(sorted(files, key=lambda file: file.name)),
+    )
+    write_manifest(path, manifest)
+    return sum(file.bytes for file in files)
+
+
+def _saved(entry: Entry) -> Entry:
+    """Weights of trained parameters rest in fp32 in a checkpoint."""
+    floating = DType(entry.dtype).is_floating
+    dtype = DType.FP32.value if floating and DType.FP32.holds(DType(entry.dtype)) else entry.dtype
+    return Entry(entry.names, entry.shape, dtype, entry.group, entry.moments)
+
+
+def _items(source: Source, bar: Callable[[int], None]) -> Iterator[Item]:
+    for entry in source.entries:
+        numel, dtype = math.prod(entry.shape), DType(_saved(entry).dtype).torch
+        for start, values in source.weight(entry):
+            yield Item(weight_key(entry.name), numel, start, values.detach().to(dtype))
+            bar(4 * values.numel())
+        for key in entry.moments:
+            for start, values in source.moment(entry, key):
+                yield Item(moment_key(key, entry.name), numel, start, values.detach().float())
+                bar(4 * values.numel())

@@ -1,0 +1,244 @@
+"""The files of a DeepSpeed checkpoint: which there must be, and reading them without running what they say.
+
+DeepSpeed saves pickles that name its own classes. They are opened memory-mapped and by torch's restricted
+unpickler, with stand-ins for those few classes, so DeepSpeed need not be installed and a file cannot do
+anything; what is needed of a tensor is read when it is used. What is in them is `deepspeed.py`'s business.
+
+Invariant: what is returned is complete: a file for every rank that the checkpoint was saved from.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import safe_globals
+
+from zerodrift.errors import CheckpointError, Problems, did_you_mean
+from zerodrift.model.document import listed
+
+LATEST = "latest"
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OTHERS = {
+    re.compile(r"layer_\d+-.*\.pt"): "a checkpoint of a DeepSpeed pipeline",
+    re.compile(r"(layer_\d+_)?expert_.*\.pt"): "a checkpoint with expert parallelism",
+}
+FIRST, LAST = (0, 10), (0, 19)
+"""Versions of DeepSpeed whose files have all that is read here, and up to which it was tried."""
+
+
+class _Stand:
+    """Stands in for a class of DeepSpeed: holds what the pickle gives it."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+def _stand(name: str) -> type:
+    return type(name, (_Stand,), {})
+
+
+_CLASSES = {
+    path: _stand(path.rpartition(".")[2])
+    for path in (
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of one tag, loaded."""
+
+    folder: Path
+    models: tuple[dict[str, Any], ...]
+    """One at stages 0-2, one per rank at stage 3."""
+    optimizers: tuple[dict[str, Any], ...]
+    """One per rank; none at stage 0."""
+
+    @property
+    def version(self) -> str:
+        return str(self.models[0].get("ds_version", ""))
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint of DeepSpeed, or a folder of them."""
+    folder = path
+    if (path / LATEST).is_file():
+        folder = path / (path / LATEST).read_text(errors="replace").strip()
+    return folder.is_dir() and any(_MODEL.fullmatch(entry.name) for entry in folder.iterdir())
+
+
+def find_tag(path: Path, tag: str = "") -> Path:
+    """The folder of a tag; of the one that `latest` names, or `path` itself, where none is given."""
+    if not path.is_dir():
+        raise CheckpointError(f"`{path}`: must be a folder that DeepSpeed saved into; got no such folder.")
+    if not tag and any(_MODEL.fullmatch(entry.name) for entry in path.iterdir()):
+        return path
+    tags = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and entry.name != LATEST)
+    if not tag:
+        if not (path / LATEST).is_file():
+            have = listed(tags) if tags else "no folder in it"
+            raise CheckpointError(
+                f"`{path}`: must have a file `{LATEST}` that names a tag; got none, and {have}. Give the tag."
+            )
+        tag = (path / LATEST).read_text(errors="replace").strip()
+    if tag not in tags:
+        hint = did_you_mean(tag, tags)
+        raise CheckpointError(f"`{path}`: must have a folder for the tag {tag!r}; got none. {hint}".rstrip())
+    return path / tag
+
+
+def read_files(folder: Path, trust: bool = False) -> Files:
+    """Every file of one tag. `trust` unpickles whatever they hold, which runs code that they name."""
+    problems = Problems()
+    names = sorted(entry.name for entry in folder.iterdir())
+    _refuse_others(folder, names)
+    models, optimizers = _numbered(names, _MODEL), _numbered(names, _OPTIMIZER)
+    if not models:
+        raise CheckpointError(
+            f"`{folder}`: must hold `mp_rank_00_model_states.pt` or "
+            f"`zero_pp_rank_0_mp_rank_00_model_states.pt`; got neither. Is it the folder of one tag?"
+        )
+    found_models = _load_all(folder, models, problems, trust)
+    problems.raise_as(CheckpointError)
+    _check_version(folder, str(found_models[0].get("ds_version", "")))
+    sharded = found_models[0].get("param_shapes") is not None
+    found = _load_all(folder, optimizers, problems, trust) if sharded else []
+    problems.raise_as(CheckpointError)
+    ranks = _ranks(found) or int(found_models[0].get("dp_world_size") or 1)
+    if sharded:
+        _check_ranks(folder, optimizers, ranks, "_optim_states.pt", problems)
+        if any(number is not None for number in models):
+            _check_ranks(folder, models, ranks, "_model_states.pt", problems)
+    problems.raise_as(CheckpointError)
+    return Files(folder, tuple(found_models), tuple(found))
+
+
+def _refuse_others(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        for pattern, what in _OTHERS.items():
+            if pattern.fullmatch(name):
+                raise _cannot(folder, what, name)
+        found = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
+        if found and int(found[2]) > 0:
+            raise _cannot(folder, "a checkpoint with tensor parallelism", name)
+    if "zero" in names and (folder / "zero").is_dir():
+        raise _cannot(folder, "a universal checkpoint", "zero/")
+
+
+def _cannot(folder: Path, what: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"`{folder}`: must be a checkpoint of ZeRO stage 0, 1, 2 or 3 over data-parallel ranks; got {what} "
+        f"({name}). Export its weights with DeepSpeed, and start from those."
+    )
+
+
+def _numbered(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int | None, str]:
+    """Rank, None for the one file of all, -> name."""
+    found = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match:
+            found[None if match[1] is None else int(match[1])] = name
+    return dict(sorted(found.items(), key=lambda item: -1 if item[0] is None else item[0]))
+
+
+def _ranks(optimizers: Sequence[dict[str, Any]]) -> int:
+    """How many ranks saved, as each of their files says."""
+    for state in optimizers:
+        count = state["optimizer_state_dict"].get("partition_count")
+        if count is not None:
+            return max(count) if isinstance(count, list) else int(count)
+    return 0
+
+
+def _check_ranks(
+    folder: Path, files: dict[int | None, str], ranks: int, suffix: str, problems: Problems
+) -> None:
+    missing = [str(rank) for rank in range(ranks) if rank not in files]
+    if missing:
+        got = f"none of rank {listed(missing)}"
+        problems.add(
+            str(folder),
+            f"must hold a file *{suffix} of each of {ranks} ranks",
+            got,
+            "Copy the folders of all machines into one.",
+        )
+    beyond = [name for rank, name in files.items() if rank is not None and rank >= ranks]
+    if beyond:
+        problems.add(str(folder), f"must hold files of {ranks} ranks", f"also {listed(beyond)}", _MIXED)
+
+
+_MIXED = "Two saves are mixed: remove what the later did not write."
+
+
+def _load_all(
+    folder: Path, files: dict[int | None, str], problems: Problems, trust: bool
+) -> list[dict[str, Any]]:
+    return [state for name in files.values() if (state := _load(folder / name, problems, trust)) is not None]
+
+
+def _load(path: Path, problems: Problems, trust: bool) -> dict[str, Any] | None:
+    stands = [(klass, name) for name, klass in _CLASSES.items()]
+    try:
+        with safe_globals([] if trust else stands):  # type: ignore[arg-type]
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        klass = re.search(r"(?:GLOBAL|class|global) [`']?([\w.]+)", str(error))
+        if klass is None or not _is_zip(path):
+            problems.add(str(path), "must be readable", _first_line(error), _DAMAGED)
+            return None
+        problems.add(
+            str(path),
+            "must hold tensors, numbers, text and containers of them",
+            f"an object of `{klass[1]}`, which only its own code can read",
+            "If you trust who wrote the file, read it with `trust` (`--trust`).",
+        )
+        return None
+    except Exception as error:
+        problems.add(str(path), "must be readable", _first_line(error), _DAMAGED)
+        return None
+    if not isinstance(state, dict) or not ({"module", "optimizer_state_dict"} & state.keys()):
+        problems.add(str(path), "must be a file that DeepSpeed saved", type(state).__name__)
+        return None
+    return state
+
+
+_DAMAGED = "It was cut short or damaged: copy it again, or use another tag."
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text[:160]}"
+
+
+def _check_version(folder: Path, version: str) -> None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < FIRST:
+        oldest = f"{FIRST[0]}.{FIRST[1]}"
+        oldest, got = f"{FIRST[0]}.{FIRST[1]}", version or "no version"
+        raise CheckpointError(
+            f"`{folder}`: must be saved by DeepSpeed {oldest} or later; got {got}. Load and save it with a "
+            f"later DeepSpeed."
+        )
+
+
+def is_tried(version: str) -> bool:
+    """Whether files of this version of DeepSpeed were read in tests."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) <= LAST

@@ -1,0 +1,265 @@
+"""A trained model as a folder that `transformers` and everybody else can load.
+
+Every rank writes its own slices at their places (`sink.py`) in files whose layout follows from the plan
+(`folder.py`), so a model of any size leaves without being whole anywhere. Values are those of the `export`
+column: the bits of storage where that has the same dtype, otherwise the master, rounded once. Names and
+layout are those of the architecture's own checkpoints (`conversions.py`).
+
+Invariant: the folder is whole or not there, and a pinned parameter is in it with every bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerodrift.dtypes import TRAINING_DTYPES, DType, parse, widest
+from zerodrift.engine.shards import Shards
+from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError
+from zerodrift.io.checkpoint import together
+from zerodrift.io.conversions import Shape, layout
+from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
+from zerodrift.io.progress import Bar
+from zerodrift.io.sink import Sink
+from zerodrift.io.staging import Staging, said
+from zerodrift.plan.table import Plan, Row
+
+if TYPE_CHECKING:
+    from zerodrift.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    files: tuple[str, ...]
+    bytes: int
+    """Of all tensors."""
+    dtypes: tuple[tuple[str, int], ...]
+    """(dtype, tensors)."""
+    seconds: float
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{count:,} {dtype}" for dtype, count in self.dtypes)
+        return (
+            f"exported    {self.path}: {len(self.files)} file{'s' if len(self.files) > 1 else ''}, "
+            f"{self.bytes / 1e9:.3g} GB, {held} tensors in {self.seconds:.1f} s"
+        )
+
+
+def export(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str = SHARD_SIZE,
+    overwrite: bool = False,
+) -> Exported:
+    """Write the model of an engine. Collective: every rank calls it alike.
+
+    `dtype` replaces the `export` column of every floating parameter that is not pinned.
+    """
+    begin = time.monotonic()
+    comm, rank = engine.comm, engine.mesh.rank()
+    target = Path(folder).expanduser()
+    files = together(comm, lambda: _files(engine, dtype, max_shard_size))
+    started: list[Staging] = []
+
+    def start() -> str:
+        if rank == 0:
+            started.append(Staging(target, overwrite))
+            with said(target):
+                Sink(started[0].path, files).create()
+                _write_documents(started[0].path, engine.module, files)
+        return str(started[0].path) if started else ""
+
+    try:
+        path = Path(comm.broadcast_object(together(comm, start), 0))
+        together(comm, lambda: _must_see(path, files, rank))
+        together(comm, lambda: _write(engine, path, files))
+        together(comm, lambda: started[0].publish() if started else None)
+    except BaseException:
+        for staging in started:
+            staging.remove()
+        raise
+    tensors = [tensor for file in files for tensor in file.tensors]
+    counts = Counter(str(tensor.dtype) for tensor in tensors)
+    return Exported(
+        target,
+        tuple(file.name for file in files),
+        sum(tensor.nbytes for tensor in tensors),
+        tuple(sorted(counts.items())),
+        time.monotonic() - begin,
+    )
+
+
+def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Exported:
+    """The model in one file, in 16 bits: the mode's own 16-bit dtype, bf16 where it has none. Pinned
+    parameters stay in fp32."""
+    mode = engine.plan.policy.mode.dtype
+    dtype = mode if mode in (DType.BF16, DType.FP16) else DType.BF16
+    return export(engine, folder, dtype=str(dtype), max_shard_size=2**62, overwrite=overwrite)
+
+
+# --- what goes where --------------------------------------------------------------------------------------
+
+
+def _files(engine: Engine, dtype: str | None, max_shard_size: int | str) -> tuple[File, ...]:
+    if not hasattr(engine, "segments"):
+        raise UnsupportedError("`export`: must be of an engine with `backend: native`; got another backend.")
+    shapes, dtypes = contents(engine.plan, engine.module, exported_dtype(dtype))
+    return laid_out(engine.module, shapes, dtypes, size_in_bytes(max_shard_size))
+
+
+def exported_dtype(text: str | None) -> DType | None:
+    """What `dtype` means; None leaves it to the plan."""
+    if text is None:
+        return None
+    found = parse(text)
+    if found not in TRAINING_DTYPES:
+        raise ConfigError(f"`dtype`: must be fp32, bf16 or fp16; got {text!r}.")
+    return found
+
+
+def laid_out(
+    model: nn.Module, shapes: dict[str, Shape], dtypes: dict[str, DType], shard_size: int
+) -> tuple[File, ...]:
+    """The files for tensors of these names, in the layout of the model's own checkpoints."""
+    tensors = []
+    for laid in layout(model, shapes):
+        found = tuple(dict.fromkeys(dtypes[block.parameter] for block in laid.blocks))
+        tensors.append(Written(laid, found[0] if len(found) == 1 else widest(found)))
+    return pack(tensors, shard_size)
+
+
+def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[str, Shape], dict[str, DType]]:
+    """Shape and dtype of what is exported, in the order of the model, tied parameters once."""
+    buffers = {row.name: row for row in plan.buffers}
+    ignored = {str(name) for name in getattr(model, "_keys_to_ignore_on_save", None) or ()}
+    shapes: dict[str, Shape] = {}
+    dtypes: dict[str, DType] = {}
+    for name, kept in _state_names(model):
+        if name in ignored:
+            continue
+        row = plan.row(name)
+        if row is not None and name == saved_name(row, model):
+            shapes[name], dtypes[name] = row.shape, _dtype_of(row, dtype)
+        elif row is None and kept and name in buffers:
+            shapes[name], dtypes[name] = buffers[name].shape, buffers[name].storage
+    return shapes, dtypes
+
+
+def _dtype_of(row: Row, dtype: DType | None) -> DType:
+    return row.columns.export if dtype is None or row.columns.pinned else dtype
+
+
+def _state_names(model: nn.Module) -> list[tuple[str, bool]]:
+    """Names as a state dict has them, each with whether it is kept there."""
+    found = []
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        found += [(prefix + name, True) for name, value in module._parameters.items() if value is not None]
+        for name, value in module._buffers.items():
+            if value is not None:
+                found.append((prefix + name, name not in module._non_persistent_buffers_set))
+    return found
+
+
+def saved_name(row: Row, model: nn.Module) -> str:
+    """The name that a tied parameter is written under: the one that `transformers` ties others to."""
+    # A dict in transformers 5, a list of patterns in 4; a name that it says is tied to another is not saved.
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    own = [name for name in row.names if not any(re.fullmatch(pattern, name) for pattern in tied)]
+    return (own or list(row.names))[0]
+
+
+# --- writing ----------------------------------------------------------------------------------------------
+
+
+def _must_see(path: Path, files: tuple[File, ...], rank: int) -> None:
+    """Files that rank 0 has made must be there for every other."""
+    for file in files:
+        there = path / file.name
+        if not there.is_file() or there.stat().st_size != file.size:
+            raise CheckpointError(
+                f"`{path.parent}`: must be a folder that every rank sees; rank {rank} on "
+                f"{os.uname().nodename} does not see what rank 0 has made in it. Export to a file system "
+                "that all machines share."
+            )
+
+
+def _write(engine: Engine, path: Path, files: tuple[File, ...]) -> None:
+    """What this rank owns."""
+    sink = Sink(path, files)
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    bar = Bar(f"exporting to {path.parent}", total // engine.mesh.size("world"), engine.mesh.rank() == 0)
+    try:
+        with said(path):
+            for piece in Shards(engine).pieces():
+                wide: torch.Tensor | None = None
+                stored = piece.stored()
+                for span in piece.share:
+                    name = saved_name(span.row, engine.module)
+                    if name not in sink:
+                        continue
+                    flat = stored
+                    if sink.dtype(name) is not span.row.columns.storage.dtype:
+                        flat = wide = piece.weights() if wide is None else wide
+                    before = sink.written
+                    sink.write(name, span.row.shape, span.start, span.part(flat).values)
+                    bar(sink.written - before)
+            if engine.mesh.rank() == 0:
+                for name, buffer in engine.module.named_buffers():
+                    if name in sink:
+                        sink.write(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
+    except BaseException:
+        sink.close(sync=False)
+        raise
+    finally:
+        bar.close()
+    with said(path):
+        sink.close()
+
+
+def _write_documents(path: Path, model: nn.Module, files: tuple[File, ...]) -> None:
+    """The index, and what `transformers` needs to build the model."""
+    if len(files) > 1:
+        (path / INDEX).write_text(index_text(files), encoding="utf-8")
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "save_pretrained"):
+        write_config(path, model, main_dtype(files))
+
+
+def write_config(path: Path, model: Any, dtype: DType) -> None:
+    """`config.json`, and `generation_config.json` where the model generates. The model's own stay as they
+    are."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(dtype.torch).removeprefix("torch.")
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # what was trained, and is written, is not quantized
+    config.save_pretrained(path)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and hasattr(model, "can_generate") and model.can_generate():
+        generation.save_pretrained(path)
+
+
+def main_dtype(files: tuple[File, ...]) -> DType:
+    """The floating dtype that most elements have: what a loader takes for all where nobody says."""
+    counts: Counter[DType] = Counter()
+    for file in files:
+        for tensor in file.tensors:
+            if tensor.dtype.is_floating:
+                counts[tensor.dtype] += math.prod(tensor.laid.shape)
+    return counts.most_common(1)[0][0] if counts else DType.FP32

@@ -1,0 +1,233 @@
+"""What is in a checkpoint, without loading it: for a person who wonders which one to keep.
+
+Reads the manifest and the table of parameters, looks at the size of every file, and, when asked, at every
+bit of it. Neither torch nor a process group is needed.
+
+Invariant: a checkpoint that is called complete is one that a load would accept, as far as was looked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from zerodrift.dtypes import DType
+from zerodrift.errors import CheckpointError
+from zerodrift.io.checkpoint_folder import Folder
+from zerodrift.io.checkpoint_manifest import MANIFEST, Entry, Manifest, damage, read_entries, read_manifest
+from zerodrift.record import encode
+from zerodrift.report import figures
+from zerodrift.report.frame import grid, pairs, printed, section, title
+
+MOMENT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The tensors of one kind and dtype."""
+
+    kind: str
+    """`weights`, or the name of a moment."""
+    dtype: str
+    tensors: int
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """Parameters whose names differ in numbers alone."""
+
+    pattern: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    moments: tuple[str, ...]
+    tied: tuple[str, ...]
+    """The other names of the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """One checkpoint, as it lies there."""
+
+    path: str
+    manifest: Manifest
+    problems: tuple[str, ...]
+    """What is missing or damaged; empty where it is complete."""
+    verified: bool
+    """Whether checksums were compared, or sizes only."""
+    holdings: tuple[Holding, ...]
+    kin: tuple[Kin, ...]
+
+    @property
+    def complete(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A folder of checkpoints."""
+
+    path: str
+    latest: str
+    inspections: tuple[Inspection, ...]
+    unreadable: tuple[tuple[str, str], ...]
+    """(tag, what is wrong) of those whose manifest cannot be read."""
+    unfinished: tuple[str, ...]
+    """Saves that are under way or were cut short."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that was saved to its end is as it was; what is unfinished does not count."""
+        return not self.unreadable and all(one.complete for one in self.inspections)
+
+
+def inspect(path: str | Path, *, verify: bool = False) -> Inspection | Shelf:
+    """A checkpoint, or a folder of them."""
+    place = Path(path)
+    if (place / MANIFEST).is_file():
+        return _one(place, verify)
+    folder = Folder(place)
+    tags, unfinished = folder.tags(), folder.unfinished()
+    if not tags and not unfinished:
+        raise CheckpointError(
+            f"`{place}`: must be a checkpoint or a folder of checkpoints; got "
+            f"{'a folder without any' if place.is_dir() else 'no such folder'}. A checkpoint holds a "
+            f"`{MANIFEST}`."
+        )
+    found, unreadable = [], []
+    for tag in tags:
+        try:
+            found.append(_one(place / tag, verify))
+        except CheckpointError as error:
+            unreadable.append((tag, str(error)))
+    names = tuple(path.name for path in unfinished)
+    return Shelf(str(place), folder.latest(), tuple(found), tuple(unreadable), names)
+
+
+def _one(path: Path, verify: bool) -> Inspection:
+    manifest = read_manifest(path)
+    problems = [str(problem) for problem in damage(path, manifest.files, content=verify)]
+    try:
+        table: Sequence[Entry] = read_entries(path)
+    except (OSError, ValueError, TypeError):
+        table = ()  # which is among the problems, or will be when checksums are compared
+        problems = problems or [f"`{path}`: must hold a table of parameters; got one that cannot be read."]
+    return Inspection(str(path), manifest, tuple(problems), verify, _holdings(table), _kin(table))
+
+
+def _holdings(table: Iterable[Entry]) -> tuple[Holding, ...]:
+    counts: dict[tuple[str, str, int], list[int]] = {}
+    for entry in table:
+        kinds = [("weights", entry.dtype, DType(entry.dtype).size)]
+        kinds += [(moment, DType.FP32.value, MOMENT_BYTES) for moment in entry.moments]
+        for kind in kinds:
+            count = counts.setdefault(kind, [0, 0])
+            count[0] += 1
+            count[1] += math.prod(entry.shape)
+    return tuple(
+        Holding(kind, dtype, tensors, elements, elements * width)
+        for (kind, dtype, width), (tensors, elements) in counts.items()
+    )
+
+
+def _kin(table: Iterable[Entry]) -> tuple[Kin, ...]:
+    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in table:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
+        groups.setdefault((pattern, entry.shape, entry.dtype, entry.moments), []).append(entry)
+    return tuple(
+        Kin(pattern if len(of) > 1 else of[0].name, len(of), shape, dtype, moments, of[0].names[1:])
+        for (pattern, shape, dtype, moments), of in groups.items()
+    )
+
+
+# --- shown ------------------------------------------------------------------------------------------------
+
+
+def inspection_json(found: Inspection | Shelf) -> str:
+    """The same for machines."""
+    document = encode(found) | {"complete": found.complete}
+    return json.dumps(document, indent=1) + "\n"
+
+
+def inspection_text(found: Inspection | Shelf, color: bool) -> str:
+    """As a page of text, 100 columns wide."""
+    return printed(_one_text(found) if isinstance(found, Inspection) else _shelf_text(found), color)
+
+
+def _one_text(found: Inspection) -> list[RenderableType]:
+    head = found.manifest
+    facts = [
+        ("path", found.path),
+        ("step", str(head.step) + (f", {head.skipped} skipped" if head.skipped else "")),
+        ("saved", f"{head.saved} by " + ", ".join(f"{name} {version}" for name, version in head.versions)),
+        ("model", f"{head.source}, {head.parameters} parameters, {figures.elements(head.elements)} elements"),
+        ("plan", f"mode {head.mode}, stage {head.stage}, {head.mesh}" if head.digest else "none: converted"),
+        ("optimizer", _optimizer(head)),
+        ("run", head.run),
+        ("size", f"{figures.size(head.bytes)} in {len(head.files) + 1} files"),
+        ("complete", _state(found)),
+    ]
+    parts: list[RenderableType] = [title("inspect", head.digest or "-"), pairs(facts)]
+    parts += [grid([("", problem) for problem in found.problems], (2,), ("red",))] if found.problems else []
+    parts.append(section("tensors", "flat, by name, cut where the ranks' slices ended"))
+    rows = [("kind", "dtype", "tensors", "elements", "bytes")]
+    rows += [
+        (h.kind, h.dtype, str(h.tensors), figures.elements(h.elements), figures.size(h.bytes))
+        for h in found.holdings
+    ]
+    parts.append(grid(rows, (24, 10, 9, 10), ("", "", "", "")))
+    parts.append(section("parameters"))
+    rows = [("name", "", "shape", "dtype", "moments")]
+    rows += [
+        (
+            kin.pattern,
+            f"x{kin.count}" if kin.count > 1 else "",
+            figures.shape(kin.shape),
+            kin.dtype,
+            ", ".join(kin.moments) + (f"  (tied to {', '.join(kin.tied)})" if kin.tied else ""),
+        )
+        for kin in found.kin
+    ]
+    parts.append(grid(rows, (44, 6, 18, 8), ("", "dim", "", "")))
+    return parts
+
+
+def _shelf_text(found: Shelf) -> list[RenderableType]:
+    rows = [("tag", "step", "saved", "ranks", "size", "complete")]
+    for one in found.inspections:
+        head = one.manifest
+        mark = f"{head.tag} (latest)" if head.tag == found.latest else head.tag
+        ranks = str(head.mesh.world)
+        rows.append((mark, str(head.step), head.saved, ranks, figures.size(head.bytes), _state(one)))
+    for tag, problem in found.unreadable:
+        rows.append((tag, "", "", "", "", f"no: {problem}"))
+    for name in found.unfinished:
+        rows.append((name, "", "", "", "", "no: under way, or cut short"))
+    head_line = title("inspect", found.inspections[-1].manifest.digest if found.inspections else "-")
+    table = grid(rows, (34, 8, 25, 5, 9), ("",) * 5)
+    return [head_line, pairs([("path", found.path)]), section("checkpoints"), table]
+
+
+def _optimizer(head: Manifest) -> str:
+    if not head.optimizer:
+        return "none"
+    rates = ", ".join(f"{rate:.6g}" for rate in head.lr)
+    text = f"{head.optimizer}, lr {rates}"
+    text += f", schedule {head.schedule}" if head.schedule else ""
+    return text + (f", loss scale {head.loss_scale:g}" if head.loss_scale != 1 else "")
+
+
+def _state(found: Inspection) -> str:
+    if not found.complete:
+        return f"no: {len(found.problems)} of {len(found.manifest.files)} files"
+    return "yes, every bit" if found.verified else "yes, by sizes"

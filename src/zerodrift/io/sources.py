@@ -1,0 +1,293 @@
+"""What can be converted, as one thing: weights, moments and counters by parameter name, a run at a time.
+
+A source is our checkpoint, DeepSpeed's, or safetensors files. Which it is, is found out by looking; what
+becomes of it is `convert.py`'s business.
+
+Invariant: nothing but headers is read until a run is asked for, and a run is a few megabytes or a view of a
+mapped file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import CheckpointError, Problems
+from zerodrift.io import checkpoint_state as states
+from zerodrift.io.checkpoint_folder import LATEST, Folder
+from zerodrift.io.checkpoint_items import CHUNK, Reader, moment_key, weight_key
+from zerodrift.io.checkpoint_items import Wanted as Item
+from zerodrift.io.checkpoint_manifest import (
+    MANIFEST,
+    SHARED,
+    Entry,
+    Manifest,
+    damage,
+    read_entries,
+    read_manifest,
+    read_plan,
+)
+from zerodrift.io.deepspeed import DeepSpeedCheckpoint, open_deepspeed
+from zerodrift.io.deepspeed_files import is_deepspeed
+from zerodrift.io.deepspeed_parts import Run
+from zerodrift.io.matching import Wanted, wanted
+from zerodrift.io.weights import Files
+from zerodrift.model import safetensors
+from zerodrift.model.sources import describe
+from zerodrift.plan.table import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Where a run was; what safetensors files do not have."""
+
+    step: int
+    skipped: int
+    optimizer: str
+    """What the moments mean, `adamw`; empty where there are none."""
+    updates: int
+    """Steps that the optimizer has counted."""
+    groups: tuple[Mapping[str, Any], ...]
+    scaler: Mapping[str, Any] | None
+    schedule: str
+    schedule_state: Any
+    mode: str
+    stage: int
+    ranks: int
+    client: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Something that can be converted."""
+
+    kind: str
+    path: Path
+    entries: tuple[Entry, ...]
+    buffers: Mapping[str, torch.Tensor]
+    weight: Callable[[Entry], Iterator[Run]]
+    moment: Callable[[Entry, str], Iterator[Run]]
+    trained: Trained | None = None
+    plan: Plan | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(entry.shape) for entry in self.entries)
+
+
+def open_source(
+    path: Path, model: nn.Module | None = None, tag: str = "", trust: bool = False, optimizer: str = ""
+) -> Source:
+    """Whatever is at `path`."""
+    if not path.exists():
+        raise CheckpointError(f"`{path}`: must be there to be converted; got no such file or folder.")
+    if (path / MANIFEST).is_file():
+        return _ours(path)
+    if path.is_dir() and Folder(path).tags():
+        return _ours(Folder(path).find(tag or LATEST))
+    if path.is_dir() and (tag or is_deepspeed(path)):
+        return _deepspeed(open_deepspeed(path, tag, trust), optimizer)
+    if path.is_file() or safetensors.holds(path):
+        return _safetensors(path, model)
+    raise CheckpointError(
+        f"`{path}`: must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files; got a "
+        f"folder with none of them. Give the folder that was saved to, or the one of a tag in it."
+    )
+
+
+# --- our own ----------------------------------------------------------------------------------------------
+
+
+def _ours(path: Path) -> Source:
+    manifest = read_manifest(path)
+    problems = Problems()
+    for problem in damage(path, manifest.files):
+        problems.add(problem.where, problem.must, problem.got, problem.todo)
+    problems.raise_as(CheckpointError)
+    reader, shared = Reader(path), states.read_state(path / SHARED)
+    document = read_plan(path)
+    return Source(
+        f"a zerodrift checkpoint, step {manifest.step}",
+        path,
+        read_entries(path),
+        shared["buffers"],
+        lambda entry: _chunks(reader, weight_key(entry.name)),
+        lambda entry, key: _chunks(reader, moment_key(key, entry.name)),
+        _trained(manifest, shared),
+        None if document is None else Plan.from_json(document),
+    )
+
+
+def _trained(manifest: Manifest, shared: Mapping[str, Any]) -> Trained:
+    counters = shared["counters"].get("", {})
+    return Trained(
+        manifest.step,
+        manifest.skipped,
+        manifest.optimizer,
+        int(counters.get("steps", manifest.step)),
+        tuple(shared["groups"]),
+        shared["scaler"],
+        manifest.schedule,
+        shared["schedule"],
+        manifest.mode,
+        manifest.stage,
+        manifest.mesh.world,
+        None,
+    )
+
+
+def _chunks(reader: Reader, key: str) -> Iterator[Run]:
+    total, dtype = reader.numel(key), reader.dtype(key)
+    for start in range(0, total, CHUNK):
+        into = torch.empty(min(CHUNK, total - start), dtype=dtype)
+        reader.read([Item(key, start, into)])
+        yield start, into
+
+
+# --- DeepSpeed's ------------------------------------------------------------------------------------------
+
+
+def _deepspeed(found: DeepSpeedCheckpoint, optimizer: str) -> Source:
+    entries = tuple(
+        Entry(
+            (saved.name, *saved.aliases),
+            saved.shape,
+            _name(saved.dtype),
+            saved.group,
+            tuple(saved.moments),
+        )
+        for saved in found.parameters
+    )
+    by_name = {saved.name: saved for saved in found.parameters}
+    kind, notes = _optimizer(found, optimizer)
+    hysteresis = int((found.config.get("fp16") or {}).get("hysteresis", 2))
+    scaler = None
+    if found.scale is not None and found.dtype == "fp16":
+        left = hysteresis if found.scale.left is None else found.scale.left
+        scaler = {"scale": found.scale.scale, "left": left, "good": found.scale.good}
+    schedule, state, more = _schedule(found)
+    trained = Trained(
+        found.counters.step,
+        found.counters.skipped,
+        kind,
+        found.counters.updates,
+        found.groups or tuple({} for _ in range(1 + max((entry.group for entry in entries), default=0))),
+        scaler,
+        schedule,
+        state,
+        found.dtype,
+        found.stage,
+        found.ranks,
+        dict(found.client),
+    )
+    return Source(
+        f"a DeepSpeed {found.version} checkpoint of stage {found.stage}, {found.ranks} ranks, "
+        f"{found.dtype}, step {found.counters.step}",
+        found.folder,
+        entries,
+        found.buffers,
+        lambda entry: iter(by_name[entry.name].weight),
+        lambda entry, key: iter(by_name[entry.name].moments[key]),
+        trained,
+        None,
+        (*found.notes, *notes, *more),
+    )
+
+
+def _optimizer(found: DeepSpeedCheckpoint, said: str) -> tuple[str, tuple[str, ...]]:
+    """What the moments mean: by their names, and by what the config or the groups say of weight decay."""
+    keys = {key for saved in found.parameters for key in saved.moments}
+    if not keys:
+        return "", ()
+    if said:
+        return said.lower(), ()
+    if keys == {"momentum_buffer"}:
+        return "sgd", ()
+    if keys == {"exp_avg"}:
+        return "lion", ()
+    written = found.config.get("optimizer") or {}
+    if written:
+        kind = str(written.get("type", "")).lower()
+        coupled = kind == "adam" and (written.get("params") or {}).get("adam_w_mode") is False
+        return ("adam" if coupled else "adamw"), ()
+    flags = {group.get("decoupled_weight_decay") for group in found.groups}
+    if flags <= {True} or flags <= {False}:
+        return ("adamw" if flags == {True} else "adam"), ()
+    return "adamw", (
+        "The optimizer's class was not saved: its moments are taken for AdamW's. Say `--optimizer adam` if "
+        "it was Adam with L2 decay.",
+    )
+
+
+def _schedule(found: DeepSpeedCheckpoint) -> tuple[str, Any, tuple[str, ...]]:
+    """The name and state of the schedule where the config named one of DeepSpeed's."""
+    written = found.config.get("scheduler") or {}
+    if found.schedule is None:
+        return "", None, ()
+    last = found.schedule.get("last_batch_iteration") if isinstance(found.schedule, Mapping) else None
+    if written.get("type") and last is not None:
+        own = [float(group.get("initial_lr", group.get("lr", 0.0))) for group in found.groups]
+        return str(written["type"]), {"steps": int(last) + 1, "own": own}, ()
+    note = "The learning rate schedule is not one of DeepSpeed's own: its state was left out."
+    return "", None, (note,)
+
+
+def _name(dtype: torch.dtype) -> str:
+    found = from_torch(dtype)
+    if found is None:
+        raise CheckpointError(f"`{dtype}`: must be a dtype that zerodrift knows; got it in the checkpoint.")
+    return found.value
+
+
+# --- safetensors ------------------------------------------------------------------------------------------
+
+
+def _safetensors(path: Path, model: nn.Module | None) -> Source:
+    """Files as they are, or with a `model` in the names and layout of its module."""
+    where = path.expanduser()
+    module = nn.Module() if model is None else model
+    spec = describe(str(path)) if model is None else describe(model)
+    if model is None:
+        tensors = safetensors.stored(where)
+        want = tuple(Wanted((tensor.name,), tensor.shape, tensor.dtype) for tensor in tensors)
+    else:
+        want = wanted(spec.parameters, spec.buffers, model)
+    files = Files.open(where, module, want, True)
+    buffers = {}
+    for item in want:
+        if item.is_buffer and files.holds(item.name):
+            flat = torch.empty(math.prod(item.shape), dtype=item.dtype.torch)
+            files.fill(item.name, 0, flat)
+            buffers[item.name] = flat.view(item.shape)
+    parameters = [item for item in want if not item.is_buffer]
+    entries = tuple(Entry(item.names, item.shape, _held(files, item).value, -1, ()) for item in parameters)
+    kind = "safetensors files" if model is None else f"safetensors files of a {type(model).__name__}"
+    return Source(
+        kind,
+        path,
+        entries,
+        buffers,
+        lambda entry: _filled(files, entry),
+        lambda entry, key: iter(()),
+    )
+
+
+def _held(files: Files, item: Wanted) -> DType:
+    found = from_torch(files.exact(item.name))
+    return item.dtype if found is None else found
+
+
+def _filled(files: Files, entry: Entry) -> Iterator[Run]:
+    total, dtype = math.prod(entry.shape), DType(entry.dtype).torch
+    for start in range(0, total, CHUNK):
+        into = torch.empty(min(CHUNK, total - start), dtype=dtype)
+        files.fill(entry.name, start, into)
+        yield start, into

@@ -1,0 +1,298 @@
+"""The weight conversions of `transformers`, run on tensors that only remember where their elements come from.
+
+Some architectures hold their weights in another form than their checkpoints do: experts stacked, gate and up
+joined, names changed. `transformers` declares how, as patterns and operations on whole tensors. Here its own
+functions choose names and run, and what they are given are `Traced` tensors: without memory, each with a
+`Layout` that follows every view, stack, concatenation and transposition. What comes out says which bytes of
+which files a parameter is, so a slice of it can be read as one. `conversions.py` goes the other way, from
+parameters to the files that `save_pretrained` would write.
+
+Invariant: an operation that does more than move elements is refused by name; nothing is approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.io.strided import Layout, NoStridesError, concatenate
+from zerodrift.model.header import Stored
+
+
+class Traced(torch.Tensor):
+    """A tensor of shape and dtype alone. A subclass, because operations ask what they are given."""
+
+    layout_: Layout
+
+    @staticmethod
+    def make(layout: Layout, dtype: torch.dtype) -> Traced:
+        plain = torch.empty(layout.shape, dtype=dtype, device="meta")
+        made = torch.Tensor._make_subclass(Traced, plain)
+        made.layout_ = layout
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        move = _MOVES.get(name)
+        if move is not None:
+            return move(*args, **(kwargs or {}))
+        if name in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise NotTraceableError(f"`{name}`")
+
+
+class NotTraceableError(Exception):
+    """An operation that does more than move elements."""
+
+
+_QUESTIONS = {"__get__", "__len__", "__repr__", "size", "dim", "ndimension", "numel", "stride"}
+_QUESTIONS |= {"is_floating_point", "is_contiguous"}
+"""What may be asked of a tensor; `__get__` is every attribute: shape, dtype, device."""
+
+
+def _like(tensor: Traced, layout: Layout) -> Traced:
+    return Traced.make(layout, tensor.dtype)
+
+
+def _dim(tensor: Traced, dim: int, more: int = 0) -> int:
+    return dim % (len(tensor.layout_.shape) + more)
+
+
+def _same(tensor: Traced, *args: Any, **kwargs: Any) -> Traced:
+    return tensor
+
+
+def _cast(tensor: Traced, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Traced:
+    asked = dtype or next((arg for arg in args if isinstance(arg, torch.dtype)), tensor.dtype)
+    if asked is not tensor.dtype:
+        raise NotTraceableError(f"a cast to {asked}")
+    return tensor
+
+
+def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    return _like(tensors[0], concatenate([t.layout_ for t in tensors], _dim(tensors[0], dim)))
+
+
+def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    place = _dim(tensors[0], dim, 1)
+    return _like(tensors[0], concatenate([t.layout_.unsqueeze(place) for t in tensors], place))
+
+
+def _split(tensor: Traced, sizes: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
+    place = _dim(tensor, dim)
+    length = tensor.layout_.shape[place]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+    found, start = [], 0
+    for size in sizes:
+        found.append(_like(tensor, tensor.layout_.narrow(place, start, size)))
+        start += size
+    return tuple(found)
+
+
+def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
+    length = tensor.layout_.shape[_dim(tensor, dim)]
+    return _split(tensor, max(1, -(-length // chunks)), dim)
+
+
+def _narrow(tensor: Traced, dim: int, start: int, length: int) -> Traced:
+    return _like(tensor, tensor.layout_.narrow(_dim(tensor, dim), start, length))
+
+
+def _select(tensor: Traced, dim: int, index: int) -> Traced:
+    return _squeeze(_narrow(tensor, dim, index % tensor.layout_.shape[_dim(tensor, dim)], 1), dim)
+
+
+def _unbind(tensor: Traced, dim: int = 0) -> tuple[Traced, ...]:
+    return tuple(_select(tensor, dim, n) for n in range(tensor.layout_.shape[_dim(tensor, dim)]))
+
+
+def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
+    dims = list(range(len(tensor.layout_.shape)))
+    a, b = _dim(tensor, dim0), _dim(tensor, dim1)
+    dims[a], dims[b] = b, a
+    return _like(tensor, tensor.layout_.permute(dims))
+
+
+def _permute(tensor: Traced, *dims: Any) -> Traced:
+    asked = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    return _like(tensor, tensor.layout_.permute([_dim(tensor, dim) for dim in asked]))
+
+
+def _t(tensor: Traced) -> Traced:
+    return _transpose(tensor, 0, 1) if len(tensor.layout_.shape) == 2 else tensor
+
+
+def _reshape(tensor: Traced, *shape: Any) -> Traced:
+    asked = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    with torch._C.DisableTorchFunctionSubclass():
+        # What -1 stands for, and whether it fits, is torch's to say.
+        full = tuple(torch.empty(tensor.layout_.shape, device="meta").reshape(asked).shape)
+    return _like(tensor, tensor.layout_.reshape(full))
+
+
+def _flatten(tensor: Traced, start_dim: int = 0, end_dim: int = -1) -> Traced:
+    shape, first, last = tensor.layout_.shape, _dim(tensor, start_dim), _dim(tensor, end_dim)
+    return _reshape(tensor, [*shape[:first], -1, *shape[last + 1 :]])
+
+
+def _squeeze(tensor: Traced, dim: int | None = None) -> Traced:
+    shape = tensor.layout_.shape
+    gone = range(len(shape)) if dim is None else (_dim(tensor, dim),)
+    kept = tuple(size for place, size in enumerate(shape) if place not in gone or size != 1)
+    return _like(tensor, tensor.layout_.reshape(kept))
+
+
+def _unsqueeze(tensor: Traced, dim: int) -> Traced:
+    return _like(tensor, tensor.layout_.unsqueeze(_dim(tensor, dim, 1)))
+
+
+def _getitem(tensor: Traced, index: Any) -> Traced:
+    asked = index if isinstance(index, tuple) else (index,)
+    dim = 0
+    for part in asked:
+        if part is Ellipsis:
+            dim = len(tensor.layout_.shape) - (len(asked) - asked.index(Ellipsis) - 1)
+        elif isinstance(part, int):
+            tensor = _select(tensor, dim, part)
+        elif isinstance(part, slice) and part.step in (None, 1):
+            start, stop, _ = part.indices(tensor.layout_.shape[dim])
+            tensor, dim = _narrow(tensor, dim, start, max(0, stop - start)), dim + 1
+        else:
+            raise NotTraceableError(f"an index {part!r}")
+    return tensor
+
+
+_MOVES: dict[str, Callable[..., Any]] = {
+    "cat": _cat,
+    "concat": _cat,
+    "stack": _stack,
+    "split": _split,
+    "chunk": _chunk,
+    "narrow": _narrow,
+    "select": _select,
+    "unbind": _unbind,
+    "transpose": _transpose,
+    "swapaxes": _transpose,
+    "permute": _permute,
+    "t": _t,
+    "view": _reshape,
+    "reshape": _reshape,
+    "flatten": _flatten,
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "__getitem__": _getitem,
+    "contiguous": _same,
+    "clone": _same,
+    "detach": _same,
+    "cpu": _same,
+    "to": _cast,
+}
+"""What moves elements and does nothing else, by its name in torch."""
+
+
+# --- from names in files to names in the model ----------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Converted:
+    """What the tensors of files are in the model."""
+
+    found: dict[str, Layout] = field(default_factory=dict)
+    """Name in the model -> where its elements are; sources are numbered as the tensors were given."""
+    unexpected: list[str] = field(default_factory=list)
+    """Names in the files that the model has no place for."""
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    """(name in the model, why it cannot be put together)."""
+    used: list[Any] = field(default_factory=list)
+    """The conversions that matched a name."""
+
+
+def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[Stored]) -> Converted:
+    """Which tensors make which of the model's `names`, as `from_pretrained` would have it."""
+    names_of = _library(model)
+    result = Converted()
+    known = dict.fromkeys(names, True)
+    if names_of is None:
+        for number, tensor in enumerate(tensors):
+            if tensor.name in known:
+                result.found[tensor.name] = Layout.of(number, tensor.shape)
+            else:
+                result.unexpected.append(tensor.name)
+        return result
+    names_of.run(known, tensors, result)
+    return result
+
+
+def _library(model: nn.Module) -> _Library | None:
+    """The conversions of a model of `transformers` 5; None for any other module, and for version 4, which
+    keeps one form. Private names; tested with transformers 5.23."""
+    if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
+        return None
+    try:
+        from transformers import PreTrainedModel, core_model_loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        return None
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return _Library(core_model_loading, model, get_model_conversion_mapping(model))
+
+
+class _Library:
+    """The steps of `transformers`' own loader, without its reading."""
+
+    def __init__(self, loading: Any, model: Any, transforms: Sequence[Any]) -> None:
+        self._loading, self._model, self._transforms = loading, model, transforms
+        self._renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+        self._converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+        self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
+
+    def run(self, known: Mapping[str, bool], tensors: Sequence[Stored], result: Converted) -> None:
+        pending: dict[str, Any] = {}
+        order = sorted(range(len(tensors)), key=lambda n: self._loading.dot_natural_key(tensors[n].name))
+        for number in order:
+            tensor = tensors[number]
+            name, pattern = self._renamed(tensor.name, known)
+            layout = Layout.of(number, tensor.shape)
+            if name not in known:
+                result.unexpected.append(tensor.name)
+            elif pattern is None and name in result.found:
+                result.refused.append((name, f"`{tensor.name}` is a second tensor for it"))
+            elif pattern is None:
+                result.found[name] = layout
+            else:
+                if name not in pending:
+                    pending[name] = deepcopy(self._by_pattern[pattern])
+                pending[name].add_tensor(name, tensor.name, pattern, Traced.make(layout, tensor.dtype.torch))
+        for name, converter in pending.items():
+            self._converted(name, converter, result)
+        result.used = [transform for transform in self._transforms if transform.was_used()]
+
+    def _renamed(self, name: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
+        rename, prefix = self._loading.rename_source_key, self._model.base_model_prefix
+        found, pattern = rename(name, self._renamings, self._converters, prefix, known)
+        if found not in known and name in known:
+            return rename(name, [], [], prefix, known)
+        return found, pattern
+
+    def _converted(self, name: str, converter: Any, result: Converted) -> None:
+        operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+        try:
+            made = converter.convert(name, model=self._model, config=self._model.config)
+            for target, value in made.items():
+                tensor = value[0] if isinstance(value, list) else value
+                result.found[target] = tensor.layout_
+        except (NotTraceableError, NoStridesError) as error:
+            why = f"{operations} of `transformers` is not a move of elements: {error}"
+            result.refused.append((name, why))
+        except Exception as error:  # whatever its code raises on tensors that do not fit
+            text = " ".join(str(error).split())[:300]
+            result.refused.append((name, f"{operations} of `transformers` failed: {text}"))

@@ -1,0 +1,150 @@
+"""`zerodrift convert` as a person runs it: to and from safetensors, checkpoints, and DeepSpeed's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zerodrift as zd
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make
+from zerodrift.model.safetensors import stored
+
+
+def convert(*arguments: str | Path, code: int = 0) -> str:
+    command = [sys.executable, "-m", "zerodrift", "convert", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    stored(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of a trained model whose routers are pinned, and its masters."""
+    rules = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
+    engine = make(config(2, "bf16", **rules), GPT(moe=True))
+    for step in range(2):
+        engine.backward(engine(batch(step)))
+        engine.step()
+    zd.Checkpoints(engine, tmp_path / "run", quiet=True).save()
+    masters = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    engine.destroy()
+    return tmp_path / "run", masters
+
+
+def test_our_checkpoint_to_safetensors(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """In the dtypes of the plan that is in it; or as asked, but for what is pinned."""
+    said = convert(run[0], tmp_path / "plan", "--max-shard-size", "20KB")
+    assert said.startswith("from  a zerodrift checkpoint, step 2\nto    safetensors files:")
+    assert "Moments and counters were left out" in said
+    convert(run[0] / "step-00000002", tmp_path / "fp16", "--dtype", "fp16")
+    plan, half = tensors(tmp_path / "plan"), tensors(tmp_path / "fp16")
+    assert plan.keys() == half.keys() == {*run[1], "scale"}
+    assert (tmp_path / "plan" / "model.safetensors.index.json").is_file()
+    for name, master in run[1].items():
+        pinned = ".router." in name
+        assert torch.equal(plan[name], master if pinned else master.bfloat16()), name
+        assert torch.equal(half[name], master if pinned else master.half()), name
+
+
+def test_there_and_back_again(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """safetensors to a checkpoint that an engine loads, once it is told that there are no moments."""
+    rows = {**run[1], "scale": torch.tensor(0.3333333)}
+    save_file({name: value.contiguous() for name, value in rows.items()}, tmp_path / "m.safetensors")
+    said = convert(tmp_path / "m.safetensors", tmp_path / "start")
+    assert "to    a zerodrift checkpoint:" in said and "moments begin at zero" in said
+    back = tmp_path / "back"
+    convert(tmp_path / "start", back, "--to", "safetensors")
+    found = tensors(back)
+    assert found.keys() == rows.keys() and all(torch.equal(found[name], rows[name]) for name in rows)
+
+
+def test_a_model_of_transformers(tmp_path: Path) -> None:
+    """Experts are stacked in the module and apart in the files: `--model` says so in both directions."""
+    pytest.importorskip("transformers")
+    from tests.models.architectures import ARCHITECTURES
+
+    model = ARCHITECTURES["qwen3-moe"].model()
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    said = convert(tmp_path / "model", tmp_path / "start")
+    assert "safetensors files of a Qwen3MoeForCausalLM" in said
+    fresh = ARCHITECTURES["qwen3-moe"].model()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    written = config(3, "fp32")
+    engine = make(written, fresh)
+    checkpoints = zd.Checkpoints(engine, tmp_path / "start", quiet=True)
+    checkpoints.load(allow=("optimizer",))
+    with engine.gathered() as values:
+        assert all(torch.equal(values[name], value) for name, value in model.named_parameters())
+    engine.destroy()
+    convert(tmp_path / "start", tmp_path / "out", "--model", tmp_path / "model", "--dtype", "fp32")
+    expected, found = tensors(tmp_path / "model"), tensors(tmp_path / "out")
+    assert found.keys() == expected.keys() and any(".experts.3." in name for name in found)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+def test_another_model_is_named(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.models.architectures import ARCHITECTURES
+
+    ARCHITECTURES["llama"].model().config.save_pretrained(tmp_path / "llama")
+    said = convert(run[0], tmp_path / "out", "--model", tmp_path / "llama", code=2)
+    assert "is not of a LlamaForCausalLM" in said and "model.embed_tokens.weight" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_refused(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    assert "got no such file or folder" in convert(tmp_path / "none", tmp_path / "out", code=2)
+    (tmp_path / "empty").mkdir()
+    assert "got a folder with none of them" in convert(tmp_path / "empty", tmp_path / "out", code=2)
+    assert "It is one already" in convert(run[0], tmp_path / "o", "--to", "checkpoint", code=2)
+    assert "must be safetensors or checkpoint" in convert(run[0], tmp_path / "o", "--to", "pickle", code=2)
+    assert "must be fp32, bf16 or fp16" in convert(run[0], tmp_path / "o", "--dtype", "int8", code=2)
+    convert(run[0], tmp_path / "out")
+    assert "say `overwrite`" in convert(run[0], tmp_path / "out", code=2)
+    convert(run[0], tmp_path / "out", "--overwrite")
+    data = next((run[0] / "step-00000002").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    said = convert(run[0], tmp_path / "other", code=2)
+    assert "bytes that were written" in said and not (tmp_path / "other").exists()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is not installed"
+)
+def test_out_of_deepspeed(tmp_path: Path) -> None:
+    from tests.ranks.harness import run_ranks
+    from tests.ranks.saved_by_deepspeed import Case, save
+
+    truth = run_ranks(save, 2, Case(2, "bf16"), str(tmp_path / "ds"), timeout=90)[0]
+    said = convert(tmp_path / "ds", tmp_path / "fp32", "--to", "safetensors")
+    assert said.startswith("from  a DeepSpeed 0.") and "stage 2, 2 ranks, bf16, step 3" in said
+    found = tensors(tmp_path / "fp32")
+    for name, value in truth.weights.items():
+        if name != "head.weight":
+            assert torch.equal(found[name].float(), value.float()), name
+    convert(tmp_path / "ds", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "again")
+    again = tensors(tmp_path / "again")
+    assert all(torch.equal(again[name].float(), found[name].float()) for name in found)

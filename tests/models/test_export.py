@@ -1,0 +1,160 @@
+"""Export and `from_pretrained`: what was trained is what is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, which is not installed")
+
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+import zerodrift as zd
+from tests.models.architectures import ARCHITECTURES, tokens
+from tests.numerics.runs import make
+from tests.ranks.harness import run_ranks
+from zerodrift.io.conversions import layout
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_layout_is_what_save_pretrained_writes(name: str) -> None:
+    """Traced without a value, and built with values: the same tensors."""
+    model = ARCHITECTURES[name].model()
+    state = model.state_dict()
+    expected = revert_weight_conversion(model, dict(state))
+    laid = layout(model, {key: tuple(value.shape) for key, value in state.items()})
+    assert {tensor.name for tensor in laid} == expected.keys()
+    for tensor in laid:
+        built = torch.full(tensor.shape, float("nan"))
+        for block in tensor.blocks:
+            place = tuple(slice(low, low + n) for low, n in zip(block.low, block.shape, strict=True))
+            source = state[block.parameter][place]
+            built.view(-1).as_strided(block.shape, block.strides, block.start).copy_(source)
+        assert torch.equal(built, expected[tensor.name].float()), tensor.name
+
+
+def written(name: str, mode: str, stage: int) -> dict[str, Any]:
+    routers = ARCHITECTURES[name].routers
+    rules = [{"match": routers, "pin": "fp32"}] if routers and mode != "fp32" else []
+    return {
+        "precision": {"mode": mode, "rules": rules},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+
+
+def train_and_export(names: list[str], root: str) -> list[dict[str, Any]]:
+    """On two ranks, for every architecture: logits at fp32; masters and visible bits at bf16."""
+    found = []
+    for name in names:
+        truth: dict[str, Any] = {}
+        for mode, stage in (("fp32", 3), ("bf16", 2)):
+            engine = make(written(name, mode, stage), ARCHITECTURES[name].model())
+            for step in range(2):
+                batch = tokens(step, engine.mesh.rank())
+                engine.backward(engine(input_ids=batch, labels=batch, use_cache=False).loss)
+                engine.step()
+            zd.export(engine, Path(root) / name / mode, max_shard_size="40KB")
+            engine.eval()
+            if mode == "fp32":
+                with torch.no_grad():
+                    truth["logits"] = engine(input_ids=tokens(5), use_cache=False).logits.clone()
+            with engine.gathered() as values:
+                pinned = {row.name for row in engine.plan.rows if row.columns.pinned}
+                truth[mode] = {key: (value.clone(), key in pinned) for key, value in values.items()}
+            engine.destroy()
+        found.append(truth)
+    return found
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("export")
+    names = list(ARCHITECTURES)
+    truths = run_ranks(train_and_export, 2, names, str(root), timeout=240)[0]
+    yield root, dict(zip(names, truths, strict=True))
+    shutil.rmtree(root)
+
+
+Made = tuple[Path, dict[str, Any]]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_are_the_same_bits(exported: Made, name: str) -> None:
+    root, truths = exported
+    model, report = AutoModelForCausalLM.from_pretrained(
+        root / name / "fp32", dtype="auto", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype is torch.float32
+    reference = ARCHITECTURES[name].model()
+    reference.load_state_dict({key: value for key, (value, _) in truths[name]["fp32"].items()}, strict=False)
+    for one in (model, reference):
+        one.eval()
+        one.config._attn_implementation = "eager"
+    with torch.no_grad():
+        found = model(input_ids=tokens(5), use_cache=False).logits
+        expected = reference(input_ids=tokens(5), use_cache=False).logits
+    assert torch.equal(found, expected)
+    # The engine runs the attention kernel of its own config: the same numbers but for that.
+    torch.testing.assert_close(found, truths[name]["logits"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_pinned_routers_keep_every_bit(exported: Made, name: str) -> None:
+    root, truths = exported
+    folder = root / name / "bf16"
+    # fp32 holds both dtypes of the files, so nothing is rounded by loading.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded = model.state_dict()
+    files: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        files |= load_file(path)
+    pinned = 0
+    for key, (value, is_pinned) in truths[name]["bf16"].items():
+        assert torch.equal(loaded[key], value.float()), key
+        if is_pinned:
+            pinned += 1
+            assert files[key].dtype is torch.float32
+            assert not torch.equal(value, value.bfloat16().float()), "has bits that bf16 has not"
+    # gpt-oss has a bias beside each router's weight.
+    assert pinned == {"llama": 0, "gpt-oss": 4, "qwen3-moe": 2, "deepseek-v3": 1}[name]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["architectures"] == [type(model).__name__]
+    assert (folder / "generation_config.json").is_file()
+
+
+def test_tied_weights_are_written_once(exported: Made) -> None:
+    index = json.loads((exported[0] / "llama" / "fp32" / "model.safetensors.index.json").read_text())
+    assert "model.embed_tokens.weight" in index["weight_map"]
+    assert "lm_head.weight" not in index["weight_map"]
+
+
+def test_an_export_is_loaded_by_ranks(exported: Made) -> None:
+    """The same files through `initialize(weights=...)`, whose reader goes the other way."""
+    run_ranks(load_again, 2, str(exported[0]), timeout=120)
+
+
+def load_again(root: str) -> None:
+    for name in ARCHITECTURES:
+        folder = Path(root) / name / "fp32"
+        with zd.empty():
+            model = ARCHITECTURES[name].model()
+        engine = make(written(name, "fp32", 3), model, weights=folder)
+        out = folder.parent / "again"
+        zd.export(engine, out, max_shard_size="40KB")
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        assert names == sorted(path.name for path in out.glob("*.safetensors"))
+        for file in names:
+            assert (folder / file).read_bytes() == (out / file).read_bytes()
+        engine.destroy()

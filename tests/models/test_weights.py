@@ -1,0 +1,184 @@
+"""Checkpoints of real architectures, as `save_pretrained` writes them, against `from_pretrained`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.runs import config
+from tests.ranks.harness import run_ranks
+from zerodrift.api import empty, initialize
+from zerodrift.model import recipe
+from zerodrift.policy.nouns import Master
+
+pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
+
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from tests.models.architectures import ARCHITECTURES, SIZES, Architecture, tokens
+
+
+def _mixtral() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+
+
+MODELS = {**ARCHITECTURES, "mixtral": Architecture(_mixtral, "*.mlp.gate.*")}
+PER_EXPERT = {"qwen3-moe", "deepseek-v3", "mixtral"}
+"""Architectures whose files hold every expert by itself, and whose models hold them stacked."""
+
+
+def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = MODELS[name].model().to(dtype)
+    model.save_pretrained(folder, max_shard_size="50KB")
+    return model
+
+
+@dataclass
+class Report:
+    wrong: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def compare(name: str, folder: Path, stages: tuple[int, ...]) -> Report:
+    """On a rank: masters against `from_pretrained`, and the first loss."""
+    report = Report()
+    want = type(MODELS[name].model()).from_pretrained(folder)
+    state = want.state_dict()
+    for stage in stages:
+        with empty():
+            model = MODELS[name].build()
+        rules = [{"match": MODELS[name].routers, "pin": "fp32"}] if MODELS[name].routers else []
+        written = config(stage, "bf16", precision={"rules": rules})
+        engine = initialize(model, config=written, weights=folder, device="cpu", quiet=True)
+        for row in engine.plan.rows:
+            if not torch.equal(engine.full_master(row.name), state[row.name].float()):
+                report.wrong.append(f"stage {stage}: {row.name}")
+        for buffer, values in engine.module.named_buffers():
+            if not torch.equal(values, want.get_buffer(buffer)):
+                report.wrong.append(f"stage {stage}: buffer {buffer}")
+        loss = engine(input_ids=tokens(0), labels=tokens(0)).loss
+        engine.backward(loss)
+        engine.step()
+        report.losses.append(loss.item())
+        engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_loads_as_from_pretrained_does(tmp_path: Path, name: str) -> None:
+    saved(name, tmp_path)
+    names = _names(tmp_path)
+    assert any(".experts.0." in tensor for tensor in names) == (name in PER_EXPERT)
+    for report in run_ranks(compare, 2, name, tmp_path, (0, 3)):
+        assert report.wrong == []
+        assert len(set(report.losses)) == 1
+
+
+def _names(folder: Path) -> list[str]:
+    from zerodrift.model.safetensors import stored
+
+    return [tensor.name for tensor in stored(folder)]
+
+
+def single(model: nn.Module, folder: Path, **rest: Any) -> Any:
+    mode = rest.pop("mode", "bf16")
+    return initialize(model, config=config(3, mode), weights=folder, device="cpu", quiet=True, **rest)
+
+
+def test_a_model_with_memory_loads_the_same(tmp_path: Path) -> None:
+    want = saved("qwen3-moe", tmp_path)
+    model = MODELS["qwen3-moe"].build()
+    engine = single(model, tmp_path)
+    for name, parameter in want.named_parameters():
+        assert torch.equal(engine.full_master(name), parameter.detach().float()), name
+    assert model._weight_conversions  # what `save_pretrained` asks, so that it writes experts by themselves
+
+
+def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:
+    """A checkpoint in the model's own form, as a plain state dict is."""
+    from safetensors.torch import save_file
+
+    model = MODELS["qwen3-moe"].model()
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    with empty():
+        bare = MODELS["qwen3-moe"].build()
+    engine = single(bare, tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(engine.full_master(name), parameter.detach().float()), name
+
+
+def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: Path) -> None:
+    """`from_pretrained` adds the prefix; the head, tied here, comes with the embedding."""
+    want = MODELS["llama"].model()
+    want.model.save_pretrained(tmp_path)
+    assert not any(name.startswith("model.") for name in _names(tmp_path))
+    with empty():
+        model = MODELS["llama"].build()
+    engine = single(model, tmp_path)
+    for name, parameter in want.named_parameters():
+        assert torch.equal(engine.full_master(name), parameter.detach().float()), name
+
+
+def test_an_operation_that_is_no_move_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import MergeModulelist
+
+    from zerodrift.errors import ModelError
+
+    saved("qwen3-moe", tmp_path)
+
+    def doubled(self: Any, input_dict: dict[str, Any], **rest: Any) -> dict[str, Any]:
+        return {key: [tensor * 2 for tensor in tensors] for key, tensors in input_dict.items()}
+
+    monkeypatch.setattr(MergeModulelist, "convert", doubled)
+    with empty():
+        model = MODELS["qwen3-moe"].build()
+    with pytest.raises(ModelError) as caught:
+        single(model, tmp_path)
+    assert "model.layers.0.mlp.experts.down_proj" in str(caught.value)
+    assert "MergeModulelist of `transformers` is not a move of elements: `mul`" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_without_memory_start_from_their_own_distribution(name: str) -> None:
+    with empty():
+        model = MODELS[name].build()
+    plain = MODELS[name].model()
+    assert recipe.refusals(model.named_parameters()) == []
+    for (buffer, ours), (other, theirs) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert buffer == other and torch.equal(ours, theirs)
+    engine = initialize(model, config=config(3, "bf16"), device="cpu", quiet=True)
+    for row in engine.plan.rows:
+        ours, theirs = engine.full_master(row.name), plain.get_parameter(row.name).detach()
+        assert ours.shape == theirs.shape
+        if row.numel > 500 or theirs.std() == 0:
+            assert abs(ours.std() - theirs.std()) <= 0.15 * theirs.std(), row.name
+            assert abs(ours.mean() - theirs.mean()) <= 5 * theirs.std() / row.numel**0.5, row.name
+
+
+def test_what_an_architecture_keeps_in_fp32_is_built_so(tmp_path: Path) -> None:
+    """The correction bias of DeepSeek-V3's router is a buffer that a bf16 config must not round."""
+    want = saved("deepseek-v3", tmp_path, torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    values = torch.linspace(0.1, 0.9, 4)
+    want.get_buffer(name).data = values
+    want.save_pretrained(tmp_path)
+    model_config = want.config
+    model_config.dtype = torch.bfloat16
+    with empty():
+        model = type(want)._from_config(model_config)
+    assert model.lm_head.weight.dtype is torch.bfloat16
+    assert model.get_buffer(name).dtype is torch.float32
+    engine = single(model, tmp_path)
+    assert torch.equal(engine.module.get_buffer(name), values)
+    trained = [row for row in engine.plan.rows if row.columns.update is not None]
+    split = [row for row in trained if row.columns.update.master is Master.SPLIT]
+    assert split
+    for row in split:
+        assert torch.equal(engine.full_master(row.name), want.get_parameter(row.name).detach().float())

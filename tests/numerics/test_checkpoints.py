@@ -1,0 +1,427 @@
+"""Saved and resumed is as if nothing had been: bit for bit, for every optimizer, scheme, stage and mesh."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.networks import GPT, VOCABULARY, batch
+from tests.numerics.runs import Run, config, finish, make, train
+from tests.ranks.harness import run_ranks
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.shards import Shards
+from zerodrift.errors import CheckpointError
+from zerodrift.io import checkpoint_contents as contents
+from zerodrift.io.checkpoint import Checkpoints
+
+
+def later(engine: Engine, start: int, steps: int) -> Run:
+    """Some more steps, on data of their own."""
+    return train(engine, steps, data=lambda step, rank, micro: batch(start + step, rank, micro))
+
+
+def twice(folder: str, written: dict[str, Any], build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> Any:
+    """Two steps, saved, two more; and those two again in an engine that was just made. What differs."""
+    model, rest = build()
+    engine = make(written, model, **rest)
+    later(engine, 0, 2)
+    Checkpoints(engine, folder, quiet=True).save()
+    expected = later(engine, 2, 2)
+    engine.destroy()
+    model, rest = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    engine = make(written, model, **rest)
+    loaded = Checkpoints(engine, folder, quiet=True).resume()
+    assert loaded is not None and loaded.step == engine.global_steps == 2
+    found = later(engine, 2, 2)
+    engine.destroy()
+    assert any(any(bool(m.any()) for m in state.values()) or not state for state in expected.states.values())
+    return [*expected.differs(found), *map(str, loaded.differences)]
+
+
+def plain() -> tuple[nn.Module, dict[str, Any]]:
+    return GPT(moe=True), {}
+
+
+def given(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """An optimizer of torch, with two groups and a scheduler."""
+    model = GPT()
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    optimizer = kind([{"params": matrices, "lr": 2e-3}, {"params": vectors, "weight_decay": 0.0}], **options)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    return model, {"optimizer": optimizer, "schedule": schedule}
+
+
+def adamw() -> Any:
+    return given(torch.optim.AdamW, lr=1e-3)
+
+
+def sgd() -> Any:
+    return given(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+
+def nadam() -> Any:
+    return given(torch.optim.NAdam, lr=1e-3, weight_decay=0.01)
+
+
+def asgd() -> Any:
+    return given(torch.optim.ASGD, lr=1e-2)
+
+
+def amsgrad() -> Any:
+    return given(torch.optim.AdamW, lr=1e-3, amsgrad=True)
+
+
+def without_block(stage: int, mode: str) -> dict[str, Any]:
+    written = config(stage, mode)
+    del written["optimizer"]
+    return written
+
+
+@pytest.mark.parametrize("build", [adamw, sgd, nadam, asgd, amsgrad])
+def test_an_optimizer_of_torch_goes_on_bit_for_bit(build: Any, tmp_path: Path) -> None:
+    for found in run_ranks(twice, 2, str(tmp_path), without_block(3, "bf16"), build):
+        assert found == []
+
+
+SCHEMES = {
+    "fp32": config(2, "fp32"),
+    "split": config(3, "bf16", precision={"master": "split"}),
+    "master fp32": config(1, "bf16", precision={"master": "fp32"}),
+    "fp16": config(3, "fp16", fp16={"enabled": True, "initial_scale_power": 6, "loss_scale_window": 3}),
+    "autocast": config(0, "autocast-bf16"),
+    "bf16 state": config(3, "bf16", precision={"state": "bf16-stochastic"}),
+    "8bit state": config(3, "bf16", precision={"state": "8bit"}),
+    "lion": config(3, "bf16", optimizer={"type": "Lion", "params": {"lr": 1e-3}}),
+    "muon": config(2, "bf16", optimizer={"type": "Muon", "params": {"lr": 1e-2}}),
+    "schedule": config(
+        3,
+        "bf16",
+        scheduler={"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 10}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    written = dict(SCHEMES[name])
+    if "fp16" in written:
+        del written["precision"]
+    for found in run_ranks(twice, 2, str(tmp_path), written, plain):
+        assert found == []
+
+
+# --- the rest of a run ------------------------------------------------------------------------------------
+
+
+class Noisy(GPT):
+    """With dropout, and a running mean that is another on every rank."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen += tokens.float().mean()
+        self.calls += 1
+        return super().forward(tokens) * self.drop(torch.ones(64)).mean()
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def seeded(rank: int) -> None:
+    torch.manual_seed(rank + 10)
+    random.seed(rank + 10)
+    np.random.seed(rank + 10)
+
+
+def drawn(step: int, rank: int, micro: int) -> torch.Tensor:
+    """Data out of every random generator there is."""
+    number = int(1000 * (random.random() + np.random.rand() + float(torch.rand(())) + random.gauss(0, 1)))
+    return (batch(step, rank, micro) + number) % VOCABULARY
+
+
+def with_everything(folder: str, asynchronous: bool) -> Any:
+    runs, ends = [], []
+    for resumed in (False, True):
+        engine = make(config(3, "bf16"), Noisy())
+        rank = engine.mesh.rank()
+        checkpoints = Checkpoints(engine, folder, asynchronous=asynchronous, quiet=True)
+        if resumed:
+            loaded = checkpoints.resume()
+            assert loaded is not None and loaded.differences == ()
+            assert loaded.client == {"epoch": 1, "order": torch.tensor([rank, 7])}["epoch"] + rank
+        else:
+            seeded(rank)
+            train(engine, 2, data=drawn)
+            checkpoints.save(client=1 + rank)
+        runs.append(train(engine, 3, data=drawn))
+        checkpoints.wait()
+        ends.append((float(engine.module.seen), engine.module.calls, random.random(), float(torch.rand(()))))
+        engine.destroy()
+    return [*runs[0].differs(runs[1]), *([] if ends[0] == ends[1] else [str(ends)])]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside training"])
+def test_random_numbers_buffers_and_the_clients_state_go_on(asynchronous: bool, tmp_path: Path) -> None:
+    for found in run_ranks(with_everything, 2, str(tmp_path), asynchronous):
+        assert found == []
+
+
+def back_and_again(folder: str) -> Any:
+    """A run that goes back to where it was, in the engine that it has, also to before the first step."""
+    engine = make(config(3, "bf16"))
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    checkpoints.save()
+    first = later(engine, 0, 2)
+    checkpoints.save()
+    second = later(engine, 2, 2)
+    checkpoints.load("step-00000000")
+    problems = first.differs(later(engine, 0, 2))
+    checkpoints.load("step-00000002")
+    problems += second.differs(later(engine, 2, 2))
+    engine.destroy()
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
+    for found in run_ranks(back_and_again, world, str(tmp_path)):
+        assert found == []
+
+
+# --- other stages, ranks and schemes ----------------------------------------------------------------------
+
+MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
+SOME = [((0, 1), (3, 2)), ((1, 2), (0, 4)), ((2, 4), (1, 1)), ((3, 4), (2, 2)), ((3, 2), (3, 4))]
+
+
+def save_one(folder: str, written: dict[str, Any]) -> Run:
+    engine = make(written, GPT(moe=True))
+    train(engine, 3)
+    run = Run()
+    finish(engine, run)
+    Checkpoints(engine, folder, quiet=True).save(client={"epoch": 3})
+    engine.destroy()
+    return run
+
+
+def load_one(folder: str, written: dict[str, Any]) -> Any:
+    engine = make(written, GPT(moe=True, seed=5))
+    loaded = Checkpoints(engine, folder, quiet=True).load()
+    run = Run()
+    finish(engine, run)
+    later(engine, 3, 1)  # it runs
+    engine.destroy()
+    return run, loaded.client, {difference.what for difference in loaded.differences}
+
+
+def resharded(
+    tmp_path: Path,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    rest: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+) -> None:
+    """Masters, moments and weights are those that were saved."""
+    folder = tmp_path / f"{source}"
+    before = config(source[0], "bf16", **rest[0])
+    saved = run_ranks(save_one, source[1], str(folder), before)[0] if not folder.exists() else None
+    saved = torch.load(tmp_path / f"{source}.pt", weights_only=False) if saved is None else saved
+    torch.save(saved, tmp_path / f"{source}.pt")
+    results = run_ranks(load_one, target[1], str(folder), config(target[0], "bf16", **rest[1]))
+    for run, client, said in results:
+        assert saved.masters.keys() == run.masters.keys() and len(saved.masters) > 40
+        assert saved.differs(run) == [], (source, target)
+        assert client == {"epoch": 3}
+        assert ("ranks" in said) == (source[1] != target[1])
+        assert ("random numbers" in said) == (source[1] != target[1])
+        assert ("stage" in said) == (source[0] != target[0])
+
+
+@pytest.mark.parametrize(("source", "target"), SOME, ids=str)
+def test_some_meshes_load_what_others_saved(
+    source: tuple[int, int], target: tuple[int, int], tmp_path: Path
+) -> None:
+    resharded(tmp_path, source, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", MESHES, ids=str)
+def test_every_mesh_loads_what_any_other_saved(source: tuple[int, int], tmp_path: Path) -> None:
+    for target in MESHES:
+        resharded(tmp_path, source, target)
+
+
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+
+
+@pytest.mark.parametrize(("source", "target"), [((3, 2), (2, 4)), ((1, 4), (3, 1))], ids=str)
+def test_whole_matrices_go_to_whoever_owns_them(
+    source: tuple[int, int], target: tuple[int, int], tmp_path: Path
+) -> None:
+    resharded(tmp_path, source, target, (MUON, MUON))
+
+
+def other_ranks(folder: str, load: bool) -> Any:
+    """An optimizer of torch with step counts per parameter, which ranks hold for what they own."""
+    model, rest = nadam()
+    engine = make(without_block(3, "bf16"), model, **rest)
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    if load:
+        checkpoints.load()
+    else:
+        later(engine, 0, 3)
+        checkpoints.save()
+    run = Run()
+    finish(engine, run)
+    held = [state for state in engine.optimizer.state.values()]
+    steps = {(float(state["step"]), float(state["mu_product"])) for state in held}
+    engine.destroy()
+    return run, steps
+
+
+def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -> None:
+    saved = run_ranks(other_ranks, 4, str(tmp_path), False)
+    for run, steps in run_ranks(other_ranks, 2, str(tmp_path), True):
+        assert saved[0][0].differs(run) == [] and steps == saved[0][1] and len(steps) == 1
+
+
+def test_replicas_save_once_and_load_all(tmp_path: Path) -> None:
+    resharded(tmp_path, (3, 4), (2, 2), ({"sharding": {"replicate": 2}}, {}))
+
+
+def test_a_split_master_becomes_a_plain_one_and_back(tmp_path: Path) -> None:
+    """The master is the same; what is visible is rounded as its new scheme rounds."""
+    split, wide = ({"precision": {"master": master}} for master in ("split", "fp32"))
+    for number, (source, target) in enumerate([(split, wide), (wide, split)]):
+        saved = run_ranks(save_one, 2, str(tmp_path / str(number)), config(3, "bf16", **source))[0]
+        for run, _, said in run_ranks(load_one, 2, str(tmp_path / str(number)), config(3, "bf16", **target)):
+            assert not any(what.startswith(("masters", "state")) for what in saved.differs(run))
+            assert "master" in said
+
+
+# --- parts ------------------------------------------------------------------------------------------------
+
+
+def shares(stage: int, replicate: int) -> Any:
+    engine = make(config(stage, "bf16", sharding={"replicate": replicate}))
+    train(engine, 1)
+    shards = Shards(engine)
+    parts = {
+        "weights": [(part.name, part.start, part.values.clone()) for part in shards.weights()],
+        "stored": [(part.name, part.start, part.values.clone()) for part in shards.stored()],
+        "exp_avg": [(p.name, p.start, p.values.clone()) for key, p in shards.moments() if key == "exp_avg"],
+    }
+    run = Run()
+    finish(engine, run)
+    engine.destroy()
+    full = {"weights": run.masters, "stored": run.weights}
+    full["exp_avg"] = {name: state["exp_avg"] for name, state in run.states.items()}
+    return parts, full
+
+
+@pytest.mark.parametrize(("stage", "replicate"), [(0, 1), (1, 2), (2, 4), (3, 1), (3, 2)])
+def test_ranks_share_every_element_once(stage: int, replicate: int) -> None:
+    results = run_ranks(shares, 4, stage, replicate)
+    for kind, full in results[0][1].items():
+        for name, expected in full.items():
+            found, count = torch.full_like(expected.flatten(), float("nan")), 0
+            for parts, _ in results:
+                for part, start, values in parts[kind]:
+                    if part == name:
+                        found[start : start + len(values)] = values
+                        count += len(values)
+            assert count == expected.numel(), (kind, name)
+            assert torch.equal(found, expected.flatten()), (kind, name)
+    sizes = [sum(len(values) for *_, values in parts["weights"]) for parts, _ in results]
+    assert max(sizes) < 2 * min(sizes), "writing is not spread over the ranks"
+
+
+def test_one_segment_is_read_at_a_time() -> None:
+    engine = make(config(3, "bf16"), GPT(layers=6))
+    train(engine, 1)
+    flats: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    for item in contents.items(engine):
+        if item.values._base is not None and not any(flat() is item.values._base for flat in flats):
+            flats.append(weakref.ref(item.values._base))
+        most = max(most, sum(flat() is not None for flat in flats))
+    engine.destroy()
+    assert len(flats) >= 3 * 7, "weights and two moments of seven units"
+    assert most <= 3, "flat copies that were alive at once"
+
+
+def weights_alone(folder: str) -> Any:
+    engine = make(config(3, "bf16"), GPT())
+    train(engine, 3)
+    run = Run()
+    finish(engine, run)
+    Checkpoints(engine, folder, quiet=True).save()
+    engine.destroy()
+    lion = config(2, "fp32", optimizer={"type": "Lion", "params": {"lr": 1e-4}})
+    engine = make(lion, GPT(seed=4))
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    with pytest.raises(CheckpointError, match="`optimizer`: must be adamw, as when it was saved; got lion"):
+        checkpoints.load()
+    assert engine.global_steps == 0
+    loaded = checkpoints.load(parts="weights")
+    problems = [n for n, master in run.masters.items() if not torch.equal(engine.full_master(n), master)]
+    problems += ["steps"] if engine.global_steps else []
+    train(engine, 1)
+    assert "optimizer" in {difference.what for difference in loaded.differences}
+    checkpoints.load(allow=("optimizer",))
+    problems += [n for n, master in run.masters.items() if not torch.equal(engine.full_master(n), master)]
+    problems += ["no steps"] if engine.global_steps != 3 else []
+    engine.destroy()
+    return problems
+
+
+def test_weights_can_be_taken_without_the_optimizer(tmp_path: Path) -> None:
+    for found in run_ranks(weights_alone, 2, str(tmp_path)):
+        assert found == []
+
+
+def frozen_then_trained(folder: str) -> Any:
+    """What was frozen begins with moments of zero, and it is said."""
+
+    def build(frozen: bool) -> Engine:
+        model = GPT()
+        model.layers[0].requires_grad_(not frozen)
+        return make(config(3, "bf16"), model)
+
+    engine = build(True)
+    train(engine, 2)
+    expected = {name: engine.full_master(name) for name in ("layers.0.mlp.up.weight", "norm.weight")}
+    Checkpoints(engine, folder, quiet=True).save()
+    engine.destroy()
+    engine = build(False)
+    loaded = Checkpoints(engine, folder, quiet=True).load()
+    problems = [name for name in expected if not torch.equal(engine.full_master(name), expected[name])]
+    problems += ["moments"] if engine.full_state("layers.0.mlp.up.weight")["exp_avg"].any() else []
+    problems += [] if engine.full_state("norm.weight")["exp_avg"].any() else ["no moments"]
+    said = [str(difference) for difference in loaded.differences]
+    problems += [] if any("begin to be trained" in text for text in said) else said
+    engine.destroy()
+    return problems
+
+
+def test_a_frozen_parameter_can_be_trained_later(tmp_path: Path) -> None:
+    for found in run_ranks(frozen_then_trained, 2, str(tmp_path)):
+        assert found == []

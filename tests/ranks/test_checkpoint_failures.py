@@ -1,0 +1,467 @@
+"""What can happen to a checkpoint: a clear error on every rank, nothing half done, the older one loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT
+from tests.numerics.runs import config, make, train
+from tests.ranks.harness import run_ranks
+from tests.ranks.plain import weights
+from zerodrift.api import make_plan
+from zerodrift.comm.mesh import start
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import CheckpointError, RankError, ZerodriftError
+from zerodrift.io import checkpoint_folder, checkpoint_writing
+from zerodrift.io.checkpoint import Checkpoints
+from zerodrift.io.checkpoint_lock import Lock
+
+OLD, NEW = "step-00000001", "step-00000002"
+TIMEOUT = 4.0
+"""Seconds that a rank waits for the others, in tests where one is missing."""
+
+
+def two(folder: str, stage: int = 3) -> tuple[Engine, Checkpoints]:
+    """An engine that has saved after its first and its second step."""
+    engine = make(config(stage, "bf16"))
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    for _ in range(2):
+        train(engine, 1)
+        checkpoints.save()
+    return engine, checkpoints
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """The message of a refusal."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("was not refused")
+
+
+# --- damage -----------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def damaged(folder: str, harm: Callable[[Path], None]) -> Any:
+    """Every file of the newest in turn; whether the engine is as it was, and the older one loads."""
+    engine, checkpoints = two(folder)
+    newest = Path(folder) / NEW
+    before = weights(engine)
+    messages = {}
+    for name in sorted(path.name for path in newest.iterdir()):
+        kept = (newest / name).read_bytes()
+        engine.comm.barrier()
+        if engine.mesh.rank() == 0:
+            harm(newest / name)
+        engine.comm.barrier()
+        messages[name] = refused(checkpoints.load)
+        engine.comm.barrier()
+        if engine.mesh.rank() == 0:
+            (newest / name).write_bytes(kept)
+    after = weights(engine)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    loaded = checkpoints.load(OLD)
+    train(engine, 1)
+    engine.destroy()
+    return messages, changed, loaded.step
+
+
+MANIFEST = "checkpoint.json`: must be the manifest that was written"
+
+
+@pytest.mark.parametrize(
+    ("harm", "must", "manifest"),
+    [
+        (flip, "must be the bits that were written; got others", MANIFEST),
+        (cut, r"must have the [\d,]+ bytes that were written; got [\d,]+", MANIFEST),
+        (
+            remove,
+            "must be there; got no such file",
+            f"must hold a checkpoint with the tag '{NEW}'; got {OLD}",
+        ),
+    ],
+    ids=["flipped", "cut", "removed"],
+)
+def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(
+    harm: Any, must: str, manifest: str, tmp_path: Path
+) -> None:
+    results = run_ranks(damaged, 2, str(tmp_path), harm)
+    assert [step for *_, step in results] == [1, 1]
+    assert [changed for _, changed, _ in results] == [[], []]
+    messages = results[0][0]
+    assert messages == results[1][0] and len(messages) == 9
+    assert manifest in messages.pop("checkpoint.json")
+    for name, message in messages.items():
+        assert name in message and re.search(must, message), message
+        assert "Load an older checkpoint" in message
+
+
+def without_looking(folder: str) -> str:
+    """A file that is damaged where nobody looked is still an error, not a crash."""
+    engine, checkpoints = two(folder)
+    engine.comm.barrier()
+    if engine.mesh.rank() == 0:
+        data = Path(folder) / NEW / "__1_0.distcp"
+        data.write_bytes(b"\0" * data.stat().st_size)
+    engine.comm.barrier()
+    message = refused(lambda: checkpoints.load(verify=False))
+    engine.destroy()
+    return message
+
+
+def test_damage_that_is_met_in_reading_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    messages = run_ranks(without_looking, 2, str(tmp_path))
+    assert messages[0] == messages[1] and NEW in messages[0] and "must be readable" in messages[0]
+
+
+# --- something else ---------------------------------------------------------------------------------------
+
+
+def another_model(folder: str) -> str:
+    engine, _ = two(folder)
+    engine.destroy()
+    engine = make(config(3, "bf16"), GPT(layers=1, width=48, tied=False))
+    before = weights(engine)
+    message = refused(Checkpoints(engine, folder, quiet=True).load)
+    after = weights(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    engine.destroy()
+    return message
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+    messages = run_ranks(another_model, 2, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert "is of another model" in messages[0]
+    assert "`layers.0.mlp.up.weight`: must have shape [96, 48]; got [64, 32]" in messages[0]
+    assert "must hold no parameter that the model does not have; got `layers.1." in messages[0]
+    tied = "`embed.weight`: must have shape [61, 48]"
+    assert tied in messages[0] and "norm.bias" in messages[0]
+
+
+def untied(folder: str) -> str:
+    engine, _ = two(folder)
+    engine.destroy()
+    engine = make(config(3, "bf16"), GPT(tied=False))
+    message = refused(Checkpoints(engine, folder, quiet=True).load)
+    engine.destroy()
+    return message
+
+
+def test_a_tie_that_is_gone_is_refused(tmp_path: Path) -> None:
+    (message,) = run_ranks(untied, 1, str(tmp_path))
+    assert "must be one parameter under the names embed.weight; got embed.weight, head.weight" in message
+
+
+def other_meanings(folder: str) -> list[str]:
+    engine, _ = two(folder)
+    engine.destroy()
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+    messages = []
+    for written in (
+        config(3, "bf16", scheduler=scheduler),
+        config(3, "fp16"),
+        config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
+    ):
+        engine = make(written)
+        messages.append(refused(Checkpoints(engine, folder, quiet=True).load))
+        engine.destroy()
+    return messages
+
+
+def test_what_would_change_the_meaning_is_refused_by_name(tmp_path: Path) -> None:
+    schedule, scale, optimizer = run_ranks(other_meanings, 2, str(tmp_path))[0]
+    assert "`schedule`: must be none, as when it was saved; got WarmupLR" in schedule
+    assert "`loss scale`: must not be there" in scale and "allow=('loss_scale',)" in scale
+    assert "`optimizer`: must be adamw" in optimizer
+
+
+def in_the_middle(folder: str) -> list[str]:
+    engine = make(config(3, "bf16", 2))
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    engine.backward(engine(torch.zeros(1, 4, dtype=torch.long)))
+    engine.step()
+    messages = []
+    for call in (checkpoints.save, checkpoints.load):
+        with pytest.raises(ZerodriftError, match="must be called between steps; got 1 micro-batch") as info:
+            call()
+        messages.append(str(info.value))
+    engine.destroy()
+    return messages
+
+
+def test_a_step_that_has_not_ended_is_not_saved(tmp_path: Path) -> None:
+    run_ranks(in_the_middle, 1, str(tmp_path))
+
+
+def nothing_there(folder: str) -> Any:
+    engine = make(config(3, "bf16"))
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    found = checkpoints.resume(), refused(checkpoints.load), refused(lambda: checkpoints.load("../etc"))
+    engine.destroy()
+    return found
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    for begun, message, odd in run_ranks(nothing_there, 2, str(tmp_path / "none")):
+        assert begun is None and "got no such folder" in message
+        assert "must hold a checkpoint with the tag '../etc'" in odd
+
+
+# --- a save that fails ------------------------------------------------------------------------------------
+
+
+def no_room(folder: str, asynchronous: bool) -> Any:
+    """The disk is full on the last rank, in the middle of its file."""
+    engine, checkpoints = two(folder)
+    checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=asynchronous)
+    checkpoints.load()
+    train(engine, 1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if engine.mesh.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+
+    def save() -> None:
+        checkpoints.save()
+        checkpoints._pending and checkpoints._pending[0]._thread.join()  # type: ignore[union-attr]
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        train(engine, 1)
+        checkpoints.save()
+
+    message = refused(save)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if engine.micro_batches:
+        engine.step()  # the step that was told of it goes on
+    names = sorted(path.name for path in Path(folder).iterdir())
+    checkpoints.save("after")
+    checkpoints.wait()
+    loaded = checkpoints.load(NEW)
+    engine.destroy()
+    return message, names, loaded.step
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside training"])
+def test_a_full_disk_leaves_what_was_there(asynchronous: bool, tmp_path: Path) -> None:
+    results = run_ranks(no_room, 2, str(tmp_path), asynchronous)
+    assert results[0] == results[1]
+    message, names, step = results[0]
+    assert "must be writable, with room for the checkpoint; got: File too large" in message
+    assert names == ["latest", OLD, NEW], "nothing of the failed save is left, nor a lock"
+    assert step == 2
+
+
+def cannot_be_read_again(folder: str) -> Any:
+    engine, checkpoints = two(folder)
+    client = {"bad": threading_lock()} if engine.mesh.rank() == 1 else {"bad": 1}
+    message = refused(lambda: checkpoints.save("odd", client=client))
+    checkpoints.save("fine", client={"bad": 1})
+    engine.destroy()
+    return message
+
+
+def threading_lock() -> Any:
+    return type("Unknown", (), {})
+
+
+def test_a_state_that_could_not_be_read_is_refused_on_every_rank(tmp_path: Path) -> None:
+    messages = run_ranks(cannot_be_read_again, 2, str(tmp_path))
+    assert messages[0] == messages[1] and "`client`: must be made of numbers" in messages[0]
+
+
+# --- two writers ------------------------------------------------------------------------------------------
+
+
+def two_writers(folder: str) -> Any:
+    engine, checkpoints = two(folder)
+    held = Lock.take(Path(folder)) if engine.mesh.rank() == 0 else None
+    while_held = refused(lambda: checkpoints.save("now"))
+    if held is not None:
+        held.release()
+    checkpoints.save("now")
+    engine.destroy()
+    engine = make(config(3, "bf16"))
+    other = Checkpoints(engine, folder, quiet=True)
+    not_mine = refused(other.save)
+    other.load()
+    other.save("mine-now")
+    engine.destroy()
+    return while_held, not_mine
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    results = run_ranks(two_writers, 2, str(tmp_path))
+    assert results[0] == results[1]
+    while_held, not_mine = results[0]
+    assert "must have one writer; got process" in while_held and "save to another folder" in while_held
+    assert f"must hold checkpoints of this run alone; got {OLD}, now, {NEW} of another" in not_mine
+
+
+# --- a rank that dies -------------------------------------------------------------------------------------
+
+
+def kill_at(event: str, word: str) -> None:
+    """SIGKILL, when Python is about to do something with a file of that name."""
+
+    def hook(found: str, arguments: tuple[Any, ...]) -> None:
+        if found == event and arguments and word in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def dies(folder: str, who: int, event: str, word: str, load: bool) -> Any:
+    mesh = start(make_plan(config(3, "bf16"), GPT(), 2).mesh, "cpu", TIMEOUT)
+    engine = Engine(make_plan(config(3, "bf16"), GPT(), 2), GPT(), mesh)
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    if load:
+        checkpoints.load(NEW)
+    else:
+        checkpoints.resume()
+    train(engine, 1)
+    engine.comm.barrier()
+    if mesh.rank() == who:
+        kill_at(event, word)
+    began = time.monotonic()
+    try:
+        if load:
+            checkpoints.load(OLD)
+        else:
+            checkpoints.save()
+    except RankError:
+        engine.destroy()
+        return time.monotonic() - began
+    raise AssertionError("nobody missed it")
+
+
+def saved(folder: str) -> None:
+    two(folder)[0].destroy()
+
+
+def comes_back(folder: str) -> Any:
+    """The next run: what it finds, and that it saves."""
+    engine = make(config(3, "bf16"))
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    loaded = checkpoints.resume()
+    assert loaded is not None
+    train(engine, 1)
+    checkpoints.save("next")
+    engine.comm.barrier()
+    names = sorted(path.name for path in Path(folder).iterdir() if path.name[0] == ".")
+    engine.destroy()
+    return loaded.step, names
+
+
+POINTS = [
+    (0, "open", "distcp"),
+    (1, "open", "distcp"),
+    (1, "open", "rank-00001.pt"),
+    (0, "open", "checkpoint.json"),
+    (0, "os.rename", ".writing-"),
+]
+
+
+@pytest.mark.parametrize(("who", "event", "word"), POINTS, ids=str)
+def test_a_rank_that_dies_in_a_save_costs_that_save_alone(
+    who: int, event: str, word: str, tmp_path: Path
+) -> None:
+    run_ranks(saved, 2, str(tmp_path))
+    results = run_ranks(dies, 2, str(tmp_path), who, event, word, False, dying={who})
+    assert results[who] is None and results[1 - who] < 3 * TIMEOUT
+    for step, names in run_ranks(comes_back, 2, str(tmp_path)):
+        assert step == 2 and names == [], "what the dead save left is gone"
+
+
+@pytest.mark.parametrize(("who", "word"), [(0, "distcp"), (1, ".metadata")])
+def test_a_rank_that_dies_in_a_load_is_missed(who: int, word: str, tmp_path: Path) -> None:
+    run_ranks(saved, 2, str(tmp_path))
+    results = run_ranks(dies, 2, str(tmp_path), who, "open", word, True, dying={who})
+    assert results[who] is None and results[1 - who] < 3 * TIMEOUT
+    for step, names in run_ranks(comes_back, 2, str(tmp_path)):
+        assert step == 2 and names == []
+
+
+# --- beside training --------------------------------------------------------------------------------------
+
+
+def slow_disk(folder: str) -> Any:
+    """A save beside training is a checkpoint some steps later, of the state that was saved."""
+    engine, _ = two(folder)
+    checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=True)
+    checkpoints.load()
+    real = checkpoint_writing.write_items
+    go = Path(folder).parent / "go"
+
+    def waits(*arguments: Any) -> Any:
+        while not go.exists():
+            time.sleep(0.01)
+        return real(*arguments)
+
+    checkpoint_writing.write_items = waits  # type: ignore[assignment]
+    expected = weights(engine)
+    checkpoints.save("beside")
+    train(engine, 2)
+    folder_of = checkpoint_folder.Folder(folder)
+    early = folder_of.tags()
+    engine.comm.barrier()
+    go.touch()
+    while checkpoints._pending is not None:
+        train(engine, 1)
+    late = folder_of.tags()
+    checkpoints.load("beside")
+    found = weights(engine)
+    checkpoints.save("last")
+    engine.destroy()  # waits for it
+    return early, late, folder_of.tags(), all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_a_save_beside_training_is_of_the_state_that_was_saved(tmp_path: Path) -> None:
+    for early, late, last, same in run_ranks(slow_disk, 2, str(tmp_path / "c")):
+        assert early == [OLD, NEW] and set(late) == {OLD, NEW, "beside"}
+        assert set(last) == {OLD, NEW, "beside", "last"} and same
+
+
+def gives_up(folder: str) -> Any:
+    """An exception that ends a run does not wait for what is being written."""
+    engine, _ = two(folder)
+    checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=True)
+    checkpoints.load()
+    checkpoints.save("never")
+    try:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            engine.destroy()
+    except KeyboardInterrupt:
+        return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_an_exception_gives_up_a_save_beside_training(tmp_path: Path) -> None:
+    run_ranks(gives_up, 2, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", OLD, NEW]

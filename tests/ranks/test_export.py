@@ -1,0 +1,248 @@
+"""Exports on ranks: the same bits from every stage and mesh, and nothing half written when one fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zerodrift as zd
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import CheckpointError, RankError
+from zerodrift.io import export as exporting
+from zerodrift.io.sink import Sink
+from zerodrift.model.safetensors import stored
+
+ROUTERS = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
+
+
+def trained(stage: int, mode: str = "bf16", **rest: Any) -> Engine:
+    """A few steps, so that masters have bits that storage has not."""
+    model = GPT(moe=True)
+    model.layers[0].norm1.weight.requires_grad_(False)
+    engine = make(config(stage, mode, **{**ROUTERS, **rest}), model)
+    for step in range(2):
+        engine.backward(engine(batch(step, engine.mesh.rank("data"))))
+        engine.step()
+    return engine
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    stored(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def cases(root: str, stages: list[int], rest: dict[str, Any]) -> None:
+    """On a rank: for every stage the plan's dtypes, fp32, and 16 bits, and what they must be."""
+    for stage in stages:
+        folder = Path(root) / str(stage)
+        engine = trained(stage, **rest)
+        result = zd.export(engine, folder / "plan", max_shard_size="20KB")
+        assert len(result.files) > 2
+        assert result.bytes == sum(value.nbytes for value in tensors(folder / "plan").values())
+        zd.export(engine, folder / "fp32", dtype="fp32")
+        zd.save_16bit(engine, folder / "half")
+        _compare(engine, folder)
+        engine.destroy()
+
+
+def _compare(engine: Engine, folder: Path) -> None:
+    plan, wide, half = (tensors(folder / name) for name in ("plan", "fp32", "half"))
+    rows = {row.name: row for row in engine.plan.rows}
+    assert plan.keys() == wide.keys() == half.keys() == {*rows, "scale"}
+    assert "head.weight" not in plan, "tied: saved once"
+    with engine.gathered() as shown:
+        for name, row in rows.items():
+            master = engine.full_master(name)
+            pinned = row.columns.pinned
+            assert pinned == (".router." in name)
+            assert plan[name].dtype is (torch.float32 if pinned else torch.bfloat16)
+            assert torch.equal(plan[name], master if pinned else shown[name]), name
+            assert torch.equal(wide[name], master), name
+            assert torch.equal(half[name], plan[name]), name
+    assert torch.equal(plan["scale"], torch.tensor(0.3333333))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_stage_writes_what_the_engine_holds(root: Path, world: int) -> None:
+    run_ranks(cases, world, str(root), [0, 1, 2, 3], {}, timeout=120)
+    # One micro-batch: every stage has the same bits, so the files are the same.
+    for kind in ("plan", "fp32", "half"):
+        files = [sorted((root / str(stage) / kind).iterdir()) for stage in range(4)]
+        for other in files[1:]:
+            assert [path.name for path in other] == [path.name for path in files[0]]
+            assert all(a.read_bytes() == b.read_bytes() for a, b in zip(files[0], other, strict=True))
+
+
+def test_replicas_write_different_slices(root: Path) -> None:
+    run_ranks(cases, 4, str(root), [0, 3], {"sharding": {"replicate": 2}}, timeout=150)
+
+
+def test_each_rank_writes_its_share(root: Path) -> None:
+    counts = run_ranks(shares, 2, str(root), timeout=60)
+    total = sum(value.nbytes for value in tensors(root / "model").values())
+    assert sum(counts) == total
+    assert max(counts) < 0.75 * total
+
+
+def shares(root: str) -> int:
+    sinks: list[Sink] = []
+
+    class Watched(Sink):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            sinks.append(self)
+
+    exporting.Sink = Watched  # type: ignore[misc]
+    zd.export(trained(3), Path(root) / "model")
+    return sinks[-1].written
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------
+
+
+def left(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def refused(root: str) -> list[str]:
+    """On a rank: errors, each on every rank."""
+    engine, found = trained(2), []
+    folder = Path(root)
+    (folder / "there").mkdir(exist_ok=True)
+    (folder / "there" / "thing").touch()
+
+    def attempt(**rest: Any) -> None:
+        try:
+            zd.export(engine, **rest)
+        except zd.ZerodriftError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+
+    attempt(folder=folder / "there")
+    attempt(folder=folder / "there" / "thing")
+    attempt(folder=folder / "a", dtype="int8")
+    attempt(folder=folder / "a", max_shard_size="many")
+    full, os.posix_fallocate = os.posix_fallocate, _full
+    attempt(folder=folder / "a")
+    os.posix_fallocate = full
+    write = Sink.write
+    if engine.mesh.rank() == 1:
+        Sink.write = _broken  # type: ignore[method-assign]
+    attempt(folder=folder / "a")
+    Sink.write = write  # type: ignore[method-assign]
+    home = Path.cwd()
+    (folder / f"machine{engine.mesh.rank()}").mkdir()
+    os.chdir(folder / f"machine{engine.mesh.rank()}")
+    attempt(folder="a")
+    os.chdir(home)
+    attempt(folder=folder / "there", overwrite=True)
+    return found
+
+
+def _full(*_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _broken(*_: Any) -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
+    found = run_ranks(refused, 2, str(root), timeout=60)
+    assert found[0] == found[1]
+    something, file, dtype, size, full, broken, unseen, fine = found[0]
+    assert "must not be there, or be empty" in something
+    assert "must be a folder" in file
+    assert "must be fp32, bf16 or fp16" in dtype
+    assert "must be a number of bytes" in size
+    assert "No space left on device" in full and "Make room" in full
+    assert "Input/output error" in broken
+    assert "every rank sees; rank 1" in unseen
+    assert fine == "" and not (root / "there" / "thing").exists()
+    assert left(root) == ["machine0", "machine1", "there"]
+    assert left(root / "machine0") == left(root / "machine1") == []
+
+
+def killed(root: str, dying: int) -> str:
+    engine = trained(3)
+    if engine.mesh.rank() == dying:
+        Sink.write = _die  # type: ignore[method-assign]
+    try:
+        zd.export(engine, Path(root) / "model")
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_killed_rank_leaves_no_folder(root: Path, dying: int) -> None:
+    found = run_ranks(killed, 2, str(root), dying, timeout=60, dying=[dying])
+    assert found[1 - dying], "the other rank raises"
+    assert not (root / "model").exists()
+    if dying == 1:
+        assert left(root) == [], "rank 0 cleans up"
+    # What the death of rank 0 left behind goes with the next export.
+    run_ranks(again, 2, str(root), timeout=60)
+    assert left(root) == ["model"]
+    assert tensors(root / "model")
+
+
+def again(root: str) -> None:
+    zd.export(trained(3), Path(root) / "model")
+
+
+def test_one_writer_at_a_time(root: Path) -> None:
+    from zerodrift.io.staging import Staging
+
+    first = Staging(root / "model")
+    with pytest.raises(CheckpointError, match="must have one writer; got process"):
+        Staging(root / "model")
+    first.publish()
+    assert left(root) == ["model"] and left(root / "model") == []
+
+
+def test_a_replacement_that_never_came_is_undone(root: Path) -> None:
+    from zerodrift.io.staging import Staging
+
+    (root / ".model.old-1234").mkdir()
+    (root / ".model.old-1234" / "file").touch()
+    with pytest.raises(CheckpointError, match="must not be there"):
+        Staging(root / "model")
+    assert left(root) == ["model"]
+
+
+def test_columns_of_frozen_parameters(root: Path) -> None:
+    """Frozen rows have no master: what is exported is storage, widened where asked."""
+    engine = trained(0)
+    row = engine.plan.row("layers.0.norm1.weight")
+    assert row is not None and row.columns.update is None and replace(row) == row
+    zd.export(engine, root / "model", dtype="fp32")
+    found = tensors(root / "model")["layers.0.norm1.weight"]
+    assert found.dtype is torch.float32 and torch.equal(found, torch.ones(32))
+    engine.destroy()

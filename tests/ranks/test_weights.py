@@ -1,0 +1,337 @@
+"""Weights out of safetensors on ranks: bits, bytes read, first values, and errors that reach every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config
+from tests.ranks.harness import run_ranks
+from zerodrift.api import empty, initialize, load_weights
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ModelError, RankError, ZerodriftError
+from zerodrift.io.reader import Reader
+from zerodrift.optim.split import round_away
+from zerodrift.policy.nouns import Master
+
+STAGES = (0, 1, 2, 3)
+MASTERS = {"split": ("bf16", {}), "fp32": ("bf16", {"master": "fp32"}), "same": ("fp32", {})}
+
+
+def given(dtype: torch.dtype = torch.float32) -> GPT:
+    """The model that files are made of: values that do not fit bf16, ties among them."""
+    model = GPT(moe=True)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            # Halfway between two bf16 values: rounded away by a split master, to even by a cast.
+            parameter.view(-1)[:1] = torch.tensor(1.0 + 2.0**-8)
+    return model.to(dtype)
+
+
+def save(model: nn.Module, folder: Path, files: int = 2) -> Path:
+    """A sharded checkpoint with an index, tied names once."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    seen: dict[int, str] = {}
+    state = {k: v for k, v in model.state_dict().items() if seen.setdefault(v.data_ptr(), k) == k}
+    where = {name: f"part-{number % files}.safetensors" for number, name in enumerate(state)}
+    for file in set(where.values()):
+        part = {name: state[name].contiguous() for name in state if where[name] == file}
+        save_file(part, folder / file)
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of tensors in the files of a folder."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        total += file.stat().st_size - 8 - int.from_bytes(file.open("rb").read(8), "little")
+    return total
+
+
+def make(stage: int, scheme: str = "split", **rest: Any) -> Engine:
+    mode, precision = MASTERS[scheme]
+    with empty():
+        model = GPT(moe=True, seed=rest.pop("seed", 0))
+    written = config(stage, mode, precision=precision, **rest.pop("config", {}))
+    return initialize(model, config=written, device="cpu", quiet=True, **rest)
+
+
+def wrong(engine: Engine, want: nn.Module) -> list[str]:
+    """Names whose master, storage or buffer are not the bits of `want`."""
+    found = []
+    state = want.state_dict()
+    with engine.gathered() as shown:
+        for row in engine.plan.rows:
+            values = state[row.name].float()
+            if not torch.equal(engine.full_master(row.name), values):
+                found.append(f"master {row.name}")
+            split = row.columns.update is not None and row.columns.update.master is Master.SPLIT
+            rounded = round_away(values) if split else values
+            if not torch.equal(shown[row.name], rounded.to(shown[row.name].dtype)):
+                found.append(f"shown {row.name}")
+    for name, buffer in engine.module.named_buffers():
+        if not torch.equal(buffer, state[name]):
+            found.append(f"buffer {name}")
+    return found
+
+
+# --- bits and bytes -------------------------------------------------------------------------------------
+
+
+def load_everywhere(folder: Path, replicate: int) -> list[tuple[str, list[str], int]]:
+    want = given()
+    want.scale.fill_(0.125)
+    rest = {"sharding": {"replicate": replicate}} if replicate > 1 else {}
+    found = []
+    for stage in STAGES:
+        for scheme in MASTERS:
+            before = _reads()
+            engine = make(stage, scheme, weights=folder, config=rest)
+            read = _reads() - before
+            found.append((f"stage {stage}, {scheme}", wrong(engine, want), read))
+            engine.destroy()
+    return found
+
+
+def _reads() -> int:
+    return READ[0]
+
+
+READ = [0]
+
+
+def _count(reader: Any, stored: Any, first: int, into: torch.Tensor) -> None:
+    READ[0] += into.numel() * into.element_size()
+    _bytes(reader, stored, first, into)
+
+
+_bytes = Reader._bytes
+
+
+def counted(folder: Path, replicate: int) -> list[tuple[str, list[str], int]]:
+    Reader._bytes = _count  # type: ignore[method-assign]
+    return load_everywhere(folder, replicate)
+
+
+@pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_masters_have_the_bits_of_the_files_and_every_byte_is_read_once(
+    tmp_path: Path, world: int, replicate: int
+) -> None:
+    model = given()
+    model.scale.fill_(0.125)
+    folder = save(model, tmp_path)
+    runs = run_ranks(counted, world, folder, replicate, timeout=120)
+    size = size_of(folder)
+    for number, (what, differs, _) in enumerate(runs[0]):
+        assert not differs, what
+        per_rank = [run[number][2] for run in runs]
+        # Every replica reads all of it but the buffers, which rank 0 reads for everybody.
+        assert sum(per_rank) == size * replicate - 4 * (replicate - 1), what
+        assert max(per_rank) < 1.2 * size * replicate / world + 70_000, what
+    for run in runs[1:]:
+        assert [differs for _, differs, _ in run] == [[]] * len(run)
+
+
+def narrow(folder: Path, dtype: torch.dtype) -> list[list[str]]:
+    want = given(dtype)
+    found = []
+    for stage in (0, 3):
+        for scheme in MASTERS:
+            engine = make(stage, scheme, weights=folder)
+            found.append(wrong(engine, want.float()))
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_narrow_files_are_exact_in_every_master(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = given(dtype)
+    model.scale = model.scale.float()  # a buffer keeps its own dtype or narrower
+    for found in run_ranks(narrow, 2, save(model, tmp_path), dtype):
+        assert found == [[]] * 6
+
+
+def load_later(folder: Path) -> list[tuple[list[str], list[str], float]]:
+    """Into an engine that has trained a step: values change, moments do not, and it trains on."""
+    found = []
+    for stage in STAGES:
+        for scheme in MASTERS:
+            engine = make(stage, scheme)
+            engine.backward(engine(batch(0, engine.mesh.rank())))
+            engine.step()
+            name = "layers.0.norm1.weight"
+            before = engine.full_state(name)["exp_avg"]
+            done = load_weights(engine, folder, quiet=True)
+            assert done.bytes == size_of(folder), (stage, scheme)
+            assert torch.equal(engine.full_state(name)["exp_avg"], before)
+            differs = wrong(engine, given())
+            loss = engine(batch(1, engine.mesh.rank()))
+            engine.backward(loss)
+            engine.step()
+            found.append((differs, [], loss.item()))
+            engine.destroy()
+    return found
+
+
+def test_loading_later_gives_the_same_bits(tmp_path: Path) -> None:
+    for run in run_ranks(load_later, 2, save(given(), tmp_path), timeout=120):
+        assert [differs for differs, _, _ in run] == [[]] * 12
+        for place in range(3):  # per scheme: all stages compute the same loss
+            assert len({loss for _, _, loss in run[place::3]}) == 1
+
+
+# --- first values ---------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    """Every way in which a parameter gets its first values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 24, padding_idx=2)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(24, 2, 40) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(24) * 1.0)
+        self.big = nn.Parameter(torch.empty(300, 24))
+        self.reset_parameters()
+        self.head = nn.Linear(24, 300, bias=False)
+        self.head.weight = self.embed.weight
+        self.apply(self._again)
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.big, std=0.02)
+
+    def _again(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.orthogonal_(module.weight, gain=0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.big[tokens]
+        for layer in self.layers:
+            x = layer(x)
+        return (self.head(x * self.scale)).square().mean()
+
+
+def first_values() -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for stage in STAGES:
+        torch.manual_seed(100 + torch.distributed.get_rank())  # rank 0's seed is everybody's
+        with empty():
+            model = Bare()
+        engine = initialize(model, config=config(stage, "bf16"), device="cpu", quiet=True)
+        found[f"stage {stage}"] = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+        engine.destroy()
+    return found
+
+
+def test_first_values_are_the_same_bits_at_every_stage_and_world_size() -> None:
+    answers = [run for world in (1, 2, 4) for run in run_ranks(first_values, world)]
+    runs = [values for run in answers for values in run.values()]
+    first = runs[0]
+    for other in runs[1:]:
+        assert [name for name in first if not torch.equal(first[name], other[name])] == []
+    gram = first["layers.0.linear2.weight"] @ first["layers.0.linear2.weight"].T
+    assert torch.allclose(gram, 0.25 * torch.eye(24), atol=1e-5)
+    assert not torch.equal(first["layers.0.linear1.weight"], first["layers.1.linear1.weight"])
+    assert 0.01 < first["big"].std() < 0.03 and torch.equal(first["scale"], torch.ones(24))
+    assert torch.equal(first["layers.1.norm1.weight"], torch.ones(24))
+
+
+def test_an_optimizer_over_parameters_without_memory_trains_as_over_others(tmp_path: Path) -> None:
+    """Parameters stay the same objects, so groups made before the engine are groups of what it trains."""
+    folder = save(given(), tmp_path)
+    runs = []
+    for without in (False, True):
+        with empty() if without else contextlib.nullcontext():
+            model = GPT(moe=True)
+        kept = list(model.parameters())
+        groups = [{"params": kept[:5], "lr": 0.0}, {"params": kept[5:], "lr": 1e-2}]
+        optimizer = torch.optim.AdamW(groups)
+        engine = initialize(model, optimizer, config(3, "bf16"), weights=folder, device="cpu", quiet=True)
+        assert [id(p) for p in model.parameters()] == [id(p) for p in kept]
+        for step in range(2):
+            engine.backward(engine(batch(step)))
+            engine.step()
+        runs.append({row.name: engine.full_master(row.name) for row in engine.plan.rows})
+    assert [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])] == []
+    names = [name for name, _ in model.named_parameters()]
+    want = given().state_dict()
+    for place, name in enumerate(names):
+        assert torch.equal(runs[1][name], want[name]) == (place < 5), name
+
+
+# --- errors on every rank -------------------------------------------------------------------------------
+
+
+def refused(folder: Path, only: int | None, kind: str) -> str:
+    """What a rank is told when files are broken for all ranks, or for one of them alone."""
+    rank = torch.distributed.get_rank()
+    if only is not None and rank != only:
+        folder = folder.parent / "sound"
+    elif kind == "vanishes":
+        plain = os.preadv
+
+        def fails(number: int, rooms: list[memoryview], place: int) -> int:
+            if place > 20_000:
+                raise OSError(5, "Input/output error")
+            return plain(number, rooms, place)
+
+        os.preadv = fails
+    try:
+        make(3, weights=folder)
+    except ZerodriftError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["short", "header", "absent", "vanishes"])
+def test_files_that_are_broken_for_one_rank_are_an_error_on_all(tmp_path: Path, kind: str) -> None:
+    save(given(), tmp_path / "sound")
+    folder = save(given(), tmp_path / "broken")
+    file = folder / "part-1.safetensors"
+    if kind == "short":
+        file.write_bytes(file.read_bytes()[:-64])
+    elif kind == "header":
+        file.write_bytes(file.read_bytes()[:8] + b"x" + file.read_bytes()[9:])
+    elif kind == "absent":
+        file.unlink()
+    told = run_ranks(refused, 2, folder, 1, kind)
+    expected = {
+        "short": "It was cut short",
+        "header": "must be JSON",
+        "absent": "must exist, as `model.safetensors.index.json` names it",
+        "vanishes": "must be readable in it",
+    }[kind]
+    assert all(expected in text for text in told), told
+    assert all(text.startswith(ModelError.__name__) for text in told)
+
+
+def test_a_model_with_memory_on_one_rank_only_is_an_error_on_all() -> None:
+    told = run_ranks(lopsided, 2)
+    assert all("must be built alike on every rank" in text for text in told), told
+
+
+def lopsided() -> str:
+    if torch.distributed.get_rank() == 0:
+        with empty():
+            model: nn.Module = nn.Linear(300, 300)
+    else:
+        model = nn.Linear(300, 300)
+    try:
+        initialize(model, config=config(3, "fp32"), device="cpu", quiet=True)
+    except RankError as error:
+        return str(error)
+    return "nothing"

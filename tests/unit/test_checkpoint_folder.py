@@ -1,0 +1,289 @@
+"""Folders of checkpoints without torch: what appears, what goes, who may write, and what is damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from zerodrift.errors import CheckpointError
+from zerodrift.io import checkpoint_lock
+from zerodrift.io.checkpoint_folder import Folder, automatic, check_tag
+from zerodrift.io.checkpoint_lock import Lock, Writer
+from zerodrift.io.checkpoint_manifest import (
+    MANIFEST,
+    Entry,
+    Manifest,
+    damage,
+    read_entries,
+    read_manifest,
+    write_entries,
+    write_manifest,
+    write_whole,
+)
+from zerodrift.mesh import MeshShape
+from zerodrift.record import encode
+
+ENTRIES = (
+    Entry(("embed.weight", "head.weight"), (61, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
+    Entry(("layers.0.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
+    Entry(("layers.1.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
+    Entry(("frozen",), (), "bf16", -1, ()),
+)
+
+
+def manifest(tag: str, step: int, run: str = "r1") -> Manifest:
+    return Manifest(
+        run=run,
+        tag=tag,
+        step=step,
+        skipped=1,
+        saved="2030-01-02T03:04:05+00:00",
+        versions=(("zerodrift", "0.1.0"), ("torch", "2.13.0")),
+        source="GPT",
+        mode="bf16",
+        stage=3,
+        mesh=MeshShape(shard=4),
+        digest="ab" * 32,
+        optimizer="adamw",
+        schedule="WarmupLR",
+        loss_scale=1.0,
+        lr=(1e-3,),
+        ranks=4,
+        parameters=4,
+        elements=6049,
+        files=(),
+    )
+
+
+def save(folder: Folder, step: int, tag: str = "", run: str = "r1") -> Path:
+    """A small checkpoint, the way a save makes one."""
+    tag = tag or automatic(step)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    written = folder.begin(tag)
+    files = (write_entries(written, ENTRIES), write_whole(written / "__0_0.distcp", b"\1\2\3" * 1000))
+    head = manifest(tag, step, run)
+    write_manifest(written, type(head)(**{**_fields(head), "files": files}))
+    return folder.publish(written, tag)
+
+
+def _fields(head: Manifest) -> dict[str, object]:
+    return {name: getattr(head, name) for name in Manifest.__slots__}
+
+
+# --- what appears -----------------------------------------------------------------------------------
+
+
+def test_what_is_published_is_the_newest(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "runs" / "a")
+    assert folder.tags() == [] and folder.latest() == ""
+    for step in (2, 10, 4):
+        save(folder, step)
+    assert folder.tags() == [automatic(2), automatic(4), automatic(10)]
+    assert folder.latest() == automatic(4)
+    assert folder.find("latest").name == automatic(4) and folder.find(automatic(2)).is_dir()
+    found = read_manifest(folder.find("latest"))
+    assert found.step == 4 and found.files[0].name == "parameters.json"
+    assert read_entries(folder.find("latest")) == ENTRIES
+
+
+def test_a_tag_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    save(folder, 1, "best")
+    save(folder, 2, "best")
+    assert folder.tags() == ["best"] and read_manifest(folder.find("best")).step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
+
+
+@pytest.mark.parametrize("point", range(1, 12))
+def test_wherever_a_publication_ends_there_is_a_checkpoint(
+    point: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every system call that changes the folder fails in turn; the one that was there can be found."""
+    folder = Folder(tmp_path)
+    save(folder, 1, "best")
+    left = [point]
+
+    def failing(real):  # type: ignore[no-untyped-def]
+        def call(*arguments, **options):  # type: ignore[no-untyped-def]
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(28, "No space left on device")
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("rename", "replace", "fsync"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    try:
+        save(folder, 2, "best")
+        ended = True
+    except OSError:
+        ended = False
+    monkeypatch.undo()
+    for _ in range(2):
+        found = folder.find("latest")
+        assert read_manifest(found).step in ((2,) if ended else (1, 2))
+        assert damage(found, read_manifest(found).files) == []
+        folder.clean()  # and again after the next run has tidied up
+    assert folder.unfinished() == []
+    save(folder, 3, "best")
+    assert read_manifest(folder.find("latest")).step == 3
+
+
+def test_the_first_is_found_before_anything_names_it(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    save(folder, 1)
+    (tmp_path / "latest").unlink()
+    assert folder.find("latest").name == automatic(1)
+
+
+def test_only_what_was_written_to_its_end_is_found(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    with pytest.raises(CheckpointError, match=r"must hold a checkpoint; got none\."):
+        folder.find("latest")
+    folder.begin("step-00000001")
+    with pytest.raises(CheckpointError, match="got none but 1 that was cut short"):
+        folder.find("latest")
+    save(folder, 2)
+    with pytest.raises(CheckpointError, match=r"got step-00000002\. Did you mean `step-00000002`\?"):
+        folder.find("step-00000003")
+    assert len(folder.unfinished()) == 1
+    assert len(folder.clean()) == 1 and folder.unfinished() == []
+
+
+def test_all_but_the_newest_go_and_chosen_tags_stay(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for step in range(1, 6):
+        save(folder, step)
+    save(folder, 3, "best")
+    assert folder.prune(2) == [automatic(1), automatic(2), automatic(3)]
+    assert folder.tags() == ["best", automatic(4), automatic(5)]
+    assert folder.prune(2) == []
+
+
+def test_what_latest_names_is_never_pruned(tmp_path: Path) -> None:
+    """A run that went back and saved has fewer steps than what it left behind."""
+    folder = Folder(tmp_path)
+    for step in (8, 9, 2):
+        save(folder, step)
+    assert folder.prune(2) == [] and folder.latest() == automatic(2)
+
+
+@pytest.mark.parametrize("tag", ["", "latest", "../up", "a/b", ".hidden", "a b"])
+def test_a_tag_is_a_plain_name(tag: str) -> None:
+    with pytest.raises(CheckpointError, match="`tag`: must be letters"):
+        check_tag(tag)
+
+
+# --- damage -----------------------------------------------------------------------------------------
+
+
+def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
+    path = save(Folder(tmp_path), 1)
+    good = (path / MANIFEST).read_bytes()
+    for place in range(0, len(good), 7):
+        data = bytearray(good)
+        data[place] ^= 1 << (place % 8)
+        (path / MANIFEST).write_bytes(data)
+        with pytest.raises(CheckpointError, match="must be"):
+            read_manifest(path)
+    (path / MANIFEST).write_bytes(good[: len(good) // 2])
+    with pytest.raises(CheckpointError, match="must be the manifest that was written"):
+        read_manifest(path)
+
+
+def test_damage_is_named_file_by_file(tmp_path: Path) -> None:
+    path = save(Folder(tmp_path), 1)
+    files = read_manifest(path).files
+    assert damage(path, files) == []
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[5] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+    (path / "parameters.json").unlink()
+    texts = [str(problem) for problem in damage(path, files)]
+    assert len(texts) == 2
+    assert "must be there; got no such file" in texts[0] and "must be the bits that were written" in texts[1]
+    assert len(damage(path, files, content=False)) == 1
+
+
+# --- the lock ---------------------------------------------------------------------------------------
+
+
+def test_a_lock_has_one_owner(tmp_path: Path) -> None:
+    lock = Lock.take(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=rf"got process {os.getpid()} on {socket.gethostname()}, since 20"
+    ):
+        Lock.take(tmp_path)
+    lock.release()
+    lock.release()
+    Lock.take(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_processes_one_gets_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from zerodrift.io.checkpoint_lock import Lock\n"
+        "from zerodrift.errors import CheckpointError\n"
+        "try:\n  Lock.take(Path(sys.argv[1])); print('mine', flush=True); time.sleep(60)\n"
+        "except CheckpointError: print('other', flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        answers = sorted(process.stdout.readline().strip() for process in both if process.stdout)
+        assert answers == ["mine", "other"]
+        with pytest.raises(CheckpointError, match="must have one writer"):
+            Lock.take(tmp_path)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    Lock.take(tmp_path).release()  # its owner was killed
+
+
+def write_lock(folder: Path, **changes: object) -> None:
+    mine = Lock.take(folder)
+    writer = {**encode(mine._writer), **changes}
+    (folder / checkpoint_lock.NAME).write_text(json.dumps(writer))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pid": 2**22 + 1}, {"born": "1"}],
+    ids=["the process is gone", "its number was given to another"],
+)
+def test_a_dead_owners_lock_is_broken(changes: dict[str, object], tmp_path: Path) -> None:
+    write_lock(tmp_path, **changes)
+    lock = Lock.take(tmp_path)
+    assert lock.held
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_of_another_machine_is_broken_when_nobody_touches_it(tmp_path: Path) -> None:
+    write_lock(tmp_path, host="elsewhere", pid=1)
+    with pytest.raises(CheckpointError, match="got process 1 on elsewhere"):
+        Lock.take(tmp_path)
+    old = time.time() - checkpoint_lock.STALE - 60
+    os.utime(tmp_path / checkpoint_lock.NAME, (old, old))
+    lock = Lock.take(tmp_path)
+    lock.touch()
+    assert lock.held
+
+
+def test_a_lock_that_was_broken_is_not_taken_back(tmp_path: Path) -> None:
+    lock = Lock.take(tmp_path)
+    write_lock_text = json.dumps(encode(Writer("elsewhere", 1, "", "now", "key")))
+    (tmp_path / checkpoint_lock.NAME).write_text(write_lock_text)
+    assert not lock.held
+    lock.touch()
+    lock.release()
+    assert (tmp_path / checkpoint_lock.NAME).read_text() == write_lock_text

@@ -1,0 +1,189 @@
+"""Models without memory: what they look like, and that first values are what their modules would have set."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from zerodrift.model import recipe
+from zerodrift.model.empty import SMALL, empty
+
+
+def play(parameter: nn.Parameter, name: str = "x", seed: int = 0) -> torch.Tensor:
+    found = recipe.of(parameter)
+    assert found is not None and not recipe.missing(parameter)
+    return recipe.play(found, name, seed)
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.outer(torch.arange(7.0), torch.tensor([1.0, 0.1])).cos())
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.inner = nn.Linear(3, 4)
+        self.tied = nn.Linear(3, 4, bias=False)
+        self.tied.weight = self.inner.weight
+        self.frozen = nn.Parameter(torch.empty(3), requires_grad=False)
+
+
+def test_parameters_have_no_memory_and_all_else_is_as_ever() -> None:
+    with empty():
+        model = Rotary()
+    plain = Rotary()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    for (name, buffer), (other, there) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert name == other and torch.equal(buffer, there) and not buffer.is_meta
+    assert model.tied.weight is model.inner.weight
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for (name, ours), (other, there) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert (name, ours.shape, ours.dtype, ours.requires_grad, ours.stride()) == (
+            other,
+            there.shape,
+            there.dtype,
+            there.requires_grad,
+            there.stride(),
+        )
+
+
+def test_outside_of_the_context_nothing_is_different() -> None:
+    with empty():
+        nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="boom"), empty():
+        raise RuntimeError("boom")
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    assert not linear.weight.is_meta and torch.equal(nn.Linear(4, 4).weight, linear.weight)
+    assert not copy.deepcopy(linear).weight.is_meta
+
+
+def one(make: Callable[[], torch.Tensor]) -> nn.Module:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(make())
+
+    return Holder()
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "constant": lambda x: nn.init.constant_(x, 3.5),
+    "zeros, then a row": lambda x: (nn.init.zeros_(x), x.data[1].fill_(2.0)),
+    "eye": nn.init.eye_,
+    "setitem": lambda x: (x.data.zero_(), x.data.__setitem__((slice(None), 2), 1.0)),
+    "copy of values": lambda x: x.data.copy_(torch.arange(x.numel()).view(x.shape)),
+    "out of an operation": lambda x: torch.full(x.shape, 7.0, out=x.data),
+    "data set": lambda x: setattr(x, "data", torch.full(tuple(x.shape), 9.0)),
+    "arithmetic in place": lambda x: x.data.fill_(2.0).mul_(3.0).add_(1.0),
+    "a transposed view": lambda x: (x.data.zero_(), x.data.t()[0].fill_(4.0)),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_writes_without_chance_give_the_same_bits(what: str) -> None:
+    def build() -> nn.Module:
+        module = one(lambda: torch.empty(5, 4))
+        with torch.no_grad():
+            WRITES[what](module.x)
+        return module
+
+    with empty():
+        model = build()
+    assert model.x.is_meta
+    assert torch.equal(play(model.x), build().x.detach())
+
+
+RANDOM: dict[str, Callable[[torch.Tensor], object]] = {
+    "normal": lambda x: nn.init.normal_(x, 1.0, 0.5),
+    "uniform": lambda x: nn.init.uniform_(x, -2.0, 1.0),
+    "kaiming": lambda x: nn.init.kaiming_uniform_(x, a=5**0.5),
+    "xavier": nn.init.xavier_normal_,
+    "truncated": lambda x: nn.init.trunc_normal_(x, std=0.02),
+    "orthogonal": nn.init.orthogonal_,
+    "sparse": lambda x: nn.init.sparse_(x, 0.3),
+    "method": lambda x: x.data.normal_().clamp_(-1, 1),
+}
+
+
+@pytest.mark.parametrize("what", RANDOM)
+def test_writes_with_chance_are_what_torch_draws_from_the_same_seed(what: str) -> None:
+    """Not only the same distribution: the function itself, run on memory with the parameter's own seed."""
+    with empty():
+        model = one(lambda: torch.empty(40, 30))
+        with torch.no_grad():
+            RANDOM[what](model.x)
+    before = torch.random.get_rng_state()
+    found = play(model.x, "layers.0.x", seed=3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(recipe.key("layers.0.x", 3))
+    want = nn.Parameter(torch.empty(40, 30))
+    with torch.no_grad():
+        RANDOM[what](want)
+    assert torch.equal(found, want.detach())
+    assert not torch.equal(play(model.x, "layers.1.x", seed=3), found)
+    assert not torch.equal(play(model.x, "layers.0.x", seed=4), found)
+
+
+@pytest.mark.parametrize("factory", [torch.zeros, torch.ones, torch.randn, torch.rand])
+def test_what_is_made_with_values_keeps_them(factory: Callable[..., torch.Tensor]) -> None:
+    with empty():
+        model = one(lambda: factory(300, 300))
+    assert model.x.is_meta
+    torch.manual_seed(recipe.key("x", 0))
+    assert torch.equal(play(model.x), factory(300, 300))
+
+
+def test_what_was_computed_stays_where_it_is_small_and_has_no_values_where_it_is_large() -> None:
+    with empty():
+        small = one(lambda: torch.arange(1, 9.0).log())
+        large = one(lambda: torch.randn(SMALL + 1) * 0.1)
+        never = one(lambda: torch.empty(3, 3))
+    assert torch.equal(small.x.detach(), torch.arange(1, 9.0).log())
+    names = [("large", large.x), ("never", never.x), ("small", small.x)]
+    assert recipe.refusals(names) == [
+        ("large", "values that were computed, not written in place"),
+        ("never", "memory that nobody wrote"),
+    ]
+
+
+def test_a_write_after_the_context_is_noticed() -> None:
+    with empty():
+        model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.normal_()
+    assert "after" in recipe.missing(model.weight) and not recipe.missing(model.bias)
+
+
+def test_a_model_of_the_plain_meta_device_has_no_record() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    assert recipe.missing(model.weight) == "no record of how it is initialised"
+
+
+def test_elements_that_nobody_wrote_are_an_error() -> None:
+    with empty():
+        model = one(lambda: torch.empty(4, 4))
+        model.x.data[1:].zero_()
+    initial = recipe.Initial({"x": model.x}, 0)
+    with pytest.raises(recipe.Unwritten):
+        initial.fill("x", 0, torch.empty(16))
+
+
+def test_clones_casts_and_wider_declarations() -> None:
+    with empty():
+        layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+        half = nn.Linear(6, 6).half()
+    assert recipe.refusals(layers.named_parameters()) == []
+    initial = recipe.Initial(dict(half.named_parameters()), 0)
+    assert initial.exact("weight") is torch.float16
+    out = torch.empty(36)
+    initial.fill("weight", 0, out)
+    assert torch.equal(out, play(half.weight, "weight").half().float().view(-1))
+    with empty(torch.float32):
+        wide = nn.Linear(6, 6, dtype=torch.bfloat16)
+    assert wide.weight.dtype is torch.float32
+    assert not torch.equal(play(wide.weight), play(wide.weight).bfloat16().float())

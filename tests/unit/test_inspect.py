@@ -1,0 +1,96 @@
+"""`zerodrift inspect`: what is in a checkpoint, for a person and for a machine, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_checkpoint_folder import save
+from zerodrift.errors import CheckpointError
+from zerodrift.io.checkpoint_folder import Folder
+from zerodrift.io.inspect import Inspection, Shelf, inspect, inspection_json, inspection_text
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zerodrift", "inspect", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_one_checkpoint(tmp_path: Path) -> None:
+    path = save(Folder(tmp_path), 7)
+    found = inspect(path)
+    assert isinstance(found, Inspection) and found.complete
+    text = inspection_text(found, color=False)
+    assert max(map(len, text.splitlines())) <= 100
+    for line in (
+        "step       7, 1 skipped",
+        "plan       mode bf16, stage 3, shard 4",
+        "optimizer  adamw, lr 0.001, schedule WarmupLR",
+        "complete   yes, by sizes",
+        "weights     fp32   3        6048      23.6 KiB",
+        "weights     bf16   1        1         2 B",
+        "exp_avg_sq  fp32   3        6048      23.6 KiB",
+        "layers.*.up.weight  x2  64 x 32  fp32   exp_avg, exp_avg_sq",
+        "embed.weight            61 x 32  fp32   exp_avg, exp_avg_sq  (tied to head.weight)",
+    ):
+        assert line in text, text
+    assert "yes, every bit" in inspection_text(inspect(path, verify=True), color=False)
+
+
+def test_a_folder_of_them(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    save(folder, 1)
+    save(folder, 2)
+    folder.begin("step-00000003")
+    found = inspect(tmp_path)
+    assert isinstance(found, Shelf) and found.complete and len(found.unfinished) == 1
+    text = inspection_text(found, color=False)
+    assert "step-00000002 (latest)" in text and "no: under way" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_damage_is_an_exit_code(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    save(folder, 1)
+    path = save(folder, 2)
+    data = (path / "__0_0.distcp").read_bytes()
+    (path / "__0_0.distcp").write_bytes(b"\7" + data[1:])
+    assert run(str(tmp_path)).returncode == 0
+    found = run(str(tmp_path), "--verify")
+    assert found.returncode == 2 and "no: 1 of 2 files" in found.stdout
+    found = run(str(path), "--verify", "--json")
+    document = json.loads(found.stdout)
+    assert found.returncode == 2 and document["complete"] is False
+    assert "must be the bits that were written" in document["problems"][0]
+    (path / "checkpoint.json").write_text("{")
+    found = run(str(tmp_path))
+    assert found.returncode == 2 and "must be the manifest that was written" in " ".join(found.stdout.split())
+
+
+def test_json_has_what_the_text_has(tmp_path: Path) -> None:
+    save(Folder(tmp_path), 1)
+    document = json.loads(inspection_json(inspect(tmp_path)))
+    (one,) = document["inspections"]
+    assert document["complete"] and document["latest"] == "step-00000001"
+    assert one["manifest"]["step"] == 1 and one["holdings"][0]["elements"] == 6048
+    assert one["kin"][1]["pattern"] == "layers.*.up.weight"
+
+
+def test_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="got a folder without any"):
+        inspect(tmp_path)
+    found = run(str(tmp_path / "none"))
+    assert found.returncode == 2 and "got no such folder" in found.stderr
+
+
+def test_neither_torch_nor_ranks_are_needed(tmp_path: Path) -> None:
+    save(Folder(tmp_path), 1)
+    code = (
+        "import sys; from zerodrift.io.inspect import inspect; inspect(sys.argv[1], verify=True)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

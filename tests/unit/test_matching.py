@@ -1,0 +1,221 @@
+"""A checkpoint held against a model: all that is wrong at once, what may be allowed, and every byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from zerodrift.dtypes import DType
+from zerodrift.errors import ModelError
+from zerodrift.io import reader
+from zerodrift.io.matching import Strict, dtypes, wanted
+from zerodrift.io.reader import Reader
+from zerodrift.io.strided import Layout, within
+from zerodrift.io.weights import Files
+from zerodrift.model.module import from_module
+from zerodrift.model.safetensors import stored
+
+
+class Small(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.inner = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.steps = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {
+        "embed.weight": torch.randn(6, 4),
+        "inner.weight": torch.randn(4, 4),
+        "inner.bias": torch.randn(4),
+        "steps": torch.tensor([3, 4], dtype=torch.int32),
+        "mean": torch.randn(4),
+    }
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def open_(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> Files:
+    model = model or Small()
+    spec = from_module(model)
+    return Files.open(folder, model, wanted(spec.parameters, spec.buffers, model), strict)
+
+
+def refusal(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> str:
+    with pytest.raises(ModelError) as caught:
+        open_(folder, strict, model)
+    return str(caught.value)
+
+
+def whole(files: Files, name: str, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.empty(numel, dtype=dtype)
+    files.fill(name, 0, out)
+    return out
+
+
+def test_what_fits_is_found_and_read(tmp_path: Path) -> None:
+    tensors = state()
+    files = open_(write(tmp_path, tensors))
+    assert set(files.match.found) == set(tensors)
+    assert files.match.missing == files.match.unexpected == []
+    for name, tensor in tensors.items():
+        assert torch.equal(whole(files, name, tensor.numel(), tensor.dtype), tensor.view(-1))
+    part = torch.empty(7)
+    files.fill("embed.weight", 9, part)
+    assert torch.equal(part, tensors["embed.weight"].view(-1)[9:16])
+    assert dtypes(files.match)["steps"] is DType.INT32
+
+
+def test_everything_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
+    tensors = state()
+    del tensors["inner.weight"], tensors["mean"]
+    tensors |= {"extra.a": torch.zeros(2), "extra.b": torch.zeros(2)}
+    tensors["embed.weight"] = torch.randn(5, 4)
+    tensors["inner.bias"] = torch.zeros(4, dtype=torch.float64)
+    tensors["steps"] = torch.zeros(2)
+    text = refusal(write(tmp_path, tensors))
+    assert "weights of" in text and "5 problems" in text
+    assert "`embed.weight`: must have shape [6, 4]; got [5, 4] in the files" in text
+    assert "`inner.bias`: must be in a floating dtype of at most 32 bits" in text and "fp64" in text
+    assert "`steps`: must be int32 in the files; got fp32 of `steps`" in text
+    assert "got no `inner.weight`, `mean`" in text
+    assert "got `extra.a`, `extra.b`" in text
+
+
+@pytest.mark.parametrize(
+    ("strict", "missing", "extra"),
+    [(True, True, True), (False, False, False), (["inner.*"], False, True), (["extra.?"], True, False)],
+)
+def test_strictness_is_by_pattern(tmp_path: Path, strict: Strict, missing: bool, extra: bool) -> None:
+    tensors = state() | {"extra.a": torch.zeros(2)}
+    del tensors["inner.weight"]
+    folder = write(tmp_path, tensors)
+    if not (missing or extra):
+        files = open_(folder, strict)
+        assert files.match.missing == ["inner.weight"] and files.match.unexpected == ["extra.a"]
+        return
+    text = refusal(folder, strict)
+    assert ("inner.weight" in text) == missing and ("extra.a" in text) == extra
+
+
+def test_a_pattern_that_matches_no_name_is_an_error(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, state()), ["iner.weight"])
+    assert "`strict`: must match a name in the model or in the files; got 'iner.weight'" in text
+    assert "Did you mean `inner.weight`" in text
+
+
+def test_what_a_model_declares_is_allowed(tmp_path: Path) -> None:
+    class Declares(Small):
+        _keys_to_ignore_on_load_missing = (r"inner\.bias",)
+        _keys_to_ignore_on_load_unexpected = (r"^mtp\.",)
+
+    tensors = state() | {"mtp.0.weight": torch.zeros(2)}
+    del tensors["inner.bias"]
+    files = open_(write(tmp_path, tensors), model=Declares())
+    assert files.match.missing == ["inner.bias"] and files.match.unexpected == ["mtp.0.weight"]
+
+
+def test_tied_names(tmp_path: Path) -> None:
+    """Under either name; under both if they agree; never two different ones."""
+    tensors = state()
+    values = tensors.pop("embed.weight")
+    files = open_(write(tmp_path, tensors | {"head.weight": values}))
+    assert torch.equal(whole(files, "embed.weight", 24), values.view(-1))
+    both = tensors | {"embed.weight": values, "head.weight": values.clone()}
+    files = open_(write(tmp_path, both))
+    assert torch.equal(whole(files, "embed.weight", 24), values.view(-1))
+    both["head.weight"][5, 3] += 1
+    files = open_(write(tmp_path, both))
+    whole(files, "embed.weight", 23)  # the part that agrees
+    with pytest.raises(ModelError, match=r"`embed\.weight`: must have the values of `head\.weight`"):
+        whole(files, "embed.weight", 24)
+    open_(tmp_path, model=Small(tied=False))
+
+
+def test_quantized_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    tensors = state()
+    tensors["inner.weight"] = tensors["inner.weight"].to(torch.float8_e4m3fn)
+    files = open_(write(tmp_path, tensors))
+    want = tensors["inner.weight"].float().view(-1)
+    assert torch.equal(whole(files, "inner.weight", 16), want)
+    tensors["inner.weight_scale_inv"] = torch.ones(1, 1)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    text = refusal(write(tmp_path, tensors), strict=False)
+    assert "fp8_e4m3 of `inner.weight`, scaled by `inner.weight_scale_inv`" in text
+    assert "must be of a checkpoint that is not quantized; got 'fp8'" in text
+
+
+def test_a_buffer_is_never_rounded(tmp_path: Path) -> None:
+    model = Small()
+    model.mean = model.mean.bfloat16()
+    text = refusal(write(tmp_path, state()), model=model)
+    assert "`mean`: must be at most bf16 in the files, the dtype of the buffer; got fp32" in text
+
+
+# --- the reader -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transposed_and_chunked_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(reader, "CHUNK", chunk)
+    monkeypatch.setattr(reader, "SEEK", 16)
+    tensor = torch.randn(5, 12, 7)
+    write(tmp_path, {"x": tensor})
+    (found,) = stored(tmp_path)
+    layout = Layout.of(0, (5, 12, 7)).permute((0, 2, 1))
+    flat = tensor.transpose(1, 2).reshape(-1).to(dtype)
+    for start, stop in [(0, 420), (13, 14), (50, 333), (84, 168)]:
+        read = Reader()
+        out = torch.full((420,), 99.0, dtype=dtype)
+        for piece in within(layout.pieces(), start, stop):
+            read.read(found, piece, out)
+        assert torch.equal(out[start:stop], flat[start:stop])
+        assert bool((out[:start] == 99).all()) and bool((out[stop:] == 99).all())
+        assert read.count >= 4 * (stop - start)
+        read.close()
+
+
+def test_a_plain_read_counts_what_it_reads_and_holds_no_more_than_a_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "CHUNK", 256)
+    tensor = torch.randn(1000)
+    write(tmp_path, {"x": tensor})
+    (found,) = stored(tmp_path)
+    pieces = Layout.of(0, (1000,)).pieces()
+    seen: list[int] = []
+    read = Reader(seen.append)
+    same, cast = torch.empty(1000), torch.empty(1000, dtype=torch.bfloat16)
+    read.read(found, pieces[0], same)
+    assert torch.equal(same, tensor) and read.count == sum(seen) == 4000
+    assert read._buffer.numel() == 0  # straight to its place
+    read.read(found, pieces[0], cast)
+    assert torch.equal(cast, tensor.bfloat16()) and read.count == 8000
+    assert 0 < read._buffer.numel() <= 256
+
+
+def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path: Path) -> None:
+    write(tmp_path, {"x": torch.randn(1000)})
+    (found,) = stored(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    read = Reader()
+    with pytest.raises(ModelError, match="an end at byte"):
+        read.read(found, Layout.of(0, (1000,)).pieces()[0], torch.empty(1000))

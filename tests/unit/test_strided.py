@@ -1,0 +1,106 @@
+"""Pieces against torch's own operations: any slice of anything moved about is the elements it should be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from zerodrift.io.strided import Axis, Layout, NoStridesError, Piece, concatenate, simplified, within
+
+
+def read(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    """The elements of a range by pieces alone; -1 where none was."""
+    out = torch.full((want_numel(layout),), -1)
+    count = 0
+    for piece in within(layout.pieces(), start, stop):
+        sizes = [axis.size for axis in piece.axes]
+        place = out.as_strided(sizes, [axis.target for axis in piece.axes], piece.start)
+        flat = sources[piece.number].reshape(-1)
+        place.copy_(flat.as_strided(sizes, [axis.source for axis in piece.axes], piece.origin))
+        count += piece.numel
+    assert count == stop - start
+    return out
+
+
+def want_numel(layout: Layout) -> int:
+    return int(torch.tensor(layout.shape).prod())
+
+
+def agree(layout: Layout, sources: Sequence[torch.Tensor], want: torch.Tensor, seed: int) -> None:
+    assert layout.shape == tuple(want.shape)
+    flat, chance = want.reshape(-1), random.Random(seed)
+    ranges = [(0, flat.numel())] + [
+        tuple(sorted(chance.choices(range(flat.numel() + 1), k=2))) for _ in range(12)
+    ]
+    for start, stop in ranges:
+        out = read(layout, sources, start, stop)
+        assert torch.equal(out[start:stop], flat[start:stop])
+        assert bool((out[:start] == -1).all()) and bool((out[stop:] == -1).all())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_transformers_does_to_weights_is_pieces(seed: int) -> None:
+    chance = random.Random(seed)
+    experts, rows, columns = chance.randint(1, 4), chance.choice([2, 4, 8]), chance.choice([2, 4, 6])
+    sources = [torch.arange(rows * columns).view(rows, columns) + 1000 * n for n in range(2 * experts)]
+    layouts = [Layout.of(n, (rows, columns)) for n in range(2 * experts)]
+    stacked = [torch.stack(sources[:experts]), torch.stack(sources[experts:])]
+    ours = [concatenate([x.unsqueeze(0) for x in part], 0) for part in (layouts[:experts], layouts[experts:])]
+    joined, layout = torch.cat(stacked, 1), concatenate(ours, 1)
+    agree(layout, sources, joined, seed)
+    agree(layout.permute((0, 2, 1)), sources, joined.transpose(1, 2), seed)
+    agree(layout.narrow(1, 1, rows), sources, joined.narrow(1, 1, rows), seed)
+    agree(layout.narrow(0, experts - 1, 1), sources, joined.narrow(0, experts - 1, 1), seed)
+    agree(layout.reshape((experts * 2 * rows, columns)), sources, joined.reshape(-1, columns), seed)
+    # Interleaved gate and up, and the order of rows that rotary embeddings want.
+    mixed = joined.reshape(experts, rows, 2, columns).transpose(1, 2).reshape(joined.shape)
+    moved = layout.reshape((experts, rows, 2, columns)).permute((0, 2, 1, 3)).reshape(layout.shape)
+    agree(moved, sources, mixed, seed)
+    agree(moved.narrow(1, 1, rows), sources, mixed.narrow(1, 1, rows), seed)
+    half = rows // 2
+    turned = sources[0].view(half, 2, columns).transpose(0, 1).reshape(rows, columns)
+    rope = layouts[0].reshape((half, 2, columns)).permute((1, 0, 2)).reshape((rows, columns))
+    agree(rope, sources, turned, seed)
+    agree(rope.narrow(0, 1, rows - 1), sources, turned.narrow(0, 1, rows - 1), seed)
+
+
+def test_a_plain_tensor_is_one_run() -> None:
+    (piece,) = Layout.of(3, (4, 5, 6)).pieces()
+    assert piece == Piece(3, 0, 0, (Axis(120, 1, 1),)) and piece.is_run
+    (part,) = within([piece], 7, 50)
+    assert (part.start, part.origin, part.numel) == (7, 7, 43)
+
+
+def test_experts_in_files_of_their_own_are_a_run_each() -> None:
+    """Two projections of three experts, joined: six runs, each the bytes of one tensor."""
+    gate, up = ([Layout.of(n, (4, 5)).unsqueeze(0) for n in numbers] for numbers in ((0, 1, 2), (3, 4, 5)))
+    pieces = concatenate([concatenate(gate, 0), concatenate(up, 0)], 1).pieces()
+    assert [(p.number, p.start, p.numel, p.is_run) for p in pieces] == [
+        (0, 0, 20, True),
+        (3, 20, 20, True),
+        (1, 40, 20, True),
+        (4, 60, 20, True),
+        (2, 80, 20, True),
+        (5, 100, 20, True),
+    ]
+
+
+def test_empty_tensors_and_scalars() -> None:
+    assert Layout.of(0, (0, 4)).pieces() == ()
+    (scalar,) = Layout.of(0, ()).pieces()
+    assert scalar.numel == 1 and list(within([scalar], 0, 1)) == [scalar]
+    assert list(within([scalar], 1, 1)) == []
+
+
+def test_axes_that_continue_each_other_become_one() -> None:
+    piece = Piece(0, 5, 7, (Axis(1, 99, 98), Axis(3, 8, 8), Axis(4, 2, 2), Axis(2, 1, 1)))
+    assert simplified(piece) == Piece(0, 5, 7, (Axis(24, 1, 1),))
+
+
+def test_a_view_that_strides_cannot_say_is_refused() -> None:
+    joined = concatenate([Layout.of(0, (3,)), Layout.of(1, (3,))], 0)
+    with pytest.raises(NoStridesError):
+        joined.reshape((3, 2))
