@@ -1,0 +1,1 @@
+"""Other executors of a plan than zerodrift's own engine."""

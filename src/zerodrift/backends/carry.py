@@ -1,0 +1,90 @@
+"""What carries `fully_shard`'s buffers: zerodrift's own collectives, through torch's public places for them.
+
+`set_custom_all_gather`, `set_custom_reduce_scatter` and `set_all_reduce_hook` take objects that are called
+with a buffer. So the wire dtype and the dtype of the sum are the plan's, sums are formed in rank order, and
+the bits are those of the native engine; a recorder sees every call; a rank that is missing is a RankError.
+
+`fully_shard` is told to divide by nothing: the average is taken in the update, once.
+
+Invariant: gradients leave here as exact sums in `reduce.sum`, converted once to the accumulate dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.fold import Sum
+from zerodrift.policy.nouns import Reduce
+
+
+class Gather:
+    """`torch.distributed.fsdp`'s `AllGather`."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        self._comm.all_gather(output_tensor, input_tensor, "shard")
+
+
+class ReduceScatter:
+    """`torch.distributed.fsdp`'s `ReduceScatter`. Not called where the shard axis has one rank."""
+
+    def __init__(self, comm: Collectives, reduce: Reduce, before: float) -> None:
+        self._comm, self._reduce, self._before = comm, reduce, before
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if op != dist.ReduceOp.SUM:
+            raise AssertionError(f"fully_shard asks for {op}, and was told to divide by nothing")
+        over_shards(self._comm, output_tensor, input_tensor, self._reduce, self._before)
+
+
+def over_shards(
+    comm: Collectives, out: torch.Tensor, full: torch.Tensor, reduce: Reduce, before: float
+) -> None:
+    """This rank's slice of the ranks' sum. `full` is used up."""
+    if before != 1.0:
+        full.div_(before)
+    comm.reduce_scatter(out, full.to(reduce.wire.torch), "shard", Sum(reduce.sum.torch))
+
+
+@torch.no_grad()
+def over_replicas(comm: Collectives, flat: torch.Tensor, reduce: Reduce, before: float) -> None:
+    """The sum over replicas of what was summed over shards, in place."""
+    if comm.mesh.size("replicate") == 1:
+        return
+    if before != 1.0 and comm.mesh.size("shard") == 1:
+        flat.div_(before)
+    comm.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", Sum(reduce.sum.torch))
+
+
+def hook(
+    comm: Collectives, reduce: Reduce, before: float, wanted: Callable[[], bool]
+) -> Callable[[torch.Tensor], None]:
+    """For `set_all_reduce_hook`: sums over replicas during the backward, where that is `wanted`."""
+
+    def sum_over_replicas(reduced: torch.Tensor) -> None:
+        if wanted():
+            over_replicas(comm, reduced, reduce, before)
+
+    return sum_over_replicas

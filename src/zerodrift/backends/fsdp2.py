@@ -1,0 +1,331 @@
+"""The same plan, executed by PyTorch's `fully_shard`: an engine with the surface of `engine/engine.py`.
+
+Who gathers, frees and reduces when is torch's affair; dtypes, sums, averages, norm, clipping, loss scale,
+skipping and the casts at module boundaries are the plan's, by the same functions as on the native backend.
+Only public calls of torch are used.
+
+Invariant: what the plan's columns say is what happens, or the plan was refused.
+
+[Note: stages] `fully_shard` always rests sharded, on the ranks of the shard axis. Stage 0 is a shard axis of
+one rank, every other rank a replica. Stages 1 and 2 gather once per step and differ in when gradients are
+reduced; stage 3 gathers for every forward and backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.backends.attached import TensorsAttached
+from zerodrift.backends.backwards import Passes
+from zerodrift.backends.device_mesh import Ground
+from zerodrift.backends.optimizer import TensorUpdater
+from zerodrift.backends.placing import make_groups, shard
+from zerodrift.backends.shards import TensorPiece, pieces
+from zerodrift.backends.values import TensorValues
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.mesh import Mesh
+from zerodrift.engine import compute, scale, steps
+from zerodrift.engine.engine import Beside, StepResult
+from zerodrift.engine.grads import Watcher
+from zerodrift.engine.place import Sources
+from zerodrift.errors import RankError, UnsupportedError
+from zerodrift.plan.table import Plan
+from zerodrift.report.explain import Explanation, explain
+
+
+class FsdpEngine:
+    """Runs a plan of backend fsdp2. Made by `zerodrift.initialize`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        mesh: Mesh,
+        optimizer: torch.optim.Optimizer | None = None,
+        schedule: Any = None,
+        sources: Sources | None = None,
+    ) -> None:
+        if plan.policy.backend != "fsdp2":
+            raise AssertionError(f"a plan for backend {plan.policy.backend}")
+        policy = plan.policy
+        if policy.sharding.offload and mesh.device.type != "cpu":
+            raise UnsupportedError(
+                "`zero_optimization.offload_optimizer.device`: cpu cannot be had on backend fsdp2 on a GPU, "
+                "where fully_shard would move the parameters too. Remove it."
+            )
+        self.plan = plan
+        self.module = model
+        self.mesh = mesh
+        self.comm = Collectives(mesh)
+        self.comm.agree(plan.digest, lambda: steps.texts(plan))
+        originals = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._precision = compute.Precision(plan, mesh.device)
+        self.units = make_groups(plan, model, self.comm)
+        """What is gathered together: the groups of `fully_shard`."""
+        self.passes = Passes(self.units, keep=policy.sharding.keep_gathered == "step")
+        self.ground = Ground(mesh)
+        """torch's device mesh, which the parameters lie on."""
+        self._handles = shard(
+            plan, model, self.units, self.comm, self.ground, self.passes, sources or Sources()
+        )
+        self._handles += compute.attach(model, compute.boundaries(plan, model))
+        self.members = {member.row.name: member for group in self.units for member in group.members}
+        """By the first name of a parameter."""
+        self.attached = TensorsAttached(self.members.values())
+        self._handles += self.attached.attach()
+        self._trained = [self.members[row.name] for row in plan.rows if row.columns.update is not None]
+        self.updater: TensorUpdater | None = None
+        if self._trained and (optimizer is not None or policy.optimizer is not None):
+            self.updater = TensorUpdater(plan, self.units, optimizer, originals)
+        self.schedule = steps.schedule(plan, self.optimizer, schedule)
+        self.scaler = scale.Scaler(policy.loss_scale)
+        self.passes.watcher = Watcher(self._is_last, self._backward_ended, self._backward_failed)
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self.grad_norm: float | None = None
+        """Of the last complete step, before clipping."""
+        self.accumulation = policy.batch.accumulation
+        """Micro-batches per step, which gradients are divided by; may be changed between steps."""
+        self.boundary: bool | None = None
+        """Whether the micro-batch that is under way ends its step; None where the engine counts."""
+        self._micro_batches = 0
+        self._sync = True
+        self._scaled = False
+        self._closed = False
+        self.beside: Beside | None = None
+        """What else the ranks are doing; at most one thing at a time."""
+
+    # --- a micro-batch ----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, in the plan's precision."""
+        self._require_open()
+        self.attached.check()
+        args, kwargs = self._precision.inputs(args, kwargs)
+        try:
+            with self._precision.forward():
+                return self.module(*args, **kwargs)
+        except RankError:
+            raise  # there is nobody to finish with what is under way
+        except BaseException:
+            self._recover()
+            raise
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward` on: multiplied by the loss scale where there is one."""
+        self._scaled = True
+        return loss.float() * self.scaler.scale if self.scaler.active else loss
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
+        self._require_open()
+        try:
+            with self._precision.backward():
+                self.scale(loss).backward(**kwargs)
+        except RankError:
+            raise
+        except BaseException:
+            self._backward_failed()
+            raise
+
+    def _is_last(self) -> bool:
+        """Whether the coming backward is the last micro-batch of its step."""
+        counted = (self._micro_batches + 1) % self.accumulation == 0
+        return (counted if self.boundary is None else self.boundary) and self._sync
+
+    def _backward_ended(self) -> None:
+        self._micro_batches += 1
+        scaled, self._scaled = self._scaled, False
+        if self.scaler.active and not scaled:
+            self._backward_failed()
+            raise steps.unscaled(self.plan)
+
+    def _backward_failed(self) -> None:
+        """Part of a micro-batch was added to the others and cannot be taken out: the step starts anew."""
+        self._recover()
+        self.zero_grad()
+
+    def _recover(self) -> None:
+        """Something was raised in the middle: nothing may be under way or half gathered afterwards."""
+        if self.passes.abort():
+            self.module.reset_iter_state()  # type: ignore[operator]
+        self._scaled = False
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise steps.closed()
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the step under way, so far; 0 between steps."""
+        return self._micro_batches
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the last of their step: what is reduced once per step waits."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether `step` would update now."""
+        return self._micro_batches % self.accumulation == 0 if self.boundary is None else self.boundary
+
+    # --- the step ---------------------------------------------------------------------------------------
+
+    def step(
+        self, error_if_nonfinite: bool = False, schedule_arguments: Mapping[str, Any] | None = None
+    ) -> StepResult:
+        """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
+        if self.updater is None:
+            raise steps.needs_optimizer()
+        self._require_open()
+        self.attached.check()
+        lr, loss_scale = self.updater.learning_rates(), self.scaler.scale
+        if self._micro_batches == 0 or not self.is_boundary:
+            return StepResult(False, False, None, loss_scale, lr, self.global_steps)
+        if self.beside is not None:
+            self.beside.check()
+        with torch.no_grad():
+            for group in self.units:
+                group.release()  # what is gathered is of the old values
+            self.passes.flush()
+            gradients = [(member.row.name, member.gradient()) for member in self._trained]
+            norm = scale.global_norm(
+                (gradient for _, gradient in gradients), self.comm, self.unscale, self.passes.checksum
+            )
+            self.passes.checksum = 0
+            self.grad_norm = norm.value
+            skip = not norm.finite
+            bad = tuple(scale.bad_parameters(gradients, self.comm)) if skip else ()
+            if not skip:
+                self.updater.step(norm.multiplier(self.unscale, self.plan.policy.clip))
+        self._finish_step(skip, schedule_arguments or {})
+        if skip and (error_if_nonfinite or not (self.plan.policy.skip_nonfinite or self.scaler.active)):
+            raise steps.nonfinite(norm.value, bad)
+        return StepResult(not skip, skip, norm.value, loss_scale, lr, self.global_steps, bad)
+
+    @property
+    def unscale(self) -> float:
+        """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
+        return steps.unscale(self.plan, self.scaler.scale, self.accumulation)
+
+    def _finish_step(self, skipped: bool, schedule_arguments: Mapping[str, Any]) -> None:
+        self.zero_grad()
+        self.scaler.update(skipped)
+        if skipped:
+            self.skipped_steps += 1
+            return
+        self.global_steps += 1
+        if self.schedule is not None:
+            self.schedule.step(**schedule_arguments)
+        every = self.plan.policy.print_every
+        if every and self.global_steps % every == 0 and self.mesh.rank() == 0 and self.updater is not None:
+            rates = self.updater.learning_rates()
+            shown = steps.line(self.global_steps, self.grad_norm, rates, self.scaler, self.skipped_steps)
+            print(shown, flush=True)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this step."""
+        self.passes.drop()
+        self.comm.release()
+        self._micro_batches = 0
+
+    # --- modes, schedules, the end ----------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> FsdpEngine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> FsdpEngine:
+        return self.train(False)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """torch's optimizer over the sharded parameters; what schedulers of torch take."""
+        return None if self.updater is None else self.updater.groups
+
+    @property
+    def values(self) -> TensorValues:
+        """Full values out and in."""
+        return TensorValues(self)
+
+    def pieces(self) -> Iterator[TensorPiece]:
+        """What this rank owns: for `Shards`."""
+        return pieces(self)
+
+    def spread(self) -> None:
+        """After pieces were filled: for `Shards`. What was gathered from older values is given up."""
+        for group in self.units:
+            group.release()
+
+    def explain(self, name: str) -> Explanation:
+        """Every column of a parameter, with its reason."""
+        return explain(self.plan, name)
+
+    def gathered(
+        self, names: Iterable[str] | None = None, write: bool = False
+    ) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
+        """Full values of all or some parameters by name; with `write`, changes become the parameters'."""
+        return self.values.gathered(names, write)
+
+    def full_gradient(self, name: str) -> torch.Tensor:
+        """The gradient accumulated so far in this step, averaged and unscaled, in fp32."""
+        return self.values.gradient(name)
+
+    def full_master(self, name: str) -> torch.Tensor:
+        """What the optimizer updates, in fp32."""
+        return self.values.master(name)
+
+    def full_state(self, name: str) -> dict[str, torch.Tensor]:
+        """The optimizer's moments, by torch's names for them, in fp32."""
+        return self.values.state(name)
+
+    def set_full_gradient(self, name: str, value: torch.Tensor) -> None:
+        self.values.set_gradient(name, value)
+
+    def set_full_master(self, name: str, value: torch.Tensor) -> None:
+        self.values.set_master(name, value)
+
+    def set_full_state(self, name: str, key: str, value: torch.Tensor) -> None:
+        self.values.set_state(name, key, value)
+
+    def update_statistics(self) -> Any:
+        raise UnsupportedError(
+            "`update_statistics`: cannot be had on backend fsdp2, where torch's optimizer updates. Use the "
+            "native backend."
+        )
+
+    def destroy(self) -> None:
+        """Take our hooks off and leave the process groups; torch's hooks and the sharded parameters stay, so
+        the module cannot be run any more. Waits for what goes on beside training, unless an exception is on
+        its way through this rank."""
+        if self._closed:
+            return
+        try:
+            if self.beside is not None:
+                if sys.exc_info()[0] is None:
+                    self.beside.finish()
+                else:
+                    self.beside.abandon()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._recover()
+        self.zero_grad()
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self.passes.watcher = None
+        self.ground.stop()
+        self.mesh.stop()

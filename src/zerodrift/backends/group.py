@@ -1,0 +1,212 @@
+"""One group of `fully_shard` in a run: its parameters in both forms, its switches, its gradients.
+
+torch gathers, frees and reduces by hooks of its own. What is added here, with public calls only: gradients
+are summed in the accumulate dtype (`Parameter.grad_dtype` on the gathered parameters), a parameter that
+got no gradient counts as zero on every rank, and what was not reduced by the last backward is reduced in
+the step.
+
+Invariant: between a step's first backward and its update, every gradient is in `Member.full.grad` (waiting
+to be reduced) or in `Member.sharded.grad` (reduced over the shard axis), and nowhere else.
+
+[Note: zeros] torch leaves out parameters without a gradient, so ranks whose experts got no token would
+reduce buffers of other sizes; its own cure makes zeros in the wrong dtype. So zeros are put into
+`full.grad` when the group's backward is over: before torch looks, because our identity around the inputs
+is inside of torch's, and our callback at the end of a backward was queued before torch's.
+
+[Note: replicas] Copies of the model are summed by a hook during the backward where all that the step has
+summed so far is in the buffer at hand, and otherwise in the step, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zerodrift.backends import carry
+from zerodrift.backends.cut import Cut, padded_to
+from zerodrift.comm.collectives import Collectives
+from zerodrift.engine.unit import in_backward, mark_inputs, tensors_in
+from zerodrift.plan.groups import Group
+from zerodrift.plan.table import Row
+
+
+@dataclass(slots=True)
+class Member:
+    """A parameter of a group."""
+
+    row: Row
+    cut: Cut
+    places: tuple[tuple[nn.Module, str], ...]
+    """Where it hangs: (module, attribute)."""
+    sharded: nn.Parameter
+    """A DTensor over the shard axis: storage, what the optimizer updates."""
+    full: nn.Parameter
+    """In the compute dtype, gathered: what the module computes with. It has memory only while it is used."""
+
+    def storage(self) -> torch.Tensor:
+        """`[cut.numel]`: this rank's part of storage, as a view."""
+        return local(self.sharded.detach()).view(-1)
+
+    def gradient(self) -> torch.Tensor:
+        """`[cut.numel]`: this rank's part of what was reduced, as a view; zeros where nothing was."""
+        if self.sharded.grad is None:
+            self.sharded.grad = torch.zeros_like(self.sharded)
+        return local(self.sharded.grad).view(-1)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, as a view."""
+    if not isinstance(tensor, DTensor):
+        raise AssertionError(f"a DTensor is expected, not {type(tensor).__name__}")
+    return tensor.to_local()
+
+
+class Backwards(Protocol):
+    """What groups tell."""
+
+    def forward_begins(self, group: LiveGroup) -> None:
+        """A forward comes to a group outside of any backward."""
+
+    def begin(self) -> None:
+        """A gradient has arrived; the first call of a backward arms its end."""
+
+
+class LiveGroup:
+    """A group of the plan with its modules."""
+
+    def __init__(
+        self, number: int, spec: Group, modules: list[Any], comm: Collectives, before: float
+    ) -> None:
+        self.number = number
+        self.spec = spec
+        self.modules = modules
+        """`FSDPModule`s, of which the first stands for the group."""
+        self.members: list[Member] = []
+        self._comm = comm
+        self._before = before
+        self.owes = False
+        """Whether gradients of this step were summed over shards and not over replicas."""
+        self.shared = False
+        """Whether they were summed over replicas; never together with `owes`."""
+        self.waits = False
+        """Whether gradients of this step were not reduced."""
+        self._filled = True
+        self._syncs = True
+        self._shares = False
+
+    @property
+    def trained(self) -> list[Member]:
+        return [member for member in self.members if member.row.columns.update is not None]
+
+    def __repr__(self) -> str:
+        return f"LiveGroup({', '.join(path or 'root' for path in self.spec.paths)})"
+
+    # --- hooks ------------------------------------------------------------------------------------------
+
+    def watch(self, backwards: Backwards) -> list[Any]:
+        """Before `fully_shard`, so that our hooks on outputs come before torch's; returns their handles."""
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and not in_backward():
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda grad: backwards.begin())
+
+        return [module.register_forward_hook(after) for module in self.modules]
+
+    def mark(self, backwards: Backwards) -> list[Any]:
+        """After `fully_shard`, so that our identity is inside of torch's; returns the handles."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not in_backward():
+                backwards.forward_begins(self)
+            return mark_inputs(args, kwargs, self.fill) if torch.is_grad_enabled() else None
+
+        return [module.register_forward_pre_hook(before, with_kwargs=True) for module in self.modules]
+
+    def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        """See [Note: replicas]."""
+        update = self.spec.kind.update
+        if update is None or self._comm.mesh.size("replicate") == 1:
+            return None
+        return carry.hook(self._comm, update[2], self._before, lambda: self._shares)
+
+    # --- one backward -----------------------------------------------------------------------------------
+
+    def open(self, last: bool, keep: bool) -> None:
+        """A backward begins. `keep`: what is gathered stays for the next micro-batch."""
+        update = self.spec.kind.update
+        self._syncs = update is not None and (last or update[2].when == "every")
+        self._shares = self._syncs and (self.shared or (last and not self.owes))
+        self._filled = not self._syncs
+        module = self.modules[0]
+        module.set_requires_gradient_sync(self._syncs, recurse=False)
+        module.set_reshard_after_backward(not keep, recurse=False)
+        if update is None:
+            return
+        self.waits = not self._syncs
+        if self._syncs:
+            self.shared, self.owes = self._shares, not self._shares
+
+    def fill(self) -> None:
+        """See [Note: zeros]."""
+        if self._filled:
+            return
+        self._filled = True
+        for member in self.trained:
+            if member.full.grad is None:
+                member.full.grad = torch.zeros_like(member.full, dtype=member.full.grad_dtype)
+
+    # --- the step ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Reduce what waits for a last micro-batch that did not come."""
+        update = self.spec.kind.update
+        if not self.waits or update is None:
+            return
+        self.waits = False
+        ranks = self._comm.mesh.size("shard")
+        for member in self.trained:
+            grad = member.full.grad
+            if grad is None:
+                grad = torch.zeros_like(member.full, dtype=member.full.grad_dtype)
+            full = padded_to(grad.reshape(-1), member.cut.chunk * ranks).clone()
+            out = full
+            if ranks > 1:
+                out = full.new_empty(member.cut.chunk)
+                carry.over_shards(self._comm, out, full, update[2], self._before)
+            if self.shared:
+                carry.over_replicas(self._comm, out, update[2], self._before)
+            member.gradient().add_(out[: member.cut.numel])
+            member.full.grad = None
+        self.owes = not self.shared
+
+    def sum_over_replicas(self) -> None:
+        """What the hook could not."""
+        update = self.spec.kind.update
+        if not self.owes or update is None or self._comm.mesh.size("replicate") == 1:
+            return
+        self.owes, self.shared = False, True
+        trained = self.trained
+        flat = torch.cat([member.gradient() for member in trained])
+        # In the accumulate dtype, which storage holds exactly.
+        summed = flat.to(update[1].torch)
+        carry.over_replicas(self._comm, summed, update[2], self._before)
+        for member, part in zip(trained, summed.split([m.cut.numel for m in trained]), strict=True):
+            member.gradient().copy_(part)
+
+    def release(self) -> None:
+        """Give up what is gathered."""
+        self.modules[0].reshard()
+
+    def drop_gradients(self) -> None:
+        for member in self.members:
+            member.sharded.grad = None
+            member.full.grad = None
+        self.owes = self.shared = self.waits = False

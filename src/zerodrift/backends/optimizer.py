@@ -1,0 +1,212 @@
+"""torch's own optimizer over DTensor parameters, as an `Updater`.
+
+Built from the config's `optimizer` block (fused, where torch has it) or the caller's own, whose parameters
+become the sharded ones. Storage is the master, the moments are what torch makes: DTensors of the same
+dtype and the same cut. For everybody who reads or writes them, a piece is what this rank holds of a plan's
+segment: its rows' parts, one after the other.
+
+AdamW, Adam and SGD speak of their state as the native engine does, so that a run which was saved by one
+backend goes on with the other; any other class as `TorchViews` does.
+
+Invariant: an update is one multiplication of the gradient in fp32, and then torch's own step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zerodrift.backends.group import LiveGroup, Member
+from zerodrift.errors import UnsupportedError
+from zerodrift.optim import flat
+from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.update import Counters
+from zerodrift.optim.updates import Algorithm
+from zerodrift.optim.views import dtype_name, group_of
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Recipe
+
+CLASSES: dict[Algorithm, Callable[..., torch.optim.Optimizer]] = {
+    Algorithm.ADAMW: torch.optim.AdamW,
+    Algorithm.ADAM: torch.optim.Adam,
+    Algorithm.SGD: torch.optim.SGD,
+}
+
+
+class TensorUpdater:
+    """An `Updater` around a torch optimizer over DTensors."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Sequence[LiveGroup],
+        optimizer: torch.optim.Optimizer | None,
+        names: Mapping[int, str],
+    ) -> None:
+        members = {member.row.name: member for group in groups for member in group.trained}
+        if optimizer is None:
+            if plan.policy.optimizer is None:
+                raise AssertionError("neither an optimizer nor a recipe for one")
+            self.groups = _from_recipe(plan.policy.optimizer, list(members.values()))
+            self.group_of: Mapping[str, int] = dict.fromkeys(members, 0)
+        else:
+            self.groups = optimizer
+            self.group_of = group_of(optimizer, names, plan)
+            for number, group in enumerate(optimizer.param_groups):
+                held = [name for name, place in self.group_of.items() if place == number]
+                group["params"] = [members[name].sharded for name in held if name in members]
+        self._members = members
+        self._updated = [member for name, member in members.items() if name in self.group_of]
+        self._pieces: dict[int, list[Member]] = {
+            number: [members[plan.rows[row].name] for row in segment.rows]
+            for number, segment in enumerate(plan.segments)
+            if segment.trained
+        }
+        ours = flat.algorithm_of(self.groups)
+        self._algorithm = ours[0] if ours is not None else None
+        self._steps = 0
+
+    def learning_rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self.groups.param_groups)
+
+    @property
+    def statistics(self) -> Mapping[int, Statistics]:
+        return {}
+
+    @torch.no_grad()
+    def step(self, multiplier: float) -> None:
+        """One step; every parameter without a gradient gets one of zero, as on the native backend."""
+        gradients = [member.gradient() for member in self._updated]
+        if multiplier != 1.0 and gradients:
+            torch._foreach_mul_(gradients, multiplier)
+        self.groups.step()
+        self._steps += 1
+
+    # --- masters and moments, by segment ----------------------------------------------------------------
+
+    def master(self, number: int) -> torch.Tensor:
+        parts = [member.storage() for member in self._pieces[number]]
+        return torch.cat(parts).to(torch.float32)
+
+    @torch.no_grad()
+    def set_master(self, number: int, values: torch.Tensor) -> None:
+        for member, part in self._parts(number, values):
+            member.storage().copy_(part)
+
+    def states(self, number: int) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        device = self._pieces[number][0].storage().device
+        numel = sum(member.cut.numel for member in self._pieces[number])
+        for member, _ in self._parts(number, torch.empty(0)):
+            for key in self._moments(member):
+                found.setdefault(key, torch.zeros(numel, device=device))
+        for key, whole in found.items():
+            for member, part in self._parts(number, whole):
+                held = self._moments(member).get(key)
+                if held is not None:
+                    part.copy_(held)
+        return found
+
+    @torch.no_grad()
+    def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
+        for member, part in self._parts(number, values):
+            held = self._moments(member).get(key)
+            if held is not None:
+                held.copy_(part)
+
+    def _parts(self, number: int, values: torch.Tensor) -> Iterator[tuple[Member, torch.Tensor]]:
+        """The members of a piece, each with its part of a flat tensor."""
+        start = 0
+        for member in self._pieces[number]:
+            yield member, values[start : start + member.cut.numel]
+            start += member.cut.numel
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        """This rank's parts of one parameter's moments, as views."""
+        return self._moments(self._members[name])
+
+    def _moments(self, member: Member) -> dict[str, torch.Tensor]:
+        state = self.groups.state.get(member.sharded, {})
+        return {key: value.to_local().view(-1) for key, value in state.items() if _is_moment(value, member)}
+
+    def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
+        found = [held.dtype for m in self._pieces[number] for held in self._moments(m).values()]
+        return None, tuple(dict.fromkeys(found))
+
+    # --- what is not one number per element ---------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        return type(self.groups).__name__ if self._algorithm is None else self._algorithm.value
+
+    def counters(self) -> Counters:
+        if self._algorithm is not None:
+            return {"": {"steps": self._steps}}
+        found: Counters = {}
+        for member in self._updated:
+            if member.sharded in self.groups.state:
+                mine = found[member.row.name] = {}
+                for key, value in self.groups.state[member.sharded].items():
+                    mine[key] = dtype_name(value) if _is_moment(value, member) else value
+        return found
+
+    def set_counters(self, counters: Counters) -> None:
+        if self._algorithm is not None:
+            self._set_steps(int(counters[""]["steps"]))
+            return
+        for member in self._updated:
+            mine = counters.get(member.row.name)
+            if mine is not None:
+                self.groups.state[member.sharded] = {
+                    key: torch.zeros_like(member.sharded, dtype=getattr(torch, value), requires_grad=False)
+                    if isinstance(value, str)
+                    else copy.deepcopy(value)
+                    for key, value in mine.items()
+                }
+
+    def _set_steps(self, steps: int) -> None:
+        """Make the state that torch would have made by now."""
+        self._steps = steps
+        names = self.moment_names("", {"": {"steps": steps}})
+        for member in self._updated:
+            state: dict[str, Any] = {
+                name: torch.zeros_like(member.sharded, requires_grad=False) for name in names
+            }
+            if self._algorithm is not Algorithm.SGD and steps:
+                # Fused updates read it on the device of the parameter.
+                state["step"] = torch.tensor(float(steps), device=member.storage().device)
+            if state:
+                self.groups.state[member.sharded] = state
+            else:
+                self.groups.state.pop(member.sharded, None)
+
+    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
+        if self._algorithm is None:
+            return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
+        if (name and name not in self.group_of) or not counters[""]["steps"]:
+            return ()
+        plain = not any(group.get("momentum") for group in self.groups.param_groups)
+        return () if self._algorithm is Algorithm.SGD and plain else flat.MOMENT_NAMES[self._algorithm]
+
+
+def _is_moment(value: object, member: Member) -> bool:
+    """Whether a piece of an optimizer's state has a value for every element."""
+    return isinstance(value, DTensor) and value.shape == member.sharded.shape
+
+
+def _from_recipe(recipe: Recipe, members: Sequence[Member]) -> torch.optim.Optimizer:
+    """The optimizer of torch that a config's `optimizer` block means."""
+    algorithm, arguments = flat.arguments(recipe)
+    kind = CLASSES.get(algorithm)
+    if kind is None:
+        raise UnsupportedError(
+            f"`optimizer.type`: must be an optimizer of torch on backend fsdp2; got {recipe.type}. Use "
+            f"AdamW, Adam or SGD."
+        )
+    # torch's fused SGD does not know DTensors (2.13).
+    fused = {} if algorithm is Algorithm.SGD else {"fused": True}
+    return kind([member.sharded for member in members], **arguments, **fused)

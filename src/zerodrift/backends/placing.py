@@ -1,0 +1,255 @@
+"""Moves a model under `fully_shard`, group by group, innermost first.
+
+A group's parameters get their values and their storage dtype, torch cuts them, and the whole ones are let
+go before the next group comes; rank 0's values are everybody's, as for the native engine. Then each group is
+gathered once, to set on its gathered parameters the dtype that gradients are summed in.
+
+Invariant: afterwards every parameter of the plan is a DTensor in exactly one group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zerodrift.backends.backwards import Passes
+from zerodrift.backends.carry import Gather, ReduceScatter
+from zerodrift.backends.cut import cut
+from zerodrift.backends.device_mesh import Ground
+from zerodrift.backends.group import LiveGroup, Member
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.together import together
+from zerodrift.engine import place as placing
+from zerodrift.engine.compute import has_forward
+from zerodrift.engine.place import Sources
+from zerodrift.errors import ModelError, Problems
+from zerodrift.plan.groups import Group, groups
+from zerodrift.plan.table import Plan, Row
+
+Places = dict[str, tuple[tuple[nn.Module, str], ...]]
+"""Row name -> where the parameter hangs."""
+
+
+def make_groups(plan: Plan, model: nn.Module, comm: Collectives) -> list[LiveGroup]:
+    """The groups of a plan, in its order, with their modules."""
+    problems = Problems()
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            problems.add(
+                name,
+                "must be a plain tensor: the mesh of a plan has no axis for what a DTensor is spread over",
+                f"a DTensor over {parameter.device_mesh}",
+                "Build the model without tensor parallelism.",
+            )
+    found = [
+        LiveGroup(number, spec, [modules[path] for path in spec.paths], comm, plan.policy.averaging.before)
+        for number, spec in enumerate(_with_forward(plan, modules, problems))
+    ]
+    problems.raise_as(ModelError, "backend fsdp2")
+    return found
+
+
+def shard(
+    plan: Plan,
+    model: nn.Module,
+    live: Sequence[LiveGroup],
+    comm: Collectives,
+    ground: Ground,
+    passes: Passes,
+    sources: Sources,
+) -> list[Any]:
+    """Put the model's parameters into the groups; returns the handles of our hooks."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    placing.check(plan, model, parameters, sources)
+    placing.tie(plan, model, parameters)
+    places = _places(plan, model)
+    handles = []
+    for group in sorted(live, key=_depth, reverse=True):
+        rows = [plan.rows[row] for row in group.spec.rows]
+        held = {row.name: parameters[row.name] for row in rows}
+        _fill(rows, held, comm, sources)
+        handles += group.watch(passes)
+        _apply(plan, group, held, comm, ground)
+        handles += group.mark(passes)
+        for parameter in held.values():
+            placing.let_go(parameter)
+    with together(comm):
+        buffers = placing.read_buffers(plan, comm, sources)
+    placing.place_buffers(plan, model, comm, buffers)
+    for group in live:
+        _gather_once(plan, group, places, comm)
+    _require_all(plan, live)
+    return handles
+
+
+# --- which modules ------------------------------------------------------------------------------------
+
+
+def _with_forward(plan: Plan, modules: Mapping[str, nn.Module], problems: Problems) -> Iterator[Group]:
+    """The plan's groups, those on a container of modules on its children instead: nobody calls a
+    `ModuleList`, so nothing would gather it."""
+    for group in groups(plan):
+        yield from _called(group, plan, modules, problems)
+
+
+def _called(
+    group: Group, plan: Plan, modules: Mapping[str, nn.Module], problems: Problems
+) -> Iterator[Group]:
+    silent = [path for path in group.paths if not has_forward(modules[path])]
+    if not silent:
+        yield group
+        return
+    path = silent[0]
+    names = [plan.rows[row].name for row in group.rows]
+    children = list(modules[path].named_children())
+    below = {
+        child: tuple(row for row in group.rows if _holds(f"{path}.{child}".lstrip("."), plan.rows[row]))
+        for child, _ in children
+    }
+    if len(group.paths) > 1 or sum(map(len, below.values())) != len(names):
+        problems.add(
+            path or "model",
+            "must be a module with a forward, which gathers its parameters",
+            f"{type(modules[path]).__name__}, which is not called, with {', '.join(names[:3])}",
+            "Give its parameters the columns of the module that uses them, or use the native backend.",
+        )
+        return
+    for child, rows in below.items():
+        if rows:
+            inner = dataclasses.replace(group, paths=(f"{path}.{child}".lstrip("."),), rows=rows)
+            yield from _called(inner, plan, modules, problems)
+
+
+def _holds(path: str, row: Row) -> bool:
+    return any(name.startswith(f"{path}.") for name in row.names)
+
+
+def _depth(group: LiveGroup) -> int:
+    """How deep a group's modules are; what is inside must be sharded before what holds it."""
+    return max(len(path.split(".")) if path else 0 for path in group.spec.paths)
+
+
+def _places(plan: Plan, model: nn.Module) -> Places:
+    found: Places = {}
+    for row in plan.rows:
+        split = [name.rpartition(".") for name in row.names]
+        found[row.name] = tuple((model.get_submodule(path), attribute) for path, _, attribute in split)
+    return found
+
+
+# --- one group ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _Whole:
+    """A parameter on its way, in the storage dtype; what `engine/place.py` gives values to."""
+
+    row: Row
+    values: torch.Tensor
+
+    def give(self, offset: int, values: torch.Tensor) -> None:
+        start = offset - self.row.offset
+        self.values.view(-1)[start : start + values.numel()] = values
+
+
+@torch.no_grad()
+def _fill(rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectives, sources: Sources) -> None:
+    """The values of a group's parameters, whole, in the storage dtype, on the device. Of one that comes
+    from a source a rank fills only what it will keep."""
+    ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
+    wholes = {
+        row.name: _Whole(
+            row, torch.empty(row.shape, dtype=row.columns.storage.dtype.torch, device=comm.mesh.device)
+        )
+        for row in rows
+    }
+    read = [row for row in rows if row.name in sources.rows]
+    if read:
+        with together(comm):
+            for row in read:
+                mine = cut(row.shape, ranks, rank)
+                out = mine.of(wholes[row.name].values)
+                if mine.numel:
+                    sources.rows[row.name].fill(row.name, mine.start, out)
+    for row in rows:
+        if row.name not in sources.rows:
+            placing.give(row, held[row.name], wholes[row.name], comm)
+        placing.let_go(held[row.name])
+        held[row.name].data = wholes[row.name].values
+
+
+def _apply(
+    plan: Plan, group: LiveGroup, held: Mapping[str, nn.Parameter], comm: Collectives, ground: Ground
+) -> None:
+    """Call `fully_shard`, and set what has no place in its arguments."""
+    kind, keep = group.spec.kind, plan.policy.sharding.keep_gathered
+    mine = {id(parameter) for parameter in held.values()}
+    others = {p for module in group.modules for p in module.parameters() if id(p) not in mine}
+    root = plan.units[group.spec.unit].name == ""
+    made = fully_shard(
+        group.modules if len(group.modules) > 1 else group.modules[0],
+        mesh=ground.shard,
+        reshard_after_forward=keep == "never" and not root,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=kind.compute.torch,
+            reduce_dtype=kind.update[1].torch if kind.update else None,
+            cast_forward_inputs=False,
+        ),
+        ignored_params={p for p in others if not isinstance(p, DTensor)},
+    )
+    group.modules = made if isinstance(made, list) else [made]
+    first = group.modules[0]
+    first.set_gradient_divide_factor(1.0)
+    first.set_force_sum_reduction_for_comms(True)
+    first.set_custom_all_gather(Gather(comm))  # type: ignore[arg-type]
+    if kind.update is not None:
+        carrier = ReduceScatter(comm, kind.update[2], plan.policy.averaging.before)
+        first.set_custom_reduce_scatter(carrier)  # type: ignore[arg-type]
+    hook = group.all_reduce_hook()
+    if hook is not None:
+        first.set_all_reduce_hook(hook)
+
+
+def _gather_once(plan: Plan, group: LiveGroup, places: Places, comm: Collectives) -> None:
+    """The parameters of a group in both forms. Without it torch would make the gathered ones in the first
+    forward, and a rank that skips a group would not have them when it is reduced."""
+    ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
+    rows = [plan.rows[row] for row in group.spec.rows]
+    sharded = [_hanging(places[row.name]) for row in rows]
+    group.modules[0].unshard()
+    for row, parameter in zip(rows, sharded, strict=True):
+        full = _hanging(places[row.name])
+        if row.columns.update is not None:
+            full.grad_dtype = row.columns.update.accumulate.dtype.torch
+        group.members.append(Member(row, cut(row.shape, ranks, rank), places[row.name], parameter, full))
+    group.modules[0].reshard()
+
+
+def _hanging(places: tuple[tuple[nn.Module, str], ...]) -> nn.Parameter:
+    module, attribute = places[0]
+    found = module._parameters[attribute]
+    if found is None:
+        raise AssertionError(f"no parameter {attribute}")
+    return found
+
+
+def _require_all(plan: Plan, live: Sequence[LiveGroup]) -> None:
+    """torch leaves out a parameter that hangs only in modules of other groups: a tied one can."""
+    problems = Problems()
+    for group in live:
+        for member in group.members:
+            if not isinstance(member.sharded, DTensor) or member.full is member.sharded:
+                problems.add(
+                    member.row.name,
+                    "must hang in a module of its own group",
+                    f"only in modules that are groups of their own: {', '.join(member.row.names)}",
+                    "Give those modules the columns of the rest of their unit, or use the native backend.",
+                )
+    problems.raise_as(ModelError, "backend fsdp2")

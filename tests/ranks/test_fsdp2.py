@@ -1,0 +1,502 @@
+"""What `backend: fsdp2` does to a model and to a loop: values in and out, groups, refusals, collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.numerics.networks import GPT, WIDTH, Block, batch
+from tests.numerics.runs import config, make, train
+from tests.ranks.harness import run_ranks
+from zerodrift.dtypes import DType
+from zerodrift.engine.shards import Shards
+from zerodrift.errors import ModelError, RankError, UnsupportedError
+
+
+def fsdp2(stage: int = 3, mode: str = "fp32", micro: int = 1, **rest: Any) -> dict[str, Any]:
+    return config(stage, mode, micro, backend="fsdp2", **rest)
+
+
+def step(engine: Any, number: int = 0) -> float:
+    loss = engine(batch(number, engine.mesh.rank("data")))
+    engine.backward(loss)
+    assert engine.step().updated
+    return float(loss.detach())
+
+
+# --- what a model becomes -----------------------------------------------------------------------------
+
+
+def parameters() -> None:
+    model = GPT()
+    given = {name: value.detach().clone() for name, value in model.named_parameters()}
+    engine = make(fsdp2(3, "bf16"), model)
+    assert isinstance(model, FSDPModule) and isinstance(model.layers[0], FSDPModule)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and parameter.dtype is torch.float32
+        assert torch.equal(parameter.full_tensor(), given[name]), name
+    assert model.head.weight is model.embed.weight
+    step(engine)
+    for group in engine.optimizer.param_groups:
+        assert all(isinstance(parameter, DTensor) for parameter in group["params"])
+    assert {str(value.dtype) for value in engine.full_state("norm.weight").values()} == {"torch.float32"}
+    assert engine.updater.resting(0) == (None, (torch.float32,))
+    assert model.embed.weight.grad is None
+
+
+def test_parameters_are_dtensors_with_the_bits_that_were_given() -> None:
+    run_ranks(parameters, 2)
+
+
+class Wide(GPT):
+    """A root of two kinds: a tied embedding that stays fp32, and wide layers that do not."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.norm = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).bfloat16()
+        return self.head(self.norm(self.layers[0](x)))
+
+
+def pinned_and_tied() -> list[list[float]]:
+    """A tied parameter that differs from its unit: its two modules are one group."""
+    found = []
+    for backend in ("native", "fsdp2"):
+        written = config(
+            3,
+            "bf16",
+            backend=backend,
+            precision={"storage": "fp32", "rules": [{"match": "embed.weight", "pin": "fp32"}]},
+        )
+        engine = make(written, Wide())
+        if backend == "fsdp2":
+            assert ("embed", "head") in [unit.spec.paths for unit in engine.units]
+        found.append([step(engine, number) for number in range(3)])
+        engine.destroy()
+    return found
+
+
+def test_a_tied_parameter_of_its_own_kind() -> None:
+    for native, other in run_ranks(pinned_and_tied, 2):
+        assert native == other
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.plain = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(sum(expert(x).to(x.dtype) for expert in self.experts))
+
+
+def containers() -> list[tuple[str, ...]]:
+    model = GPT(layers=1)
+    model.layers[0].mlp = Experts()
+    precision = {"rules": [{"match": "*.experts.*", "pin": "fp32"}]}
+    engine = make(fsdp2(3, "bf16", precision=precision), model)
+    step(engine)
+    return [unit.spec.paths for unit in engine.units]
+
+
+def test_a_container_is_no_group_but_its_children_are() -> None:
+    made = run_ranks(containers, 2)[0]
+    assert ("layers.0.mlp.experts.0",) in made and ("layers.0.mlp.experts.1",) in made
+    assert ("layers.0.mlp.experts",) not in made
+
+
+class Listed(nn.Module):
+    """Parameters in a container that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.eye(WIDTH))])
+        self.plain = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(x @ self.weights[0])
+
+
+def uncalled(pinned: str) -> str:
+    model = GPT(layers=1)
+    model.layers[0].mlp = Listed()
+    written = fsdp2(3, "bf16", precision={"rules": [{"match": pinned, "pin": "fp32"}]})
+    try:
+        step(make(written, model))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_pinned_parameters_in_a_module_that_is_not_called_are_refused() -> None:
+    assert "`layers.0.mlp.weights`" in run_ranks(uncalled, 2, "*.mlp.weights.*")[0]
+    assert run_ranks(uncalled, 2, "*.norm*.*") == ["", ""]
+
+
+def lora(backend: str) -> list[float]:
+    model = GPT(layers=2)
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.attention.out.requires_grad_(True)
+    engine = make(config(3, "bf16", backend=backend, precision={"storage": "fp32"}), model)
+    losses = [step(engine, number) for number in range(3)]
+    with engine.gathered(["layers.0.mlp.up.weight"]) as values:
+        frozen = values["layers.0.mlp.up.weight"].float().sum().item()
+    return [*losses, frozen]
+
+
+def test_frozen_parameters() -> None:
+    assert run_ranks(lora, 2, "native") == run_ranks(lora, 2, "fsdp2")
+
+
+# --- values in and out --------------------------------------------------------------------------------
+
+
+def written() -> None:
+    engine = make(fsdp2(3, "bf16", 2), GPT(layers=1))
+    rank = engine.mesh.rank()
+    before = engine.full_master("layers.0.mlp.up.weight")
+    with engine.gathered(write=True) as values:
+        assert values["layers.0.mlp.up.weight"].dtype is torch.bfloat16
+        engine.module.norm.weight.data.fill_(2.0 + rank)  # rank 0's is everybody's
+        values["layers.0.mlp.up.weight"][0, 0] = 5.0
+        engine.module.layers[0].mlp.down.bias = nn.Parameter(torch.full((WIDTH,), 3.0))
+    after = engine.full_master("layers.0.mlp.up.weight")
+    assert after[0, 0] == 5.0 and torch.equal(after.flatten()[1:], before.flatten()[1:])
+    assert torch.equal(engine.full_master("norm.weight"), torch.full((WIDTH,), 2.0))
+    assert torch.equal(engine.full_master("layers.0.mlp.down.bias"), torch.full((WIDTH,), 3.0))
+    assert isinstance(engine.module.norm.weight, DTensor)
+
+    engine.set_full_master("norm.bias", torch.linspace(0, 1, WIDTH))
+    assert torch.equal(engine.full_master("norm.bias"), torch.linspace(0, 1, WIDTH))
+    loss = engine(batch(0, rank))
+    engine.backward(loss)
+    gradient = engine.full_gradient("norm.bias")
+    engine.set_full_gradient("norm.bias", 2 * gradient)
+    assert torch.equal(engine.full_gradient("norm.bias"), 2 * gradient)
+    engine.backward(engine(batch(1, rank)))
+    assert engine.step().updated
+    moments = engine.full_state("norm.bias")
+    engine.set_full_state("norm.bias", "exp_avg", moments["exp_avg"] + 1)
+    assert torch.equal(engine.full_state("norm.bias")["exp_avg"], moments["exp_avg"] + 1)
+
+
+def test_values_in_and_out() -> None:
+    run_ranks(written, 2)
+
+
+def loaded(assign: bool) -> None:
+    engine = make(fsdp2(3, "fp32"), GPT(layers=1))
+    other = GPT(layers=1, seed=9)
+    step(engine)
+    with pytest.raises(ModelError, match="gathered"):
+        engine.module.load_state_dict(other.state_dict())
+    with engine.gathered(write=True):
+        engine.module.load_state_dict(other.state_dict(), assign=assign)
+        shown = dict(engine.module.named_parameters())
+        assert torch.equal(shown["norm.weight"], other.norm.weight)
+    for name, value in other.named_parameters():
+        assert torch.equal(engine.full_master(name), value), name
+    step(engine)
+    assert not torch.equal(engine.full_master("embed.weight"), other.embed.weight)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_a_state_dict(assign: bool) -> None:
+    run_ranks(loaded, 2, assign)
+
+
+def left() -> None:
+    engine = make(fsdp2(), GPT(layers=1))
+    step(engine)
+    kept = engine.module.norm.weight
+    engine.module.norm.weight = nn.Parameter(kept.detach().clone())
+    with pytest.raises(ModelError, match=r"norm\.weight.*another one"):
+        engine(batch(0))
+    engine.module.norm.weight = kept
+    kept.requires_grad_(False)
+    with pytest.raises(ModelError, match="must stay trained"):
+        engine(batch(0))
+    kept.requires_grad_(True)
+    step(engine, 1)
+    engine.destroy()
+    with pytest.raises(UnsupportedError, match="destroy"):
+        engine(batch(0))
+
+
+def test_a_parameter_that_left_its_place_is_named() -> None:
+    run_ranks(left, 2)
+
+
+def pieces() -> list[tuple[str, int, int]]:
+    """(name, start, elements) of what this rank reads."""
+    engine = make(fsdp2(sharding={"replicate": 2}, zero_optimization={"stage": 3}), _Uneven())
+    shards = Shards(engine)
+    masters = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    found = []
+    for part in shards.weights():
+        whole = masters[part.name]
+        assert torch.equal(whole.flatten()[part.start : part.start + part.values.numel()], part.values)
+        found.append((part.name, part.start, part.values.numel()))
+    for piece in shards.pieces():
+        values = piece.zeros()
+        for span in piece.held:
+            values[span.place] = torch.arange(span.start, span.start + span.numel)
+        piece.set_weights(values)
+    shards.spread()
+    for row in engine.plan.rows:
+        wanted = torch.arange(row.numel).view(row.shape).float()
+        assert torch.equal(engine.full_master(row.name), wanted), row.name
+    return found
+
+
+class _Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 7), nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)).mean()
+
+
+def test_shares_are_every_element_once() -> None:
+    model, seen = _Uneven(), Counter()
+    for parts in run_ranks(pieces, 4):
+        for name, start, numel in parts:
+            seen.update((name, element) for element in range(start, start + numel))
+    wanted = Counter((name, n) for name, p in model.named_parameters() for n in range(p.numel()))
+    assert seen == wanted
+
+
+# --- what travels -------------------------------------------------------------------------------------
+
+
+def recorded(stage: int, micro: int, rest: dict[str, Any]) -> list[Any]:
+    engine = make(fsdp2(stage, "bf16", micro, **rest), GPT(layers=2))
+    train(engine, 1, micro)
+    with engine.comm.record() as log:
+        for number in range(micro):
+            engine.backward(engine(batch(1, engine.mesh.rank("data"), number)))
+            engine.step()
+    return [(call.op, call.dtype, call.sum, call.axis) for call in log]
+
+
+def calls(stage: int, micro: int = 1, ranks: int = 2, **rest: Any) -> Counter[Any]:
+    return Counter(run_ranks(recorded, ranks, stage, micro, rest)[0])
+
+
+GATHER = ("all_gather", DType.BF16, None, "shard")
+REDUCE = ("reduce_scatter", DType.FP32, DType.FP32, "shard")
+
+
+def test_stage_3_gathers_for_every_forward_and_backward() -> None:
+    # Three groups forward, two again backward: the root stays.
+    found = calls(3)
+    assert found[GATHER] == 5 and found[REDUCE] == 3
+    found = calls(3, micro=2)
+    assert found[GATHER] == 10 and found[REDUCE] == 6
+
+
+def test_stages_1_and_2_gather_once_per_step() -> None:
+    found = calls(2, micro=3)
+    assert found[GATHER] == 3 and found[REDUCE] == 9
+    found = calls(1, micro=3)
+    assert found[GATHER] == 3 and found[REDUCE] == 3
+
+
+def test_stage_0_reduces_once_and_gathers_nothing() -> None:
+    found = calls(0, micro=2)
+    assert found[GATHER] == 0 and found["all_reduce", DType.FP32, DType.FP32, "replicate"] == 3
+
+
+def test_a_narrow_wire_is_summed_as_the_plan_says() -> None:
+    found = calls(3, precision={"reduce": {"wire": "bf16"}})
+    assert found["reduce_scatter", DType.BF16, DType.FP32, "shard"] == 3 and not found[REDUCE]
+
+
+def test_a_pinned_router_travels_in_fp32() -> None:
+    found = calls(3, precision={"rules": [{"match": "norm.*", "pin": "fp32"}]})
+    assert found["all_gather", DType.FP32, None, "shard"] == 1
+    assert found[REDUCE] == 4
+
+
+def held() -> None:
+    """Nothing is gathered between steps, whatever was done."""
+    for stage in (1, 3):
+        engine = make(fsdp2(stage, "bf16"), GPT(layers=2))
+        step(engine)
+        with torch.no_grad():
+            engine(batch(0))
+        step(engine, 1)
+        full = [m.full for unit in engine.units for m in unit.members]
+        assert {parameter.untyped_storage().nbytes() for parameter in full} == {0}
+        assert all(m.sharded.grad is None and m.full.grad is None for m in engine.members.values())
+        engine.destroy()
+
+
+def test_nothing_stays_gathered_between_steps() -> None:
+    run_ranks(held, 2)
+
+
+# --- traps --------------------------------------------------------------------------------------------
+
+
+class Recomputed(GPT):
+    """Blocks under activation checkpointing."""
+
+    reentrant = False
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class Reentrant(Recomputed):
+    reentrant = True
+
+
+def recomputed() -> list[list[float]]:
+    found = []
+    for kind in (GPT, Recomputed, Reentrant):
+        engine = make(
+            fsdp2(3, "bf16", 2, precision={"rules": [{"match": "*.router.*", "pin": "fp32"}]}), kind(moe=True)
+        )
+        run = train(engine, 2, 2)
+        found.append([*run.losses, *(float(f"{norm:.14g}") for norm in run.norms)])
+        engine.destroy()
+    return found
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    for plain, other, reentrant in run_ranks(recomputed, 2):
+        assert plain == other == reentrant
+
+
+class Picky(nn.Module):
+    """Every rank has an expert that the other never calls, and one that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[torch.distributed.get_rank()](x)
+
+
+def picky(backend: str, stage: int) -> list[list[float]]:
+    model = GPT(layers=1)
+    model.layers[0].mlp = Picky()
+    engine = make(config(stage, "bf16", 2, backend=backend, precision={"storage": "fp32"}), model)
+    run = train(engine, 3, 2)
+    return [run.losses, run.masters["layers.0.mlp.experts.1.weight"].flatten().tolist()]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_without_a_token_count_as_zero(stage: int) -> None:
+    assert run_ranks(picky, 2, "native", stage) == run_ranks(picky, 2, "fsdp2", stage)
+
+
+class Skipping(GPT):
+    """Ranks run the two blocks in different orders."""
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        layers = list(self.layers)
+        for layer in layers if torch.distributed.get_rank() == 0 else reversed(layers):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def disordered() -> str:
+    engine = make(fsdp2(3), Skipping())
+    engine.backward(engine(batch(0)))
+    try:
+        engine.step()
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def test_different_orders_are_an_error_before_anything_is_updated() -> None:
+    assert all("same order" in text for text in run_ranks(disordered, 2))
+
+
+def own(backend: str, kind: str) -> list[float]:
+    model = GPT(layers=1)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}]
+    optimizer = getattr(torch.optim, kind)(groups, lr=1e-3)
+    written = config(3, "fp32", backend=backend)
+    del written["optimizer"]
+    engine = make(written, model, optimizer=optimizer)
+    assert (
+        engine.optimizer is optimizer and len(engine.step_result_lr if False else optimizer.param_groups) == 2
+    )
+    return [step(engine, number) for number in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_an_optimizer_of_the_callers(kind: str) -> None:
+    native, fsdp = run_ranks(own, 2, "native", kind), run_ranks(own, 2, "fsdp2", kind)
+    for one, other in zip(native, fsdp, strict=True):
+        assert one == pytest.approx(other, rel=2e-6)
+
+
+class _Block(Block):
+    """Fails when told to."""
+
+    failing = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if _Block.failing:
+            raise ValueError("as told")
+        return super().forward(x)
+
+
+def failing(backend: str) -> list[float]:
+    model = GPT(layers=1)
+    model.layers[0] = _Block(WIDTH, False)
+    engine = make(config(1, "fp32", 2, backend=backend), model)
+    losses = []
+    for number in range(3):
+        loss = engine(batch(number, engine.mesh.rank(), 0))
+        engine.backward(loss)
+        _Block.failing = True
+        with pytest.raises(ValueError, match="as told"):
+            engine(batch(number))
+        _Block.failing = False
+        losses.append(float(loss.detach()))
+        loss = engine(batch(number, engine.mesh.rank(), 1))
+        engine.backward(loss)
+        assert engine.step().updated
+    return losses
+
+
+def test_a_forward_that_failed_costs_nothing() -> None:
+    torch.manual_seed(0)
+    assert run_ranks(failing, 2, "native") == run_ranks(failing, 2, "fsdp2")
+
+
+def unscaled() -> None:
+    engine = make(fsdp2(3, "fp16"), GPT(layers=1))
+    with pytest.raises(UnsupportedError, match="must be scaled"):
+        engine(batch(0)).backward()
+    engine.scale(engine(batch(0, engine.mesh.rank()))).backward()
+    engine.step()
+
+
+def test_a_plain_backward_needs_the_scale() -> None:
+    run_ranks(unscaled, 2)

@@ -1,0 +1,114 @@
+"""Checkpoints and weights with `backend: fsdp2`: saved by one backend, resumed by the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.numerics.networks import GPT
+from tests.numerics.runs import config, make, train
+from tests.ranks.harness import run_ranks
+from zerodrift import empty
+from zerodrift.io.checkpoint import Checkpoints
+from zerodrift.io.reload import load_weights
+
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+
+
+def written(backend: str, **rest: Any) -> dict[str, Any]:
+    precision = {"storage": "fp32", "rules": [{"match": "*.router.*", "pin": "fp32"}]}
+    return config(3, "bf16", 2, backend=backend, precision=precision, **rest)
+
+
+def saved(backend: str, folder: str, rest: dict[str, Any]) -> list[float]:
+    engine = make(written(backend, **rest), GPT(layers=1, moe=True))
+    train(engine, 2, 2)
+    Checkpoints(engine, folder).save()
+    masters = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    if engine.mesh.rank() == 0:
+        torch.save(masters, f"{folder}.masters")
+    losses = train(engine, 2, 2).losses
+    engine.destroy()
+    return losses
+
+
+def resumed(backend: str, folder: str, rest: dict[str, Any]) -> list[float]:
+    engine = make(written(backend, **rest), GPT(layers=1, moe=True, seed=5))
+    assert Checkpoints(engine, folder).load().step == 2
+    assert engine.global_steps == 2
+    losses = train(engine, 2, 2).losses
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("rest", [{}, {"optimizer": SGD}], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize(("first", "second"), [("native", "fsdp2"), ("fsdp2", "native"), ("fsdp2", "fsdp2")])
+def test_a_run_goes_on_with_the_other_backend(
+    first: str, second: str, rest: dict[str, Any], tmp_path: Path
+) -> None:
+    straight = run_ranks(saved, 2, first, str(tmp_path), rest)
+    assert run_ranks(resumed, 2, second, str(tmp_path), rest) == straight
+
+
+def spread(folder: str) -> None:
+    """On twice as many ranks, as two replicas, and at stage 1."""
+    for rest in ({"sharding": {"replicate": 2}}, {"zero_optimization": {"stage": 1}}):
+        engine = make({**written("fsdp2"), **rest}, GPT(layers=1, moe=True, seed=5))
+        Checkpoints(engine, folder).load()
+        for name, master in torch.load(f"{folder}.masters").items():
+            assert torch.equal(engine.full_master(name), master), name
+        moments = engine.full_state("embed.weight")
+        assert moments["exp_avg_sq"].gt(0).any()
+        train(engine, 1, 2)
+        engine.destroy()
+
+
+def test_on_other_ranks(tmp_path: Path) -> None:
+    run_ranks(saved, 2, "native", str(tmp_path), {})
+    run_ranks(spread, 4, str(tmp_path))
+
+
+def streamed(folder: str) -> None:
+    source = GPT(layers=1, moe=True, seed=3)
+    with empty():
+        model = GPT(layers=1, moe=True)
+    engine = make(written("fsdp2"), model, weights=f"{folder}/model.safetensors")
+    for name, value in source.named_parameters():
+        assert torch.equal(engine.full_master(name), value.detach()), name
+    train(engine, 1, 2)
+    load_weights(engine, f"{folder}/model.safetensors", quiet=True)
+    for name, value in source.named_parameters():
+        assert torch.equal(engine.full_master(name), value.detach()), name
+    assert engine.full_state("embed.weight")["exp_avg_sq"].gt(0).any()
+
+
+def test_weights_stream_into_shards(tmp_path: Path) -> None:
+    model = GPT(layers=1, moe=True, seed=3)
+    tensors = {name: value.detach() for name, value in model.named_parameters()}
+    save_file({**tensors, "scale": model.scale}, tmp_path / "model.safetensors")
+    run_ranks(streamed, 2, str(tmp_path))
+
+
+def first_values() -> None:
+    """A model without memory gets what its own module would have done, whoever executes the plan."""
+    found = []
+    for backend in ("native", "fsdp2"):
+        torch.manual_seed(4)
+        with empty():
+            model = torch.nn.Sequential(
+                torch.nn.Linear(6, 10), torch.nn.LayerNorm(10), torch.nn.Linear(10, 3)
+            )
+        engine = make(config(3, "fp32", backend=backend), model)
+        found.append({row.name: engine.full_master(row.name) for row in engine.plan.rows})
+        engine.destroy()
+    native, fsdp2 = found
+    assert all(torch.equal(native[name], fsdp2[name]) for name in native)
+    assert any(value.abs().sum() > 0 for value in native.values())
+
+
+def test_an_empty_model_gets_its_first_values() -> None:
+    run_ranks(first_values, 2)
