@@ -6,14 +6,14 @@ BIN    := $(VENV)/bin
 # for the CPU wheel: make test TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 TORCH  ?= torch==2.13.0
 
-# What runs by itself; the two others are what these measure with.
-BENCHES := $(filter-out bench/deepseek_v3_layout.py bench/gpt.py,$(wildcard bench/*.py))
+# What runs by itself; the others are what these measure with.
+BENCHES := $(filter-out bench/about.py bench/deepseek_v3_layout.py bench/gpt.py,$(wildcard bench/*.py))
 
 .PHONY: help demo test test-all check bench docs env clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    set up, then plan a bundled mixture-of-experts model on two ranks"
+	@echo "make demo    set up, then train a small mixture of experts on two processes"
 	@echo "make test    set up, check style and types, then run the tests"
 	@echo "make check   style and types only"
 	@echo "make bench   the benchmarks, each beside its alternatives"
@@ -28,9 +28,13 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	@touch $@
 
+# Text that is on every machine: the sources of Python's standard library.
 demo: env
-	@echo '$$ zerodrift plan examples/moe-pinned.yaml --model examples/qwen3-moe-tiny --world-size 2'
-	@$(BIN)/zerodrift plan examples/moe-pinned.yaml --model examples/qwen3-moe-tiny --world-size 2
+	@$(BIN)/zerodrift train examples/jobs/demo.yaml --nproc 2 \
+		--set "data.train=$$($(BIN)/python -c 'import os; print(os.path.dirname(os.__file__))')/*.py"
+	@echo; echo 'What it makes of "def ":'
+	@$(BIN)/zerodrift sample runs/demo --prompt 'def '
+	@echo; echo 'The report: runs/demo/report.html'
 
 test: check
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"

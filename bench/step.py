@@ -18,7 +18,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import resource
 import statistics
 import sys
@@ -34,6 +33,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from about import about
 from gpt import GPT
 
 LR = 1e-4
@@ -256,7 +256,8 @@ def timed(rank: int, folder: str, options: argparse.Namespace, names: list[str],
         for _ in range(3):
             steps[options.profile](tokens)
     if rank == 0:
-        queue.put({"times": times, "wires": wires, "losses": losses})
+        digests = {name: step.engine.plan.digest for name, step in steps.items() if hasattr(step, "engine")}
+        queue.put({"times": times, "wires": wires, "losses": losses, "digests": digests})
     dist.barrier()
 
 
@@ -318,6 +319,8 @@ def print_times(found: dict[str, Any], names: list[str]) -> None:
             f"{name:16}{statistics.median(times[name]) * 1e3:10.1f}{statistics.median(ratios):18.2f}"
             f"{spread:>16}{wire:15.1f}{found['losses'][name]:10.4f}"
         )
+    for name, digest in found["digests"].items():
+        print(f"plan of {name}: {digest}")
 
 
 def main() -> None:
@@ -344,8 +347,8 @@ def main() -> None:
     count = sum(p.numel() for p in make_model(options).parameters())
     print(
         f"{count / 1e6:.1f}M parameters, width {options.width}, {options.layers} layers, "
-        f"batch {options.batch} x {options.length}, {options.dtype}, 2 ranks x 1 thread, "
-        f"torch {torch.__version__}, {platform.machine()}"
+        f"batch {options.batch} x {options.length}, {options.dtype}, 2 ranks x 1 thread\n"
+        f"{about('deepspeed')}"
     )
     if options.memory:
         found: dict[str, Any] = {name: launch(measured, options, name) for name in names}

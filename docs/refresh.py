@@ -22,8 +22,9 @@ from pathlib import Path
 
 from zerodrift.cli import app
 from zerodrift.config.reference import render_config, render_page
-from zerodrift.policy.support import table
+from zerodrift.policy.support import states, table
 from zerodrift.report.support import support_markdown
+from zerodrift.train.reference import render_job
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,8 +45,9 @@ def generated() -> dict[str, str]:
     """Name of a page in docs -> its text, for those that are generated as a whole."""
     return {
         "config.md": render_config(),
+        "job.md": render_job(),
         "deepspeed.md": render_page(),
-        "support.md": support_markdown(table()),
+        "support.md": support_markdown(table(), states()),
     }
 
 

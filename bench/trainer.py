@@ -1,0 +1,118 @@
+"""What the trainer's loop costs beside the bare engine: data, weights of micro-batches, metrics, display.
+
+    python bench/trainer.py                  # a model of 11M parameters, fp32, one process
+    python bench/trainer.py --steps 5 --width 64 --layers 2 --length 64
+
+Both take turns on one engine, a few steps each, so that a machine whose speed drifts drifts for both; what
+is printed is the median of the ratios of neighbouring turns. The bare loop feeds one batch over and over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from about import about
+
+from zerodrift.train.display import Lines
+from zerodrift.train.loop import Loop, _Clock
+from zerodrift.train.metrics import Metrics
+from zerodrift.train.read import read_job
+from zerodrift.train.run import Session, assemble
+from zerodrift.train.stopping import Stop
+from zerodrift.train.trouble import loss_of
+
+
+def job(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
+    """A Llama of the asked size on random tokens."""
+    width = arguments.width
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": max(1, width // 64),
+        "num_key_value_heads": max(1, width // 64),
+        "max_position_embeddings": arguments.length,
+        "pad_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(model))
+    (folder / "text.txt").write_bytes(bytes(torch.randint(32, 127, (1 << 20,)).tolist()))
+    return {
+        "model": {"source": str(folder / "config.json"), "activation_checkpointing": False},
+        "data": {"train": str(folder / "text.txt"), "block": arguments.length},
+        "run": {"folder": str(folder / "run"), "steps": 10_000, "check_precision": False},
+        "config": {
+            "precision": {"mode": "fp32"},
+            "zero_optimization": {"stage": 2},
+            "train_batch_size": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        },
+    }
+
+
+def bare(session: Session, steps: int) -> float:
+    """Seconds per step of the engine alone."""
+    engine, batch = session.engine, next(session.feed.step(0))
+    start = time.perf_counter()
+    for _ in range(steps):
+        loss = loss_of(engine(input_ids=batch.tokens, labels=batch.labels))
+        engine.backward(loss)
+        engine.step()
+        loss.item()
+    return (time.perf_counter() - start) / steps
+
+
+def trained(loop: Loop, first: int, steps: int) -> float:
+    """Seconds per step of the trainer's loop."""
+    start, clock = time.perf_counter(), _Clock(0.0)
+    for step in range(first, first + steps):
+        loop._step(step, clock)
+    return (time.perf_counter() - start) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4, help="per turn")
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(about("transformers"))
+    with tempfile.TemporaryDirectory() as name:
+        written, config = read_job(job(Path(name), arguments))
+        show = Lines(every=1_000_000)
+        show.say = lambda text: None  # type: ignore[method-assign]
+        session = assemble(written, config, show)
+        loop = Loop(session, show, Stop())
+        loop._metrics = Metrics(session.folder, written.run, 0)
+        bare(session, 2)
+        trained(loop, 0, 2)
+        ratios, alone, step = [], [], 2
+        for _ in range(arguments.rounds):
+            before = bare(session, arguments.steps)
+            between = trained(loop, step, arguments.steps)
+            after = bare(session, arguments.steps)
+            step += arguments.steps
+            ratios.append(2 * between / (before + after))
+            alone += [before, after]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"engine alone {1000 * statistics.median(alone):.1f} ms per step")
+        print(f"trainer's loop {middle:.3f} times that (quartiles {low:.3f} to {high:.3f})")
+        session.engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Declared against observed: what a plan says of every parameter, what was seen of it, and where they differ.
+
+A cell that was not seen is no difference: a rank that is alone sends nothing, an expert without tokens
+computes nothing. What was seen must be what was declared, and nothing else beside it; only under autocast
+does each operation decide what it computes in, out of two dtypes, unless a rule pins the parameter.
+
+Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zerodrift.audit.observed import Column, Observed
+from zerodrift.dtypes import DType
+from zerodrift.errors import PrecisionError
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import Columns, Master
+
+COLUMNS: tuple[Column, ...] = (
+    "storage",
+    "gather",
+    "compute",
+    "grad",
+    "accumulate",
+    "reduce",
+    "master",
+    "state",
+)
+"""In the order of the plan."""
+
+UNSEEN = "not seen"
+
+Verdict = Literal["as declared", "not seen", "as autocast chose", "DIFFERENT"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One cell that is not what was declared."""
+
+    name: str
+    column: Column
+    declared: str
+    seen: tuple[str, ...]
+    why: str
+    """What set the cell, in the plan."""
+
+    def __str__(self) -> str:
+        return (
+            f"`{self.name}`: `{self.column}` must be {self.declared} ({self.why}); got "
+            f"{', '.join(self.seen)}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One column over all parameters that agree in what is declared and what was seen."""
+
+    column: str
+    declared: str
+    seen: str
+    parameters: int
+    numel: int
+    example: str
+    """The first of them."""
+    verdict: Verdict
+
+
+def declared(columns: Columns) -> dict[Column, str]:
+    """The cells of a row in the words of an observation."""
+    update = columns.update
+    cells: dict[Column, str] = {
+        "storage": _name(columns.storage.dtype),
+        "gather": _name(columns.gather),
+        "compute": _name(columns.compute),
+    }
+    if update is not None:
+        wire, total = _name(update.reduce.wire), _name(update.reduce.sum)
+        cells |= {
+            "grad": _name(update.grad),
+            "accumulate": _name(update.accumulate.dtype),
+            "reduce": wire if wire == total else f"{wire}>{total}",
+            "master": _name(DType.FP32) if update.master is Master.FP32 else str(update.master),
+            "state": _name(update.state.dtype),
+        }
+    return cells
+
+
+def verdict(plan: Plan, columns: Columns, column: Column, seen: frozenset[str]) -> Verdict:
+    """What is to be said of one cell of one parameter."""
+    if not seen:
+        return "not seen"
+    if seen == {declared(columns)[column]}:
+        return "as declared"
+    mode = plan.policy.mode
+    chosen = mode.autocast and column == "compute" and not columns.pinned
+    fine = chosen and seen <= {_name(mode.dtype), _name(DType.FP32)}
+    return "as autocast chose" if fine else "DIFFERENT"
+
+
+def findings(plan: Plan, observed: Observed) -> list[Finding]:
+    """Every cell that was seen to be something else, in plan order."""
+    found = []
+    for row in plan.rows:
+        why = row.columns.reasons()
+        for column, said in declared(row.columns).items():
+            seen = observed.seen(row.name, column)
+            if verdict(plan, row.columns, column, seen) == "DIFFERENT":
+                found.append(Finding(row.name, column, said, tuple(sorted(seen)), why.get(column, "")))
+    return found
+
+
+def table(plan: Plan, observed: Observed) -> list[Cell]:
+    """Column by column: what is declared, what was seen, for how many."""
+    cells: dict[tuple[str, str, str, Verdict], list[Row]] = {}
+    for column in COLUMNS:
+        for row in plan.rows:
+            said = declared(row.columns).get(column)
+            if said is None:
+                continue
+            found = observed.seen(row.name, column)
+            judged = verdict(plan, row.columns, column, found)
+            key = (column, said, ", ".join(sorted(found)) or UNSEEN, judged)
+            cells.setdefault(key, []).append(row)
+    return [
+        Cell(
+            column=column,
+            declared=said,
+            seen=seen,
+            parameters=len(rows),
+            numel=sum(row.numel for row in rows),
+            example=rows[0].name,
+            verdict=judged,
+        )
+        for (column, said, seen, judged), rows in cells.items()
+    ]
+
+
+def line(plan: Plan, observed: Observed) -> str:
+    """What was seen, in one line: per column the dtypes, that of the most elements first."""
+    words = [f"backend={plan.policy.backend}"]
+    for column in COLUMNS:
+        words.append(f"{column}={_most_first(plan, observed, column)}")
+        if column == "compute":
+            words.append(f"logits={','.join(sorted(observed.logits)) or '-'}")
+    return "precision: " + " ".join(words)
+
+
+def require_declared(plan: Plan, observed: Observed) -> None:
+    """Raise where anything was seen that is not declared."""
+    found = findings(plan, observed)
+    if found:
+        raise PrecisionError(_message(found))
+
+
+def _message(found: Sequence[Finding]) -> str:
+    lines = [f"`precision`: the run must do what the plan says; {len(found)} cells differ."]
+    lines += [f"  {number}. {finding}" for number, finding in enumerate(found[:10], 1)]
+    if len(found) > 10:
+        lines.append(f"  and {len(found) - 10} more.")
+    return "\n".join(lines)
+
+
+def _most_first(plan: Plan, observed: Observed, column: Column) -> str:
+    weights: dict[str, int] = {}
+    for row in plan.rows:
+        for what in _sorted(observed.seen(row.name, column)):
+            weights[what] = weights.get(what, 0) + row.numel
+    return ",".join(sorted(weights, key=lambda what: (-weights[what], what))) or "-"
+
+
+def _sorted(words: Iterable[str]) -> list[str]:
+    return sorted(words)
+
+
+def _name(dtype: DType) -> str:
+    return str(dtype.torch).removeprefix("torch.")

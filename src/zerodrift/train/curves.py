@@ -1,0 +1,212 @@
+"""Curves as SVG: lines over steps, with axes that a person can read off.
+
+Many points are drawn as few: each stretch of steps becomes its mean, and its lowest and highest a band
+around it, so that no peak is lost. What is not a number leaves a gap.
+
+Invariant: pure; equal points give equal markup.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zerodrift.report.markup import Markup, join, tag
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 420, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 24
+_MOST = 240
+"""Stretches that a line is drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart."""
+
+    label: str
+    color: str
+    """A class of the page's style: `storage`, `gradient`."""
+    points: tuple[Point, ...]
+    dots: bool = False
+    """Few points that stand for themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines that share their axes."""
+
+    title: str
+    series: tuple[Series, ...]
+    shown: Callable[[float], str]
+    """How a value is written."""
+    log: bool = False
+    from_zero: bool = False
+    binary: bool = False
+    """Whether round values are powers of two: bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From values to the drawing."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        low, high, at = self.low, self.high, value
+        if self.log:
+            low, high, at = math.log10(low), math.log10(high), math.log10(max(value, self.low))
+        share = (at - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+
+def chart(spec: Chart) -> Markup:
+    """The drawing with its title; says so where there is nothing to draw."""
+    lines = [[point for point in each.points if _drawable(point, spec.log)] for each in spec.series]
+    flat = [point for line in lines for point in line]
+    if not flat:
+        return _figure(spec, tag("p", "nothing yet", class_="quiet"))
+    steps, values = [x for x, _ in flat], [y for _, y in flat]
+    ticks = _ticks(0.0 if spec.from_zero else min(values), max(values), spec)
+    low, high = min(ticks[0], min(values)), max(ticks[-1], max(values))
+    across = _Scale(min(steps), max(steps), _LEFT, WIDTH - _RIGHT, log=False)
+    up = _Scale(low, high, HEIGHT - _BOTTOM, _TOP, spec.log)
+    drawn = [_line(each, line, across, up) for each, line in zip(spec.series, lines, strict=True) if line]
+    svg = tag(
+        "svg",
+        [_row(tick, up, spec.shown) for tick in ticks],
+        [_column(tick, across) for tick in step_ticks(min(steps), max(steps))],
+        drawn,
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        class_="curve",
+        role="img",
+        aria_label=f"{spec.title}, last {spec.shown(values[-1])}",
+    )
+    return _figure(spec, svg)
+
+
+def _ticks(low: float, high: float, spec: Chart) -> list[float]:
+    if spec.log:
+        return log_ticks(low, high)
+    return binary_ticks(high) if spec.binary else even_ticks(low, high)
+
+
+def _drawable(point: Point, log: bool) -> bool:
+    return math.isfinite(point[1]) and (point[1] > 0 or not log)
+
+
+def _figure(spec: Chart, drawing: Markup) -> Markup:
+    labels = [
+        tag("span", tag("i", class_=f"dot b-{each.color}"), f" {each.label}", class_="quiet label")
+        for each in spec.series
+        if len(spec.series) > 1
+    ]
+    last = next((each.points[-1][1] for each in spec.series if each.points), None)
+    shown = tag("b", spec.shown(last)) if last is not None and math.isfinite(last) else ""
+    return tag("figure", tag("figcaption", tag("span", spec.title, " ", shown), tag("span", labels)), drawing)
+
+
+# --- lines --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Some neighbouring points as one."""
+
+    x: float
+    mean: float
+    low: float
+    high: float
+
+
+def stretches(points: Sequence[Point], most: int = _MOST) -> list[_Stretch]:
+    """At most so many, of equally many points."""
+    size = max(1, math.ceil(len(points) / most))
+    found = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        values = [value for _, value in part]
+        middle = (part[0][0] + part[-1][0]) / 2
+        found.append(_Stretch(middle, sum(values) / len(values), min(values), max(values)))
+    return found
+
+
+def _line(series: Series, points: Sequence[Point], across: _Scale, up: _Scale) -> Markup:
+    if series.dots:
+        path = _path([(across(x), up(y)) for x, y in points])
+        dots = [
+            tag("circle", tag("title", f"step {x:g}: {y:.6g}"), cx=_n(across(x)), cy=_n(up(y)), r="3")
+            for x, y in points
+        ]
+        return tag("g", tag("path", d=path, class_="thin"), dots, class_=f"s-{series.color}")
+    found = stretches(points)
+    band: Markup = Markup("")
+    if len(found) < len(points):
+        upper = [(across(each.x), up(each.high)) for each in found]
+        lower = [(across(each.x), up(each.low)) for each in reversed(found)]
+        band = tag("path", d=_path([*upper, *lower]) + "Z", class_="band")
+    path = _path([(across(each.x), up(each.mean)) for each in found])
+    last = found[-1]
+    end = tag("circle", cx=_n(across(last.x)), cy=_n(up(last.mean)), r="2.5")
+    return tag("g", band, tag("path", d=path, class_="line"), end, class_=f"s-{series.color}")
+
+
+def _path(points: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".rstrip("0").rstrip(".")
+
+
+# --- axes ---------------------------------------------------------------------------------------------
+
+
+def _row(tick: float, up: _Scale, shown: Callable[[float], str]) -> Markup:
+    y = _n(up(tick))
+    rule = tag("line", x1=_n(_LEFT), x2=_n(WIDTH - _RIGHT), y1=y, y2=y, class_="grid")
+    return join([rule, tag("text", shown(tick), x=_n(_LEFT - 8), y=_n(up(tick) + 4), class_="tick end")])
+
+
+def _column(tick: float, across: _Scale) -> Markup:
+    return tag("text", f"{tick:,.0f}", x=_n(across(tick)), y=_n(HEIGHT - 8), class_="tick middle")
+
+
+def even_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers around and between two values."""
+    span = high - low or abs(high) or 1.0
+    rough = span / most
+    base = 10.0 ** math.floor(math.log10(rough))
+    step = next(base * factor for factor in (1, 2, 2.5, 5, 10) if base * factor >= rough * 0.999)
+    first = math.floor(low / step + 1e-9)
+    count = max(1, math.ceil(high / step - 1e-9) - first)
+    return [(first + number) * step for number in range(count + 1)]
+
+
+def binary_ticks(high: float) -> list[float]:
+    """Multiples of a power of two, from zero."""
+    step = 2.0 ** max(0, math.ceil(math.log2(max(high, 1.0) / 4)))
+    return [number * step for number in range(math.ceil(high / step) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten; powers alone where that is much."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    found = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+    inside = [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
+    before = [tick for tick in found if tick < low * 0.999]
+    after = [tick for tick in found if tick > high * 1.001]
+    return [*before[-1:], *inside, *after[:1]]
+
+
+def step_ticks(low: float, high: float) -> list[float]:
+    """Whole steps between the first and the last."""
+    found = [tick for tick in even_ticks(low, high, 6) if low <= tick <= high and tick == round(tick)]
+    return found or [low]

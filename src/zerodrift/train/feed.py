@@ -1,0 +1,111 @@
+"""Blocks to micro-batches on a device, and how much each counts.
+
+The gradient of a step is the mean over all its labels, wherever they are: a micro-batch with few labels
+counts for little. What a step has in labels follows from the blocks' counts, so every rank knows it without
+asking. Where all blocks have equally many, each micro-batch counts 1 and nothing is multiplied.
+
+Invariant: the blocks of a step depend on its number alone, and so do the weights up to the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from zerodrift.train.blocks import Blocks
+from zerodrift.train.sampler import Sampler, share
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """This rank's place among those that see different data, and how a step is cut."""
+
+    rank: int
+    ranks: int
+    micro: int
+    """Blocks of a micro-batch."""
+    accumulation: int
+    """Micro-batches of a step."""
+    device: torch.device
+
+    @property
+    def samples(self) -> int:
+        """Blocks of a step, over all ranks."""
+        return self.ranks * self.micro * self.accumulation
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward gets."""
+
+    tokens: torch.Tensor
+    """`[micro, length]`, int64."""
+    labels: torch.Tensor
+    """The same, not shifted; -100 where nothing is learned."""
+    weight: float
+    """What the mean loss over its labels is multiplied by."""
+    blocks: np.ndarray
+    """Which blocks they are."""
+
+
+class Feed:
+    """The training data as one rank sees it."""
+
+    def __init__(self, blocks: Blocks, seed: int, seat: Seat) -> None:
+        self.blocks = blocks
+        self.seat = seat
+        self._sampler = Sampler(len(blocks), seed)
+
+    def step(self, number: int) -> Iterator[MicroBatch]:
+        """The micro-batches of an optimizer step, counted from 0."""
+        seat = self.seat
+        chosen = self._sampler.step(number, seat.samples)
+        mean = self.blocks.labels(chosen).sum() / (seat.ranks * seat.accumulation)
+        for place in range(seat.accumulation):
+            mine = share(chosen, place, seat.rank, seat.ranks, seat.micro)
+            yield micro_batch(self.blocks, mine, mean, seat.device)
+
+    def labels(self, number: int) -> int:
+        """Labels of a step, over all ranks."""
+        return int(self.blocks.labels(self._sampler.step(number, self.seat.samples)).sum())
+
+    def epoch(self, steps: int) -> float:
+        """Passes over the data after so many steps."""
+        return steps * self.seat.samples / len(self.blocks)
+
+
+def micro_batch(blocks: Blocks, chosen: np.ndarray, mean: float, device: torch.device) -> MicroBatch:
+    """Blocks as tensors. `mean` is how many labels a micro-batch of the step has on average."""
+    tokens, labels = blocks.read(chosen)
+    on_device = torch.from_numpy(tokens).to(device, non_blocking=True)
+    same = labels is tokens
+    return MicroBatch(
+        tokens=on_device,
+        labels=on_device if same else torch.from_numpy(labels).to(device, non_blocking=True),
+        weight=float(blocks.labels(chosen).sum() / mean),
+        blocks=chosen,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One micro-batch of the validation data, for one rank."""
+
+    batch: MicroBatch
+    labels: int
+    """That count: 0 for one that is there only so that all ranks do the same number of forwards."""
+
+
+def held_out(blocks: Blocks, seat: Seat, most: int) -> Iterator[Held]:
+    """The validation blocks from the first on, at most `most` micro-batches a rank, the same every time."""
+    stride = seat.ranks * seat.micro
+    rounds = min(most, -(-len(blocks) // stride))
+    for turn in range(rounds):
+        first = turn * stride + seat.rank * seat.micro
+        chosen = np.arange(first, min(first + seat.micro, len(blocks)), dtype=np.int64)
+        counts = int(blocks.labels(chosen).sum()) if len(chosen) else 0
+        chosen = chosen if len(chosen) else np.zeros(1, dtype=np.int64)
+        yield Held(micro_batch(blocks, chosen, 1.0, seat.device), counts)

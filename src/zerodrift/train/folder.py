@@ -1,0 +1,83 @@
+"""The folder of a run: where everything lies.
+
+    runs/a/job.json         the job as it ran, defaults written out
+    runs/a/plan.json        every decision
+    runs/a/metrics.jsonl    a line per step, evaluation and event
+    runs/a/report.html      what a person looks at
+    runs/a/checkpoints/     to go on from
+    runs/a/export/          the trained model
+    runs/a/bad/             batches whose loss or gradient was not finite
+    runs/a/logs/            what ranks printed
+
+Invariant: a path of a run is spelled here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerodrift.errors import ConfigError, Problem
+from zerodrift.train.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The paths of a run."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def bad(self) -> Path:
+        return self.path / "bad"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's."""
+        return self.path / "tensorboard"
+
+    def cache(self, written: str) -> Path:
+        """Where packed blocks lie; `written` is `data.cache`."""
+        return Path(written).expanduser() if written else self.path.parent / "cache"
+
+    def save_job(self, job: Job) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.job.write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+
+    def load_job(self) -> Job:
+        """The job of a run that was started."""
+        try:
+            text = self.job.read_text(encoding="utf-8")
+        except OSError:
+            must = "must be the folder of a run, with a `job.json`"
+            raise ConfigError(str(Problem(str(self.path), must, "none there"))) from None
+        return Job.model_validate(json.loads(text))

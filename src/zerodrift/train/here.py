@@ -1,0 +1,73 @@
+"""A run in this process: the one that `train` is, or a rank of several.
+
+Invariant: whatever happens, the ranks have parted and the screen is in order when this returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.display import display
+from zerodrift.train.launch import Launcher, RankFailedError, join
+from zerodrift.train.read import read_job
+from zerodrift.train.stopping import listening
+
+
+def train(source: str, overrides: Sequence[str] = (), nproc: int | None = None, debug: bool = False) -> int:
+    """Do a job, here, as one of the ranks that somebody started, or in processes of our own; returns the
+    exit code."""
+    job, _ = read_job(source, overrides)
+    if join():
+        if nproc is not None or job.run.nproc is not None:
+            print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
+        run_here(source, overrides)
+        return 0
+    count = nproc or job.run.nproc or _devices(job.run.device)
+    if count == 1:
+        run_here(source, overrides)
+        return 0
+    launcher = Launcher(source, overrides, count, Path(job.run.folder) / "logs", debug)
+    try:
+        return launcher.wait()
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _devices(device: str) -> int:
+    if device == "cpu":
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def run_here(source: str, overrides: Sequence[str]) -> None:
+    """One rank, from the job file to the last word."""
+    from zerodrift.comm.mesh import started
+    from zerodrift.train import trouble
+    from zerodrift.train.loop import Loop
+    from zerodrift.train.run import assemble
+
+    job, config = read_job(source, overrides)
+    rank, _ = started()
+    show = display(rank, job.run.log_every)
+    with listening() as stop:
+        session = assemble(job, config, show)
+        try:
+            outcome = Loop(session, show, stop).run()
+        except Exception as error:
+            if trouble.is_out_of_memory(error):
+                advice = trouble.memory_advice(
+                    session.engine.plan, session.seat.micro, job.model.activation_checkpointing
+                )
+                raise ZerodriftError(advice) from error
+            raise
+        finally:
+            session.engine.destroy()
+        show.say(f"report: {session.folder.report}")
+        if session.folder.export.is_dir() and not outcome.stopped and job.run.export:
+            show.say(f"model: {session.folder.export}")

@@ -1,0 +1,280 @@
+"""The loop: data in, steps, evaluations, checkpoints, and when to end.
+
+It decides which step comes next and what is written after it; the engine trains, `feed` has the data,
+`trouble` knows what went wrong, `display` shows it. A step is counted when it was tried, skipped ones too,
+so the count alone says where in the data a run is, and is all that a checkpoint needs to know of it.
+
+Invariant: with the same job, number of ranks and machine, a run that was stopped or killed and gone on with
+leaves the same losses, to the last digit, as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from zerodrift.audit import compare
+from zerodrift.audit.observe import observe
+from zerodrift.audit.observed import together
+from zerodrift.engine.engine import Engine, StepResult
+from zerodrift.errors import NonFiniteError, ZerodriftError
+from zerodrift.train import trouble
+from zerodrift.train.display import Display
+from zerodrift.train.feed import Feed, MicroBatch, held_out
+from zerodrift.train.metrics import Metrics, Step, memory
+from zerodrift.train.run import Session
+from zerodrift.train.stopping import Stop
+from zerodrift.train.trouble import loss_of
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    """Steps tried in all."""
+    steps: int
+    """Steps that were asked for."""
+    loss: float | None
+    """Of the last step; None where no step was left to take."""
+    stopped: str
+    """The signal that ended it, `""` where it came to its end."""
+
+
+@dataclass
+class _Clock:
+    """Seconds of training: evaluations, checkpoints and reports are not in it."""
+
+    spent: float
+    since: float = field(default_factory=time.perf_counter)
+
+    def pause(self) -> None:
+        self.spent += time.perf_counter() - self.since
+
+    def go_on(self) -> None:
+        self.since = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return self.spent + time.perf_counter() - self.since
+
+
+class Loop:
+    """One run over one engine."""
+
+    def __init__(self, session: Session, display: Display, stop: Stop) -> None:
+        self._session = session
+        self._engine: Engine = session.engine
+        self._feed: Feed = session.feed
+        self._run = session.job.run
+        self._display = display
+        self._stop = stop
+        self._first = True
+        """Whether the next step is this process's first: the one that is looked at."""
+        self._skips = 0
+        """In a row."""
+        self._metrics: Metrics | None = None
+        self._loss: float | None = None
+        self._asked = ""
+
+    @property
+    def _leads(self) -> bool:
+        return self._engine.mesh.rank() == 0
+
+    def run(self) -> Outcome:
+        """Train to the end, or until somebody asks to stop."""
+        session = self._session
+        step = session.resume()
+        if self._leads:
+            self._metrics = Metrics(session.folder, self._run, step)
+            self._write("start", {"step": step, "ranks": session.seat.ranks, "steps": session.steps})
+        try:
+            self._display.start(step, session.steps)
+            step = self._train(step)
+            self._finish(step)
+        except BaseException as error:
+            if self._leads and not isinstance(error, KeyboardInterrupt):
+                self._write("end", {"step": step, "error": _first_line(error)})
+                session.report(self._lines)
+            raise
+        finally:
+            self._display.stop()
+            if self._metrics is not None:
+                self._metrics.close()
+        return Outcome(step, session.steps, self._loss, self._asked)
+
+    def _train(self, step: int) -> int:
+        run, session = self._run, self._session
+        clock = _Clock(self._metrics.seconds if self._metrics is not None else 0.0)
+        while step < session.steps and not self._asked:
+            step = self._step(step, clock)
+            clock.pause()
+            last = step == session.steps or bool(self._asked)
+            if run.evaluate_every and step % run.evaluate_every == 0 and not last:
+                self._evaluate(step)
+            if run.checkpoint_every and step % run.checkpoint_every == 0 and not last:
+                self._checkpoint(step)
+            clock.go_on()
+        return step
+
+    def _finish(self, step: int) -> None:
+        session = self._session
+        if not self._asked:
+            self._evaluate(step)
+        session.checkpoint(step)
+        if self._asked:
+            self._display.say(f"{self._asked}: step {step} is finished and saved; start again to go on")
+        elif self._run.export:
+            session.export()
+        if self._leads:
+            self._write("end", {"step": step, "stopped": self._asked})
+            session.report(self._lines)
+
+    # --- a step -----------------------------------------------------------------------------------------
+
+    def _step(self, step: int, clock: _Clock) -> int:
+        """Step number `step`, counted from 0; returns how many have been tried."""
+        before = clock.seconds
+        # Dropout and the like depend on the step and the rank, so nothing has to be kept to go on.
+        torch.manual_seed(_seed(self._run.seed, step, self._engine.mesh.rank("data")))
+        batches = list(self._feed.step(step))
+        with self._looking(step + 1):
+            losses, result = self._forward_and_back(batches)
+        total = torch.stack(losses) * torch.tensor(
+            [batch.weight for batch in batches], device=losses[0].device
+        )
+        # One small sum: the loss of all ranks, and whether any of them was asked to stop.
+        told = torch.stack([total.sum().double(), total.new_tensor(float(self._stop.asked)).double()])
+        loss_sum, asked = self._engine.comm.all_reduce_sum(told, "data").tolist()
+        loss = loss_sum / (len(batches) * self._feed.seat.ranks)
+        if asked:
+            self._asked = self._stop.by or "another rank"
+        bad = result.skipped and not self._engine.scaler.active
+        if bad or not math.isfinite(loss):
+            self._trouble(step + 1, batches, [float(value) for value in losses], result)
+        else:
+            self._skips = 0
+        self._loss = loss
+        if self._leads:
+            self._tell(step + 1, loss, result, clock.seconds, clock.seconds - before)
+        return step + 1
+
+    def _forward_and_back(self, batches: list[MicroBatch]) -> tuple[list[torch.Tensor], StepResult]:
+        engine, losses = self._engine, []
+        for batch in batches:
+            loss = loss_of(engine(input_ids=batch.tokens, labels=batch.labels))
+            losses.append(loss.detach().float())
+            engine.backward(loss if batch.weight == 1.0 else loss * batch.weight)
+        return losses, engine.step()
+
+    def _tell(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
+        feed = self._feed
+        tokens = feed.seat.samples * feed.blocks.length
+        line = Step(
+            step=step,
+            loss=loss,
+            grad_norm=math.nan if result.grad_norm is None else result.grad_norm,
+            lr=result.lr[0] if result.lr else 0.0,
+            loss_scale=result.loss_scale,
+            tokens=step * tokens,
+            epoch=feed.epoch(step),
+            seconds=seconds,
+            tokens_per_second=tokens / took,
+            memory=memory(feed.seat.device),
+            skipped=result.skipped,
+        )
+        if self._metrics is not None:
+            self._metrics.step(line)
+        self._display.step(line)
+
+    # --- the first step ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _looking(self, step: int) -> Iterator[None]:
+        """The first step is watched, and must do what the plan says."""
+        first, self._first = self._first, False
+        if not first or not self._run.check_precision:
+            yield
+            return
+        with observe(self._engine, operations=not self._session.job.model.compile) as mine:
+            yield
+        seen = together(self._engine.comm.all_gather_object(mine))
+        plan = self._engine.plan
+        self._display.say(compare.line(plan, seen))
+        if self._leads:
+            cells = [
+                [c.column, c.declared, c.seen, c.parameters, c.numel, c.verdict]
+                for c in compare.table(plan, seen)
+            ]
+            values = {"step": step, "line": compare.line(plan, seen), "logits": sorted(seen.logits)}
+            self._write("precision", {**values, "cells": cells})
+        compare.require_declared(plan, seen)
+
+    # --- what is not finite -----------------------------------------------------------------------------
+
+    def _trouble(self, step: int, batches: list[MicroBatch], losses: list[float], result: StepResult) -> None:
+        engine, folder = self._engine, self._session.folder
+        found = trouble.examine(engine, step, batches, losses, result)
+        saved = trouble.save(folder.bad, found, batches, engine.mesh.rank("data"))
+        self._skips += 1
+        where = f"; the batch is in {folder.bad}" if saved or found.places else ""
+        self._display.say(f"{found}{where}")
+        if self._leads:
+            places = [[place.rank, place.micro_batch, place.loss] for place in found.places]
+            self._write("skip", {"step": step, "parameters": list(found.parameters), "places": str(places)})
+        if self._skips > self._run.max_skips:
+            raise NonFiniteError(
+                f"`run.max_skips`: at most {self._run.max_skips} steps in a row may be skipped; got "
+                f"{self._skips}. {found}. Look at the batches in {folder.bad}, lower the learning rate, or "
+                f"clip (`config.gradient_clipping`)."
+            )
+
+    # --- between steps ----------------------------------------------------------------------------------
+
+    def _evaluate(self, step: int) -> None:
+        """The mean loss over the labels of the held-out blocks."""
+        session, engine = self._session, self._engine
+        if session.validation is None:
+            return
+        sums = torch.zeros(2, dtype=torch.float64, device=self._feed.seat.device)
+        engine.eval()
+        with torch.no_grad():
+            for held in held_out(session.validation, self._feed.seat, self._run.evaluate_batches):
+                loss = loss_of(engine(input_ids=held.batch.tokens, labels=held.batch.labels))
+                if held.labels:
+                    sums += torch.stack([loss.double() * held.labels, sums.new_tensor(float(held.labels))])
+        engine.train()
+        total, labels = engine.comm.all_reduce_sum(sums, "data").tolist()
+        loss = total / labels
+        self._display.evaluation(step, loss)
+        if self._leads:
+            self._write("evaluation", {"step": step, "validation_loss": loss, "labels": int(labels)})
+
+    def _checkpoint(self, step: int) -> None:
+        started = time.perf_counter()
+        self._session.checkpoint(step)
+        if self._leads:
+            self._write("checkpoint", {"step": step, "took": time.perf_counter() - started})
+            self._session.report(self._lines)
+
+    def _write(self, kind: str, values: dict[str, object]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(kind, values)
+
+    @property
+    def _lines(self) -> list[dict[str, object]]:
+        return self._metrics.lines if self._metrics is not None else []
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    return (seed * 1_000_003 + step) * 65_537 + rank
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return text[0] if isinstance(error, ZerodriftError) else f"{type(error).__name__}: {text[0]}"

@@ -1,0 +1,210 @@
+"""The model of a job: built, made to recompute activations, compiled by block, given adapters.
+
+A source is a folder with a `transformers` config and perhaps weights, a config file by itself, or a
+function. Which modules are blocks is the plan's way of finding units, so what is recomputed and compiled
+is what is gathered.
+
+Invariant: equal on every rank. Random weights depend on the seed alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerodrift.api import empty
+from zerodrift.errors import ModelError, Problem, UnsupportedError
+from zerodrift.model import safetensors
+from zerodrift.model.factory import is_factory, make
+from zerodrift.model.huggingface import CONFIG, is_installed
+from zerodrift.model.meta import attempt
+from zerodrift.train.job import Lora, Model
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a job names as its model."""
+
+    text: str
+    config: Path | None
+    """The `config.json`; None for a function."""
+    weights: Path | None
+    """The folder to read safetensors from; None for random weights."""
+
+
+def source_of(written: Model) -> Source:
+    """What `model.source` and `model.weights` mean."""
+    path = Path(written.source).expanduser()
+    if is_factory(written.source) and not path.exists():
+        if written.weights == "load":
+            must = "must be `auto` or `random` for a function, which makes its own weights"
+            raise ModelError(str(Problem("model.weights", must, "'load'")))
+        return Source(written.source, None, None)
+    config = path / CONFIG if path.is_dir() else path
+    if not config.is_file() or config.suffix != ".json":
+        must = "must be a folder with a `config.json`, such a file, or `package.module:function`"
+        got = f"{written.source!r}, {'without one' if path.exists() else 'which is not there'}"
+        raise ModelError(str(Problem("model.source", must, got)))
+    there = path.is_dir() and safetensors.holds(path)
+    if written.weights == "load" and not there:
+        must, todo = "must be a folder with safetensors to load", "Set `model.weights: random`."
+        raise ModelError(str(Problem("model.source", must, repr(written.source), todo)))
+    return Source(written.source, config, path if there and written.weights != "random" else None)
+
+
+def build(written: Model, source: Source) -> nn.Module:
+    """The model, in training mode. One of `transformers` has no memory for its parameters yet: the engine
+    reads or draws each rank's own slices."""
+    # The seed that first values are drawn with, here or by the engine.
+    torch.manual_seed(written.seed)
+    if source.config is None:
+        model = make(source.text)
+    elif written.lora is None:
+        with empty():
+            model = _from_config(source, None)
+    else:
+        model = _with_adapters(whole(written, source), written.lora)
+    model.train()
+    return model
+
+
+def whole(written: Model, source: Source) -> nn.Module:
+    """The model with its weights in this process's own memory, without adapters."""
+    torch.manual_seed(written.seed)
+    return make(source.text) if source.config is None else _from_config(source, source.weights)
+
+
+def streamed(written: Model, source: Source) -> Path | None:
+    """The weights that the engine reads; adapters wrap modules, whose names are no longer those of files."""
+    return source.weights if written.lora is None else None
+
+
+def prepare(model: nn.Module, blocks: list[str], written: Model) -> None:
+    """Make blocks recompute and compile; `blocks` are the paths of the plan's units."""
+    found = [model.get_submodule(path) for path in blocks if path]
+    if written.compile:
+        for block in found:
+            block.forward = torch.compile(block.forward)
+    if not written.activation_checkpointing:
+        return
+    # The second is what `transformers` 4 calls it.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
+        enable({"use_reentrant": False})
+        if written.lora is not None:
+            # Frozen embeddings give the first block an input without a gradient.
+            model.enable_input_require_grads()  # type: ignore[operator]
+        return
+    for block in found:
+        block.forward = functools.partial(_recomputed, block.forward, block)
+
+
+def _recomputed(forward: Any, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+# --- transformers -------------------------------------------------------------------------------------
+
+
+def _from_config(source: Source, weights: Path | None) -> nn.Module:
+    where = source.text
+    if not is_installed():
+        must, todo = "`transformers` must be installed to build a model", "pip install 'zerodrift[hf]'"
+        raise ModelError(str(Problem(where, must, "no such package", todo)))
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        config = attempt(lambda: _config(source), where, "must be a config that `transformers` can read")
+        if weights is not None:
+            options = {"config": config, "dtype": "auto", "local_files_only": True}
+            load = functools.partial(AutoModelForCausalLM.from_pretrained, str(weights), **options)
+            return attempt(load, where, "must hold the weights of its config")
+        if source.weights is None:
+            # First values are drawn in fp32, so that a master has all their bits.
+            config.dtype = torch.float32
+        from_config = functools.partial(AutoModelForCausalLM.from_config, config)
+        return attempt(from_config, where, "must be a config that a model can be built from")
+
+
+def _config(source: Source) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(source.config), trust_remote_code=False, local_files_only=True)
+    config.use_cache = False
+    return config
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """`transformers` reports what it does while it does it; what matters is raised."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
+    if importlib.util.find_spec("peft") is None:
+        must = "`peft` must be installed to train adapters"
+        raise ModelError(str(Problem("model.lora", must, "no such package", "pip install peft")))
+    if not hasattr(model, "config"):
+        raise UnsupportedError(
+            str(Problem("model.lora", "must go with a `transformers` model", type(model).__name__))
+        )
+    from peft import LoraConfig, get_peft_model
+
+    wanted = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return attempt(lambda: get_peft_model(model, wanted), "model.lora", "must fit the model")
+
+
+def vocabulary(model: nn.Module) -> int | None:
+    """Tokens that the model knows; None where it does not say."""
+    embeddings = getattr(model, "get_input_embeddings", None)
+    try:
+        found = embeddings() if embeddings is not None else None
+    except (NotImplementedError, AttributeError):
+        found = None
+    return found.num_embeddings if isinstance(found, nn.Embedding) else None
+
+
+def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:
+    """Refuse tokens that the model has no embedding for, before the first of them is looked up."""
+    known = vocabulary(model)
+    if known is not None and known < tokens:
+        raise ModelError(
+            str(
+                Problem(
+                    "data.tokenizer",
+                    f"must make tokens that the model knows, below {known}",
+                    f"{name} with {tokens}",
+                    "Use the model's own tokenizer, or a config with a larger `vocab_size`.",
+                )
+            )
+        )

@@ -1,0 +1,228 @@
+"""The page of a run: how it stands, its curves, what its tensors really were, and the plan below.
+
+Made of the lines of `metrics.jsonl` and the plan, so it can be made of any run at any time. One file that
+refers to nothing: it can be sent and kept.
+
+Invariant: every figure on it is in the metrics or in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from zerodrift.plan.cost import cost
+from zerodrift.plan.table import Plan
+from zerodrift.report import summary
+from zerodrift.report.figures import elements, significant, size
+from zerodrift.report.markup import Markup, join, tag
+from zerodrift.report.page import document, plan_sections
+from zerodrift.report.rows import grouped
+from zerodrift.train.curves import Chart, Point, Series, chart
+from zerodrift.train.display import clock
+from zerodrift.train.job import Job
+
+Lines = Sequence[dict[str, Any]]
+"""Those of `metrics.jsonl`."""
+
+
+def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
+    """The whole page."""
+    body = [
+        _head(job, plan, lines, steps),
+        _tiles(lines, steps),
+        _section("Curves", tag("div", _charts(lines), class_="charts"), id="curves"),
+        _section("Precision, declared and observed", _precision(lines), id="precision"),
+        _skips(lines),
+        _section("Plan", _facts(plan), id="plan"),
+        *plan_sections(plan, cost(plan), grouped(plan)),
+    ]
+    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    return document(f"zerodrift run: {job.run.folder}", body, style)
+
+
+def _section(title: str, *children: Markup, id: str) -> Markup:
+    return tag("section", tag("h2", title), children, id=id)
+
+
+# --- head ---------------------------------------------------------------------------------------------
+
+
+def _head(job: Job, plan: Plan, lines: Lines, steps: int) -> Markup:
+    return tag(
+        "header",
+        tag("p", "zerodrift run", class_="kicker"),
+        tag("h1", job.run.folder, " ", tag("span", *_state(lines, steps))),
+        tag("p", f"{plan.source} on {plan.mesh}, {_named(job.data.train)}", class_="quiet"),
+    )
+
+
+def _named(paths: str | tuple[str, ...]) -> str:
+    found = (paths,) if isinstance(paths, str) else paths
+    return found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+
+
+def _state(lines: Lines, steps: int) -> tuple[str]:
+    ends = [line for line in lines if line["kind"] == "end"]
+    done = _last(lines, "step", "step") or 0
+    if not ends:
+        return (f"running, step {done} of {steps}",)
+    if ends[-1].get("error"):
+        return (f"failed after step {ends[-1]['step']}: {ends[-1]['error']}",)
+    if ends[-1].get("stopped"):
+        return (f"stopped after step {ends[-1]['step']} of {steps}",)
+    return (f"done, {done} steps",)
+
+
+def _last(lines: Lines, kind: str, key: str) -> Any:
+    return next(
+        (line[key] for line in reversed(lines) if line["kind"] == kind and line.get(key) is not None), None
+    )
+
+
+def _tiles(lines: Lines, steps: int) -> Markup:
+    losses = _points(lines, "step", "loss")
+    speeds = [value for _, value in _points(lines, "step", "tokens_per_second")]
+    tiles: list[tuple[str, str, str]] = []
+    if losses:
+        first, last = losses[0][1], losses[-1][1]
+        tiles.append(("loss", f"{last:.4f}", f"from {first:.4f} at step {losses[0][0]:g}"))
+    held = _points(lines, "evaluation", "validation_loss")
+    if held:
+        best = min(value for _, value in held)
+        tiles.append(("validation loss", f"{held[-1][1]:.4f}", f"best {best:.4f}"))
+    tokens = _last(lines, "step", "tokens")
+    if tokens:
+        tiles.append(("tokens", elements(tokens), f"{_last(lines, 'step', 'epoch'):.2f} epochs"))
+    if speeds:
+        middle = sorted(speeds)[len(speeds) // 2]
+        tiles.append(("tokens per second", elements(round(middle)), "median of the steps"))
+    seconds = _last(lines, "step", "seconds")
+    if seconds is not None:
+        tiles.append(("training time", clock(seconds), "without evaluation and saving"))
+    memory = _last(lines, "step", "memory")
+    if memory:
+        most = max(value for _, value in _points(lines, "step", "memory"))
+        tiles.append(("memory of rank 0", size(round(most)), "most, with the program itself"))
+    made = [
+        tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="quiet"))
+        for name, value, note in tiles
+    ]
+    return tag("dl", made, class_="tiles")
+
+
+# --- curves -------------------------------------------------------------------------------------------
+
+
+def _points(lines: Lines, kind: str, key: str) -> list[Point]:
+    return [
+        (float(line["step"]), float(line[key]))
+        for line in lines
+        if line["kind"] == kind and line.get(key) is not None
+    ]
+
+
+def _charts(lines: Lines) -> list[Markup]:
+    def of(key: str, label: str, color: str) -> Series:
+        return Series(label, color, tuple(_points(lines, "step", key)))
+
+    held = Series("held out", "gradient", tuple(_points(lines, "evaluation", "validation_loss")), dots=True)
+    loss = of("loss", "training", "storage")
+    losses = (loss, held) if held.points else (loss,)
+    norms, rates = of("grad_norm", "gradient norm", "master"), of("lr", "learning rate", "state")
+    speed, memory = of("tokens_per_second", "throughput", "accumulate"), of("memory", "memory", "wire")
+    charts = [
+        Chart("Loss", losses, _number),
+        Chart("Gradient norm before clipping", (norms,), _number, log=_spread(norms) > 20),
+        Chart("Learning rate", (rates,), _small, from_zero=True),
+        Chart("Tokens per second", (speed,), _count, from_zero=True),
+        Chart("Memory of rank 0", (memory,), lambda value: size(round(value)), from_zero=True, binary=True),
+    ]
+    scale = of("loss_scale", "loss scale", "buffers")
+    if any(value != 1.0 for _, value in scale.points):
+        charts.append(Chart("Loss scale", (scale,), _count, log=True))
+    return [chart(each) for each in charts]
+
+
+def _spread(series: Series) -> float:
+    values = [value for _, value in series.points if value > 0]
+    return max(values) / min(values) if values else 1.0
+
+
+def _number(value: float) -> str:
+    return significant(value) if abs(value) < 1000 else elements(round(value))
+
+
+def _small(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _count(value: float) -> str:
+    return elements(round(value)) if value >= 1 else significant(value)
+
+
+# --- precision ----------------------------------------------------------------------------------------
+
+
+def _precision(lines: Lines) -> Markup:
+    found = [line for line in lines if line["kind"] == "precision"]
+    if not found:
+        return tag("p", "Not compared: no step was taken, or `run.check_precision` is false.", class_="quiet")
+    last = found[-1]
+    heads = [tag("th", head, scope="col") for head in ("column", "declared", "observed", "", "parameters")]
+    rows = []
+    before = ""
+    for column, declared, seen, parameters, numel, verdict in last["cells"]:
+        mark = {"not seen": "quiet", "DIFFERENT": "wrong"}.get(verdict, "ok")
+        rows.append(
+            tag(
+                "tr",
+                tag("th", column if column != before else "", scope="row"),
+                tag("td", declared, class_=f"cell {_tint(declared)}".strip()),
+                tag("td", seen, class_=f"cell {_tint(seen)}".strip()),
+                tag("td", verdict, class_=mark),
+                tag("td", f"{parameters:,} tensors, {elements(numel)}", class_="quiet"),
+            )
+        )
+        before = column
+    logits = ", ".join(last.get("logits", ())) or "not seen"
+    note = (
+        f"Seen in step {last['step']} on every rank, in tensors and collectives, not in a config. Outputs of "
+        f"the model: {logits}. What is not sent, or not cut, has nothing to see."
+    )
+    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="precision")
+    return join([tag("p", note, class_="quiet"), table])
+
+
+_TINTS = {"bfloat16": "bf16", "float16": "fp16", "uint8": "fp8", "float32": "fp32", "split": "split"}
+"""By the narrowest dtype in a cell."""
+
+
+def _tint(text: str) -> str:
+    return next((tint for word, tint in _TINTS.items() if word in text), "")
+
+
+def _skips(lines: Lines) -> Markup:
+    found = [line for line in lines if line["kind"] == "skip"]
+    if not found:
+        return Markup("")
+    rows = [
+        tag(
+            "tr",
+            tag("td", f"{line['step']}", class_="number"),
+            tag("td", ", ".join(line["parameters"]) or "-"),
+            tag("td", line["places"]),
+        )
+        for line in found[-50:]
+    ]
+    heads = [
+        tag("th", head, scope="col") for head in ("step", "first bad gradients", "rank, micro-batch, loss")
+    ]
+    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="listing")
+    return _section("Skipped steps", table, id="skips")
+
+
+def _facts(plan: Plan) -> Markup:
+    facts = [tag("div", tag("dt", label), tag("dd", value)) for label, value in summary.facts(plan)]
+    return tag("dl", facts, class_="facts")

@@ -1,0 +1,43 @@
+"""One rank of a run that `launch` started: `python -m zerodrift.train.rank WORK`.
+
+Invariant: it ends when its launcher does, and says in a file why it failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.launch import Failure, Work, write_failure
+
+
+def main(text: str) -> int:
+    work = Work.from_json(text)
+    threading.Thread(target=_end_with, args=(work.watch,), daemon=True).start()
+    try:
+        from zerodrift.train.here import run_here
+
+        run_here(work.source, work.overrides)
+        return 0
+    except BaseException as error:
+        refused = isinstance(error, ZerodriftError)
+        message = str(error) if refused and not work.debug else traceback.format_exc()
+        write_failure(work.failure, Failure(time.monotonic(), message, refused))
+        print(message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Threads of a broken process group may never come back.
+        os._exit(2 if refused else 1)
+
+
+def _end_with(pipe: int) -> None:
+    """Nobody writes to it: it ends when the launcher does, however that ends."""
+    os.read(pipe, 1)
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

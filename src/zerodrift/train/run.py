@@ -1,0 +1,231 @@
+"""A run put together: data, model, engine and folder of a job, and what can be done with them between steps.
+
+Everything that is wrong with a job is found here, before the first step; `loop` only trains.
+
+Invariant: every rank does the same in the same order, and only rank 0 writes what there is one of.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerodrift.api import initialize
+from zerodrift.comm.mesh import started
+from zerodrift.config.schema import Config
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import CheckpointError, ConfigError, Problem, Problems
+from zerodrift.io.checkpoint import Checkpoints
+from zerodrift.io.checkpoint_folder import Folder as Saved
+from zerodrift.plan.cost import cost
+from zerodrift.policy.nouns import Policy
+from zerodrift.policy.resolve import mesh_for, resolve
+from zerodrift.report.rows import grouped
+from zerodrift.report.terminal import plan_text
+from zerodrift.train import model as models
+from zerodrift.train.blocks import Blocks
+from zerodrift.train.display import Display
+from zerodrift.train.feed import Feed, Seat
+from zerodrift.train.folder import Folder
+from zerodrift.train.job import Job
+from zerodrift.train.metrics import check_boards
+from zerodrift.train.pack import Prepared, prepare
+from zerodrift.train.page import run_page
+from zerodrift.train.tokens import Tokenizer, tokenizer
+
+TOTAL = "scheduler.params.total_num_steps"
+"""The number that a job knows by itself where the config has "auto"."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run that is ready to train."""
+
+    job: Job
+    folder: Folder
+    engine: Engine
+    tokenizer: Tokenizer
+    feed: Feed
+    validation: Blocks | None
+    steps: int
+    """Optimizer steps of the whole run."""
+    checkpoints: Checkpoints
+    key: str
+    """Digest of the blocks."""
+
+    @property
+    def seat(self) -> Seat:
+        return self.feed.seat
+
+    def resume(self) -> int:
+        """Go on from the folder's newest checkpoint, or the named one; how many steps were tried."""
+        wanted = self.job.run.resume
+        if wanted == "never":
+            self._require_none()
+            return 0
+        if wanted == "auto":
+            loaded = self.checkpoints.resume()
+        else:
+            loaded = self.checkpoints.load(wanted)
+        if loaded is None:
+            return 0
+        client = loaded.client or {}
+        if client.get("data") != self.place:
+            raise CheckpointError(
+                f"`run.resume`: {loaded.path} must be of the same data and batch; got another `data` block, "
+                f"other files, or another `train_batch_size`. Use another `run.folder`, or "
+                f"`run.resume: never`."
+            )
+        return int(client["step"])
+
+    def _require_none(self) -> None:
+        """Before the first step, and not when the first checkpoint is to be saved."""
+        there = self.engine.comm.broadcast_object(Saved(self.folder.checkpoints).tags(), 0)
+        if there:
+            raise CheckpointError(
+                f"`run.resume`: never needs a folder without checkpoints; got {', '.join(there)} in "
+                f"{self.folder.checkpoints}. Use another `run.folder`, or remove them."
+            )
+
+    @property
+    def place(self) -> list[Any]:
+        """What a step's number means in the data depends on these."""
+        return [self.key, self.job.data.seed, self.seat.samples]
+
+    def checkpoint(self, step: int) -> None:
+        """Save the run as it is after `step` steps."""
+        self.checkpoints.save(client={"step": step, "data": self.place})
+
+    def export(self) -> None:
+        """Write the trained model."""
+        from zerodrift.train.export import export
+
+        export(self.engine, self.folder.export, self.job, self.tokenizer)
+
+    def report(self, lines: list[dict[str, Any]]) -> None:
+        """Write the page that a person looks at. On one rank."""
+        text = run_page(self.job, self.engine.plan, lines, self.steps)
+        beside = self.folder.report.with_suffix(".new")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(self.folder.report)
+
+
+def assemble(job: Job, config: Config, display: Display) -> Session:
+    """Put a run together, saying what there is."""
+    check_boards(job.run)
+    folder = Folder(Path(job.run.folder).expanduser())
+    letters = tokenizer(job.data.tokenizer, job.model.source)
+    prepared = prepare(job.data, letters, folder.cache(job.data.cache))
+    policy, steps = _length(job, config, prepared)
+    _require_decided(policy)
+    source = models.source_of(job.model)
+    built = models.build(job.model, source)
+    models.check_vocabulary(built, letters.vocabulary, letters.name)
+    engine = initialize(
+        built,
+        config=config,
+        weights=models.streamed(job.model, source),
+        device=None if job.run.device == "auto" else job.run.device,
+        auto=_numbers(job, config, steps),
+        quiet=True,
+    )
+    try:
+        models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
+        if engine.mesh.rank() == 0:
+            _write_head(folder, job, engine)
+            display.say(_plan_text(engine, display.color))
+            display.say(_data_text(prepared, letters, steps, engine))
+        feed = Feed(prepared.train, job.data.seed, _seat(engine))
+        checkpoints = Checkpoints(engine, folder.checkpoints, keep=job.run.keep, quiet=True)
+        return Session(
+            job,
+            folder,
+            engine,
+            letters,
+            feed,
+            prepared.validation,
+            steps,
+            checkpoints,
+            prepared.key,
+        )
+    except BaseException:
+        engine.destroy()
+        raise
+
+
+# --- numbers ------------------------------------------------------------------------------------------
+
+
+def _length(job: Job, config: Config, prepared: Prepared) -> tuple[Policy, int]:
+    """What the config means on these ranks, and how many steps that makes."""
+    _, world = started()
+    mesh = mesh_for(config, world)
+    policy = resolve(config, mesh, _numbers(job, config, job.run.steps or 1))
+    if job.run.steps is not None:
+        return policy, job.run.steps
+    samples = max(1, policy.batch.micro) * policy.batch.accumulation * mesh.data
+    steps = math.floor(job.run.epochs * len(prepared.train) / samples)
+    if steps < 1:
+        raise ConfigError(
+            str(
+                Problem(
+                    "run.epochs",
+                    f"must make at least one step of {samples} blocks",
+                    f"{job.run.epochs:g} of {len(prepared.train)} blocks",
+                    "Set `run.steps`, lower the batch size, or lower `data.block`.",
+                )
+            )
+        )
+    return policy, steps
+
+
+def _require_decided(policy: Policy) -> None:
+    """Refuse a config that leaves to its caller what nobody decides here."""
+    problems = Problems()
+    if policy.optimizer is None:
+        problems.add("config.optimizer", "must be given: a block with `type` and `params`")
+    if not policy.batch.micro:
+        must = "must be given, or `train_batch_size`: nobody else decides it here"
+        problems.add("config.train_micro_batch_size_per_gpu", must)
+    problems.raise_as(ConfigError)
+
+
+def _numbers(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
+    """What "auto" numbers stand for: the job's, and the number of steps."""
+    scheduler = config.scheduler
+    asked = scheduler is not None and scheduler.params.get("total_num_steps") == "auto"
+    own = {TOTAL: steps} if asked and TOTAL not in job.auto else {}
+    return {**job.auto, **own}
+
+
+def _seat(engine: Engine) -> Seat:
+    batch, mesh = engine.plan.policy.batch, engine.mesh
+    return Seat(mesh.rank("data"), mesh.size("data"), batch.micro, batch.accumulation, mesh.device)
+
+
+# --- what is said before the first step -----------------------------------------------------------------
+
+
+def _write_head(folder: Folder, job: Job, engine: Engine) -> None:
+    folder.save_job(job)
+    folder.plan.write_text(json.dumps(engine.plan.to_json()) + "\n", encoding="utf-8")
+
+
+def _plan_text(engine: Engine, color: bool) -> str:
+    plan = engine.plan
+    return plan_text(plan, cost(plan), grouped(plan), color=color)
+
+
+def _data_text(prepared: Prepared, letters: Tokenizer, steps: int, engine: Engine) -> str:
+    seat = _seat(engine)
+    held = f", {len(prepared.validation):,} held out" if prepared.validation is not None else ""
+    epochs = steps * seat.samples / len(prepared.train)
+    return (
+        f"data: {len(prepared.train):,} blocks of {prepared.train.length} tokens ({prepared.kind}, "
+        f"{letters.name}){held}\n"
+        f"training: {steps:,} steps of {seat.samples} blocks, {epochs:.2f} epochs"
+    )

@@ -1,0 +1,111 @@
+"""Text from a trained model: to see that it learned.
+
+Reads the exported model of a run, or, where there is none yet, its newest checkpoint, into a model on this
+machine's device, and lets it go on from a prompt, token by token. For looking, not for serving.
+
+Invariant: equal seed, prompt and settings give equal text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.errors import ConfigError, Problem
+from zerodrift.train import chat, export
+from zerodrift.train import model as models
+from zerodrift.train.folder import Folder
+from zerodrift.train.job import Job
+from zerodrift.train.tokens import Tokenizer, tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Taste:
+    """How the next token is chosen."""
+
+    tokens: int
+    """At most so many."""
+    temperature: float
+    """0 takes the likeliest."""
+    top: int
+    """Of so many of the likeliest; 0 is of all."""
+    seed: int
+
+
+class Sampler:
+    """A trained model and its tokenizer."""
+
+    def __init__(self, run: Path, device: str | None = None) -> None:
+        folder = Folder(run)
+        self._job: Job = folder.load_job()
+        source = str(folder.export) if (folder.export / "config.json").is_file() else self._job.model.source
+        self._letters: Tokenizer = tokenizer(self._job.data.tokenizer, source)
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._model = load(folder, self._job).to(self._device).eval()
+        self._cached = hasattr(self._model, "generate")
+
+    def continued(self, prompt: str, taste: Taste, as_chat: bool = False) -> Iterator[str]:
+        """What comes after the prompt, piece by piece."""
+        if as_chat:
+            given = chat.prompt([{"role": "user", "content": prompt}], self._letters)
+        else:
+            given = self._letters.encode(prompt)
+        tokens = [int(token) for token in given] or [self._letters.end]
+        generator = torch.Generator().manual_seed(taste.seed)
+        said: list[int] = []
+        shown = ""
+        for token in self._tokens(tokens, taste, generator):
+            if token == self._letters.end:
+                break
+            said.append(token)
+            text = self._letters.decode(said)
+            # The end of a text that is cut inside a character is not to be shown yet.
+            whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+            if len(whole) > len(shown):
+                yield whole[len(shown) :]
+                shown = whole
+
+    @torch.no_grad()
+    def _tokens(self, given: list[int], taste: Taste, generator: torch.Generator) -> Iterator[int]:
+        cache: Any = None
+        tokens = torch.tensor([given], device=self._device)
+        ahead = tokens
+        for _ in range(taste.tokens):
+            if self._cached:
+                out = self._model(input_ids=ahead, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+            else:
+                out = self._model(input_ids=tokens)
+            logits = getattr(out, "logits", out)
+            token = choose(logits[0, -1].float().cpu(), taste, generator)
+            yield token
+            ahead = torch.tensor([[token]], device=self._device)
+            tokens = torch.cat([tokens, ahead], dim=1)
+
+
+def choose(logits: torch.Tensor, taste: Taste, generator: torch.Generator) -> int:
+    """The next token, of `[vocabulary]`."""
+    if taste.temperature <= 0:
+        return int(logits.argmax())
+    logits = logits / taste.temperature
+    if taste.top:
+        least = logits.topk(min(taste.top, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def load(folder: Folder, job: Job) -> nn.Module:
+    """The model of a run as it was exported, or as its newest checkpoint has it."""
+    if not folder.export.is_dir() and not folder.checkpoints.is_dir():
+        must = "must have an export or a checkpoint to sample from"
+        raise ConfigError(str(Problem(str(folder.path), must, "neither", "Let it train a little longer.")))
+    if folder.export.is_dir():
+        return export.read(folder.export, job)
+    model = models.whole(job.model, models.source_of(job.model))
+    export.read_checkpoint(model, folder.checkpoints)
+    return model

@@ -1,0 +1,133 @@
+"""Text to token numbers and back: bytes, or a tokenizer in a folder.
+
+Bytes need nothing and know every text. A folder is read by `transformers`, without network and without
+code of its own. What a conversation looks like is `chat.py`'s affair.
+
+Invariant: `fingerprint` changes whenever the tokens of some text could.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from zerodrift.errors import ModelError, Problem
+
+Tokens = np.ndarray
+"""One-dimensional, whole numbers."""
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+"""What a folder with a tokenizer has some of."""
+
+
+class Tokenizer(Protocol):
+    """What the trainer asks of a tokenizer."""
+
+    name: str
+    vocabulary: int
+    """Every token is below it."""
+    end: int
+    """Ends a document, and pads."""
+    fingerprint: str
+
+    def encode(self, text: str) -> Tokens: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """A text's UTF-8 bytes, and 256 for its end."""
+
+    name = "bytes"
+    vocabulary = 257
+    end = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+
+class Folder:
+    """A tokenizer that `transformers` reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        self.fingerprint = _digest(folder)
+        self.inner = _load(folder)
+        self.vocabulary = len(self.inner)
+        end = self.inner.eos_token_id
+        end = self.inner.pad_token_id if end is None else end
+        if end is None:
+            raise ModelError(
+                str(
+                    Problem(
+                        f"{folder}",
+                        "must have an end-of-text or a padding token",
+                        "neither",
+                        "Name one in `tokenizer_config.json`.",
+                    )
+                )
+            )
+        self.end = int(end)
+
+    def encode(self, text: str) -> Tokens:
+        return np.asarray(self.inner.encode(text, add_special_tokens=False), dtype=np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.inner.decode(list(tokens), skip_special_tokens=True))
+
+
+def tokenizer(written: str, model: str) -> Tokenizer:
+    """The tokenizer of a job: `auto` is the one in the model's folder, else bytes."""
+    if written == "bytes":
+        return Bytes()
+    if written == "auto":
+        return Folder(Path(model)) if holds(Path(model)) else Bytes()
+    folder = Path(written).expanduser()
+    if not holds(folder):
+        got = "a folder without one" if folder.is_dir() else "no such folder"
+        must = "must be `bytes`, `auto` or a folder with a tokenizer"
+        raise ModelError(str(Problem("data.tokenizer", must, f"{written!r}, {got}")))
+    return Folder(folder)
+
+
+def holds(folder: Path) -> bool:
+    """Whether a folder has a tokenizer."""
+    return folder.is_dir() and any((folder / name).is_file() for name in FILES)
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(path.name for path in folder.iterdir()):
+        if name in FILES or name in ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"):
+            digest.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _load(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        todo = "pip install 'zerodrift[hf]'"
+        must = "`transformers` must be installed to read a tokenizer"
+        raise ModelError(str(Problem("data.tokenizer", must, "no such package", todo))) from None
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:400]
+        must = "must hold a tokenizer that `transformers` can read"
+        raise ModelError(str(Problem(str(folder), must, f"{type(error).__name__}: {reason}"))) from error

@@ -1,0 +1,160 @@
+"""What went wrong, found out while it can still be seen: a loss or gradient that is not finite, no memory.
+
+After a skipped step the parameters are what they were, so the step can be looked at again. A loss that is
+not finite names its micro-batch by itself. Where only a gradient is, the micro-batches are run once more,
+one by one, until one leaves a gradient that is not finite.
+
+Invariant: every rank comes to the same verdict, and looking changes neither parameters nor the place in
+the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zerodrift.engine.engine import Engine, StepResult
+from zerodrift.plan.cost import cost
+from zerodrift.plan.table import Plan
+from zerodrift.report.figures import size
+from zerodrift.train.feed import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A micro-batch of a rank."""
+
+    rank: int
+    micro_batch: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A step whose loss or gradient is not finite."""
+
+    step: int
+    parameters: tuple[str, ...]
+    """The first whose gradient is not finite."""
+    places: tuple[Place, ...]
+    """Where it comes from; empty where no single micro-batch shows it."""
+
+    def __str__(self) -> str:
+        what = f"the gradient of {self.parameters[0]} is" if self.parameters else "the gradient norm is"
+        if not self.parameters and any(not math.isfinite(place.loss) for place in self.places):
+            what = "the loss is"
+        text = f"step {self.step} skipped: {what} not finite"
+        if self.places:
+            first = self.places[0]
+            text += f"; loss {first.loss:.6g} in micro-batch {first.micro_batch} of rank {first.rank}"
+            more = len(self.places) - 1
+            text += f" and {more} more" if more else ""
+        return text
+
+
+def examine(
+    engine: Engine, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
+) -> Trouble:
+    """Where a skipped step comes from. Collective."""
+    rank = engine.mesh.rank("data")
+    mine = [Place(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
+    everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
+    if not everywhere and result.bad:
+        suspect = _first_bad(engine, batches, result.bad[0])
+        if suspect is not None:
+            mine = [Place(rank, suspect, losses[suspect])]
+            everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
+    return Trouble(step, result.bad, tuple(everywhere))
+
+
+def _first_bad(engine: Engine, batches: Sequence[MicroBatch], name: str) -> int | None:
+    """Run the micro-batches again, each as a step of its own that does not end."""
+    for number, batch in enumerate(batches):
+        loss = loss_of(engine(input_ids=batch.tokens, labels=batch.labels))
+        engine.backward(loss * batch.weight)
+        finite = bool(torch.isfinite(engine.full_gradient(name)).all())
+        engine.zero_grad()
+        if not finite:
+            return number
+    return None
+
+
+def loss_of(output: object) -> torch.Tensor:
+    """The loss in what a model returned."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    found = output if found is None else found
+    if not isinstance(found, torch.Tensor) or found.dim():
+        raise TypeError(
+            f"`model`: must return a loss, or an object with `.loss`, when it is called with `input_ids` and "
+            f"`labels`; got {type(output).__name__}."
+        )
+    return found
+
+
+def save(folder: Path, trouble: Trouble, batches: Sequence[MicroBatch], rank: int) -> list[Path]:
+    """Write this rank's part of the batches that are to blame, all of them where none is."""
+    blamed = {place.micro_batch for place in trouble.places if place.rank == rank}
+    wanted = blamed if trouble.places else set(range(len(batches)))
+    written = []
+    for number in sorted(wanted):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step-{trouble.step:06d}-micro-{number}-rank-{rank}.pt"
+        batch = batches[number]
+        content = {
+            "tokens": batch.tokens.cpu(),
+            "labels": batch.labels.cpu(),
+            "blocks": batch.blocks.tolist(),
+            "parameters": list(trouble.parameters),
+        }
+        torch.save(content, path)
+        written.append(path)
+    return written
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is at an end; on a CPU torch has no class for it."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "not enough memory" in text
+    )
+
+
+def memory_advice(plan: Plan, micro: int, checkpointing: bool) -> str:
+    """What the plan expected, and what can be turned, what helps most first."""
+    bill = cost(plan)
+    stage = plan.policy.sharding.stage
+    knobs = []
+    if not checkpointing:
+        knobs.append("`model.activation_checkpointing: true`, which keeps no activations inside blocks")
+    if micro > 1:
+        knobs.append(
+            f"`config.train_micro_batch_size_per_gpu` below {micro}, with as many more "
+            f"`gradient_accumulation_steps`: activations grow with it"
+        )
+    knobs.append("a smaller `data.block`: activations grow with it")
+    if stage < 3 and plan.mesh.world > 1:
+        knobs.append(f"`config.zero_optimization.stage: 3` instead of {stage}")
+    if bill.rest.state > bill.rest.storage and str(plan.policy.mode) != "fp32":
+        knobs.append("`config.precision.state: bf16-stochastic`, half of the optimizer's moments")
+    if bill.rest.accumulate:
+        knobs.append("`config.sharding.accumulator: free`")
+    if plan.mesh.world < 64:
+        knobs.append("more ranks: what is sharded is divided by them")
+    lines = [
+        f"`memory`: must hold the plan's {size(bill.peak.total)} per rank "
+        f"({size(bill.rest.total)} of it at rest) and the model's activations; it did not. What helps:"
+    ]
+    return "\n".join([*lines, *(f"  {number}. {knob}." for number, knob in enumerate(knobs, 1))])

@@ -1,0 +1,79 @@
+"""Every example job trains, by its own file and a few steps of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zerodrift.cli import app
+from zerodrift.train.here import train
+from zerodrift.train.metrics import read
+from zerodrift.train.read import read_job
+
+pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted((ROOT / "examples" / "jobs").glob("*.yaml"))
+MODES = {"fp16": "float16", "autocast": "float32"}
+"""What storage is seen to be, where it is not bfloat16."""
+
+SMALL = ["run.steps=3", "run.evaluate_every=0", "run.checkpoint_every=0", "data.block=48"]
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_a_job_trains(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
+    if path.stem == "deepspeed":
+        more += ["auto={" + ", ".join(f"{k}: {v}" for k, v in alone(path).items()) + "}"]
+    assert train(f"examples/jobs/{path.name}", [*SMALL, *more]) == 0
+    out = capsys.readouterr().out
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    assert len(losses) == 3 and losses[-1] < losses[0] + 0.2, losses
+    assert f" storage={MODES.get(path.stem, 'bfloat16')}" in out
+    cells = next(line["cells"] for line in lines if line["kind"] == "precision")
+    assert "DIFFERENT" not in {cell[-1] for cell in cells}
+    chosen = [cell[0] for cell in cells if cell[-1] == "as autocast chose"]
+    assert chosen == (["compute"] if path.stem == "autocast" else []), "a tied head is no safe module"
+    assert list((tmp_path / "run" / "export").glob("*.safetensors"))
+    app(["sample", str(tmp_path / "run"), "--prompt", "a", "--tokens", "3"], standalone_mode=False)
+    assert capsys.readouterr().out.startswith("a")
+
+
+def alone(path: Path) -> dict[str, object]:
+    """The numbers of the job, for one rank instead of two."""
+    return {**yaml.safe_load(path.read_text())["auto"], "train_batch_size": 8}
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_a_job_says_how_to_run_it(path: Path) -> None:
+    head = path.read_text().split("\n\n")[0]
+    commands = re.findall(r"^#   zerodrift (train|sample) (\S+)", head, flags=re.MULTILINE)
+    assert ("train", f"examples/jobs/{path.name}") in commands
+    job, _ = read_job(path)
+    assert job.run.folder == f"runs/{path.stem}"
+    assert [run for verb, run in commands if verb == "sample"] in ([], [job.run.folder])
+
+
+def test_adapters_train_and_nothing_else(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
+    assert train("examples/jobs/lora.yaml", [*SMALL, *more]) == 0
+    with safe_open(str(tmp_path / "run" / "export" / "adapter_model.safetensors"), "pt") as file:
+        names = list(file.keys())
+    assert names and all(".lora_A." in name or ".lora_B." in name for name in names)
+
+
+@pytest.mark.slow
+def test_blocks_compile(tmp_path: Path) -> None:
+    more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache", "model.compile=true"]
+    assert train("examples/jobs/function.yaml", [*SMALL, *more]) == 0

@@ -1,0 +1,169 @@
+"""Jobs from file to report: what a run leaves, what it says, and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
+from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
+from zerodrift.train.here import train
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_a_run_leaves_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = {"evaluate_every": 4, "checkpoint_every": 3, "keep": 2}
+    rows = [{"text": TEXT[start : start + 120]} for start in range(0, 3000, 100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "rows.jsonl"), "validation": 0.2}
+    assert train(str(job(tmp_path, steps=10, run=run, data=data))) == 0
+    folder = tmp_path / "run"
+    assert list(losses(tmp_path)) == list(range(1, 11))
+    found = losses(tmp_path)
+    assert found[10] < found[1] - 0.3, found
+    assert [line["step"] for line in kinds(tmp_path, "evaluation")] == [4, 8, 10]
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == [
+        "step-00000009",
+        "step-00000010",
+    ]
+    assert (folder / "export" / "model.safetensors").is_file()
+    assert "done, 10 steps" in (folder / "report.html").read_text()
+    out = capsys.readouterr().out
+    assert "zerodrift plan" in out and "at rest" in out
+    assert "precision: backend=native storage=bfloat16 " in out
+    assert "step 10/10  loss " in out and f"report: {folder / 'report.html'}" in out
+
+
+def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "a", tmp_path / "b"
+    for folder in (whole, halves):
+        folder.mkdir()
+    train(str(job(whole, "slow", steps=6)))
+    train(str(job(halves, "slow", steps=3)))
+    train(str(job(halves, "slow", steps=6)))
+    assert losses(halves) == losses(whole)
+    ends = [
+        sorted((folder / "run" / "export").glob("*.safetensors"))[0].read_bytes()
+        for folder in (whole, halves)
+    ]
+    assert ends[0] == ends[1]
+
+
+def test_a_folder_of_another_job_is_not_gone_on_with(tmp_path: Path) -> None:
+    train(str(job(tmp_path, steps=1)))
+    with pytest.raises(CheckpointError, match="must be of the same data and batch"):
+        train(str(job(tmp_path, steps=2, data={"block": 8})))
+    with pytest.raises(CheckpointError, match="never needs a folder without checkpoints; got step-00000001"):
+        train(str(job(tmp_path, steps=2, data={"block": 8}, run={"resume": "never"})))
+    other = {"resume": "never", "folder": str(tmp_path / "other")}
+    assert train(str(job(tmp_path, steps=2, data={"block": 8}, run=other))) == 0
+
+
+# --- what is refused before the first step --------------------------------------------------------------
+
+
+def test_what_nobody_decided_is_asked_for(tmp_path: Path) -> None:
+    file = job(tmp_path)
+    written = json.loads(file.read_text())
+    for key in ("optimizer", "train_batch_size", "scheduler"):
+        del written["config"][key]
+    file.write_text(json.dumps(written))
+    with pytest.raises(ConfigError) as caught:
+        train(str(file))
+    assert "`config.optimizer`: must be given" in str(caught.value)
+    assert "`config.train_micro_batch_size_per_gpu`: must be given" in str(caught.value)
+
+
+def test_boards_that_are_not_installed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(ConfigError) as caught:
+        train(str(job(tmp_path, run={"tensorboard": True, "wandb": "project"})))
+    assert "pip install tensorboard" in str(caught.value) and "pip install wandb" in str(caught.value)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------
+
+
+def poison(folder: Path) -> None:
+    """A text of which one block has the poison in it."""
+    text = list(TEXT[:640])
+    text[200] = chr(7)
+    (folder / "text.txt").write_text("".join(text))
+
+
+@pytest.mark.parametrize(("model", "nan"), [("poisoned", True), ("bad_gradient", False)])
+def test_a_bad_batch_is_named_saved_and_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, nan: bool
+) -> None:
+    poison(tmp_path)
+    assert train(str(job(tmp_path, model, steps=10))) == 0, "two epochs: the batch comes twice"
+    skips = kinds(tmp_path, "skip")
+    assert len(skips) == 2
+    found = losses(tmp_path)
+    bad = [line["step"] for line in skips]
+    assert [found[step] is None for step in bad] == [nan, nan]
+    assert all(math.isfinite(loss) for step, loss in found.items() if step not in bad)
+    for line in skips:
+        expected = "embed.weight" if nan else "layers.1.up.weight"
+        assert line["parameters"][0] == expected
+    for step in bad:
+        (saved,) = (tmp_path / "run" / "bad").glob(f"step-{step:06d}-*")
+        content = torch.load(saved, weights_only=True)
+        assert (content["tokens"] == 7).any(), "the micro-batch that has it, and not the other"
+    out = capsys.readouterr().out
+    assert f"step {bad[0]} skipped: the gradient of " in out and "of rank 0; the batch is in" in out
+    assert "Skipped steps" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(chr(7) * 640)
+    with pytest.raises(NonFiniteError, match=r"`run.max_skips`: at most 2 steps in a row.*got 3"):
+        train(str(job(tmp_path, "poisoned", steps=10, run={"max_skips": 2})))
+    assert len(kinds(tmp_path, "skip")) == 3
+    assert "failed after step" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_dtype_that_is_not_the_plans_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionError, match=r"`head.weight`: `compute` must be bfloat16 .*got float32"):
+        train(str(job(tmp_path, "widened")))
+    assert "DIFFERENT" in (tmp_path / "run" / "report.html").read_text()
+    assert train(str(job(tmp_path, "widened", run={"check_precision": False}, steps=2))) == 0
+
+
+def test_no_memory_says_what_was_expected_and_what_helps(tmp_path: Path) -> None:
+    with pytest.raises(ZerodriftError) as caught:
+        train(str(job(tmp_path, "hungry", config={"zero_optimization": {"stage": 0}})))
+    text = str(caught.value)
+    assert "`memory`: must hold the plan's " in text and " KiB per rank" in text
+    assert "`config.train_micro_batch_size_per_gpu` below 4" in text
+
+
+# --- sampling -------------------------------------------------------------------------------------------
+
+
+def test_a_sample_comes_from_the_export_or_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zerodrift.cli import app
+
+    command = ["sample", str(tmp_path / "run"), "--prompt", "It is", "--tokens", "12", "--temperature", "0"]
+    train(str(job(tmp_path, steps=40, run={"export": False})))
+    capsys.readouterr()
+    app(command, standalone_mode=False)
+    from_checkpoint = capsys.readouterr().out
+    train(str(job(tmp_path, steps=40)))
+    capsys.readouterr()
+    app(command, standalone_mode=False)
+    from_export = capsys.readouterr().out
+    assert from_export.startswith("It is") and len(from_export) > 8
+    assert from_checkpoint[:8] == from_export[:8], "bf16 may turn a tie, not the text"

@@ -1,0 +1,150 @@
+"""Runs of several processes: signals, a rank that is killed, torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import job, losses, start
+
+STEPS = 24
+
+
+def until(folder: Path, step: int, process: subprocess.Popen[str], limit: float = 150.0) -> None:
+    """Wait for a step of the run."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if max(losses(folder), default=0) >= step:
+            return
+        if process.poll() is not None:
+            raise AssertionError("".join(process.communicate()))
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"no step {step} in {limit} s: {''.join(process.communicate())}")
+
+
+def children(pid: int) -> list[int]:
+    """Every descendant of a process."""
+    found = []
+    for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += [int(text), *children(int(text))]
+    return found
+
+
+def rank_of(pid: int) -> int | None:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return None
+    found = [int(each[5:]) for each in variables if each.startswith(b"RANK=")]
+    return found[0] if found and b"zerodrift" in command else None
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=150)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run on two ranks that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, out, err = finished(start("train", str(job(folder, "slow", STEPS)), "--nproc", "2"))
+    assert code == 0, out + err
+    assert err == "" and out.count("zerodrift plan ") == 1, "one rank speaks"
+    found = losses(folder)
+    assert list(found) == list(range(1, STEPS + 1))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_finishes_the_step_and_saves(
+    tmp_path: Path, undisturbed: dict[int, float], number: signal.Signals
+) -> None:
+    file = job(tmp_path, "slow", STEPS)
+    process = start("train", str(file), "--nproc", "2")
+    until(tmp_path, 3, process)
+    ranks = [pid for pid in children(process.pid) if rank_of(pid) is not None]
+    assert len(ranks) == 2
+    process.send_signal(number)
+    code, out, err = finished(process)
+    assert code == 0, out + err
+    done = max(losses(tmp_path))
+    assert 3 <= done < STEPS
+    assert f"{number.name}: step {done} is finished and saved" in out
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    code, out, err = finished(start("train", str(file), "--nproc", "2"))
+    assert code == 0, out + err
+    assert f"going on after step {done}" in out
+    assert losses(tmp_path) == undisturbed
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    file = job(tmp_path, "slow", STEPS, run={"checkpoint_every": 4})
+    process = start("train", str(file), "--nproc", "2")
+    until(tmp_path, 6, process)
+    (victim,) = (pid for pid in children(process.pid) if rank_of(pid) == 1)
+    os.kill(victim, signal.SIGKILL)
+    code, _, err = finished(process)
+    assert code == 2
+    assert err.startswith(
+        "zerodrift: error: `rank 1`: all 2 ranks must live to the end; it was ended by SIGKILL"
+    )
+    assert "Traceback" not in err
+    code, out, err = finished(start("train", str(file), "--nproc", "2"))
+    assert code == 0, out + err
+    assert "going on after step" in out
+    assert losses(tmp_path) == undisturbed
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again_after_a_kill(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    file = job(tmp_path, "slow", STEPS, run={"checkpoint_every": 4})
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone")
+    process = start("train", str(file), launcher=launcher)
+    until(tmp_path, 6, process)
+    (victim,) = (pid for pid in children(process.pid) if rank_of(pid) == 0)
+    os.kill(victim, signal.SIGKILL)
+    code, out, err = finished(process)
+    assert code == 0, out + err
+    assert "going on after step" in out
+    assert losses(tmp_path) == undisturbed
+
+
+def test_a_refusal_in_the_ranks_is_told_once(tmp_path: Path) -> None:
+    code, out, err = finished(start("train", str(job(tmp_path, "no_such_model")), "--nproc", "2"))
+    assert (code, out) == (2, "")
+    assert err.count("`tests.e2e.small_models` must have `no_such_model`") == 1 and "Traceback" not in err
+
+
+def test_a_defect_in_the_ranks_is_told_once_with_its_traceback(tmp_path: Path) -> None:
+    file = job(tmp_path, "broken", steps=3)
+    code, out, err = finished(start("train", str(file), "--nproc", "2"))
+    assert code == 1, out + err
+    assert err.count("KeyError: 'broken on purpose'") == 1 and "rank 1 of 2" in err
+
+
+@pytest.mark.slow
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    process = start("train", str(job(tmp_path, "slow", 1000)), "--nproc", "2")
+    until(tmp_path, 2, process)
+    ranks = children(process.pid)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(_alive(pid) for pid in ranks):
+        time.sleep(0.1)
+    assert not any(_alive(pid) for pid in ranks)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,130 @@
+"""Declared against observed: the engine does what the plan says, and what it did otherwise is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.audit import compare
+from zerodrift.audit.compare import Finding
+from zerodrift.audit.observe import observe
+from zerodrift.audit.observed import Observed, together
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import PrecisionError
+
+
+def step(engine: Engine) -> Observed:
+    """A step of two micro-batches, watched on every rank."""
+    with observe(engine) as seen:
+        for micro in range(2):
+            engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
+            engine.step()
+    return together(engine.comm.all_gather_object(seen))
+
+
+def watched(stage: int, mode: str, rest: dict[str, Any]) -> tuple[str, list[Finding], set[str]]:
+    engine = make(config(stage, mode, micro_batches=2, **rest), GPT(tied=False))
+    seen = step(engine)
+    unseen = {cell.column for cell in compare.table(engine.plan, seen) if cell.seen == compare.UNSEEN}
+    return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), unseen
+
+
+CASES = [
+    (0, "bf16", {}, "storage=bfloat16 gather=- compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 "
+     "reduce=float32 master=split state=float32", {"gather"}),
+    (3, "bf16", {"precision": {"reduce": "bf16", "state": "bf16-stochastic", "master": "fp32"}},
+     "storage=bfloat16 gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 "
+     "reduce=bfloat16>float32 master=float32 state=bfloat16", set()),
+    (2, "fp16", {}, "storage=float16 gather=- compute=float16 logits=- grad=float16 accumulate=float32 "
+     "reduce=float32 master=float32 state=float32", {"gather"}),
+    (3, "fp32", {}, "storage=float32 gather=float32 compute=float32 logits=- grad=float32 "
+     "accumulate=float32 reduce=float32 master=same state=float32", set()),
+    (1, "autocast-bf16", {}, "storage=float32 gather=- compute=bfloat16,float32 logits=- "
+     "grad=bfloat16,float32 accumulate=float32 reduce=bfloat16>float32,float32 master=same state=float32",
+     {"gather"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "rest", "line", "unseen"), CASES, ids=lambda v: v if isinstance(v, str) else None
+)
+def test_every_column_is_seen_and_is_as_declared(
+    stage: int, mode: str, rest: dict[str, Any], line: str, unseen: set[str]
+) -> None:
+    for told, found, missing in run_ranks(watched, 2, stage, mode, rest):
+        assert found == []
+        assert told == f"precision: backend=native {line}"
+        assert missing == unseen
+
+
+def pinned() -> list[str]:
+    rules = [{"match": "layers.*.mlp.router.weight", "pin": "fp32"}]
+    engine = make(config(3, "bf16", 2, precision={"rules": rules}), GPT(moe=True))
+    seen = step(engine)
+    compare.require_declared(engine.plan, seen)
+    return [sorted(seen.seen("layers.0.mlp.router.weight", column)) for column in compare.COLUMNS]
+
+
+def test_a_pin_is_seen_in_every_column() -> None:
+    for found in run_ranks(pinned, 2):
+        assert found == [["float32"]] * 6 + [["same"], ["float32"]]
+
+
+# --- planted: each is found, by name --------------------------------------------------------------------
+
+
+def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
+    engine = make(config(3, "bf16", 2), GPT(tied=False))
+    weight = "layers.0.mlp.up.weight"
+    row = engine.plan.row(weight)
+    assert row is not None and engine.updater is not None
+    if what == "compute":
+        module = engine.module.get_submodule("layers.0.mlp.up")
+        module.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
+            x.float(), module.weight.float(), module.bias.float()
+        ).to(x.dtype)
+    elif what == "grad":
+        module = engine.module.get_submodule("layers.0.mlp.up")
+        module.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
+            x, _Widened.apply(module.weight), module.bias
+        )
+    elif what == "state":
+        held = engine.updater._slices[row.segment]  # type: ignore[attr-defined]
+        rounded = tuple(moment.bfloat16() for moment in held.moments)
+        engine.updater.resting = lambda number: (  # type: ignore[method-assign]
+            None if held.master is None else held.master.dtype,
+            tuple(moment.dtype for moment in (rounded if number == row.segment else held.moments)),
+        )
+    seen = step(engine)
+    found = compare.findings(engine.plan, seen)
+    try:
+        compare.require_declared(engine.plan, seen)
+        told = ""
+    except PrecisionError as error:
+        told = str(error)
+    return [(each.name, each.column, each.seen) for each in found], told
+
+
+class _Widened(torch.autograd.Function):
+    """A bf16 weight whose backward leaves fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.float() * 1.01  # a widening cast alone loses and gains nothing
+
+
+@pytest.mark.parametrize("what", ["compute", "grad", "state"])
+def test_what_is_not_as_declared_is_found(what: str) -> None:
+    for found, told in run_ranks(planted, 2, what):
+        assert ("layers.0.mlp.up.weight", what) in [(name, column) for name, column, _ in found]
+        assert {column for _, column, _ in found} == {what}, found
+        assert f"`{what}` must be " in told and "cells differ" in told

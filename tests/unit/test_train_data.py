@@ -1,0 +1,227 @@
+"""Files to blocks: formats, packing, masks, the split, the cache, token maps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zerodrift.errors import ConfigError
+from zerodrift.train import chat
+from zerodrift.train.blocks import IGNORED, Blocks
+from zerodrift.train.documents import Document
+from zerodrift.train.job import Data
+from zerodrift.train.pack import Prepared, prepare
+from zerodrift.train.tokens import Bytes
+
+TEXTS = ["first document", "zweites Dokument mit Übung", "third", "the fourth one is longer than the others"]
+
+
+def data(path: Path, **rest: Any) -> Data:
+    return Data(**{"train": str(path), "block": 16, **rest})
+
+
+def made(tmp_path: Path, written: Data) -> Prepared:
+    return prepare(written, Bytes(), tmp_path / "cache")
+
+
+def stream(blocks: Blocks) -> np.ndarray:
+    return blocks.read(np.arange(len(blocks)))[0].reshape(-1)
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# --- packing ------------------------------------------------------------------------------------------
+
+
+def test_packing_keeps_every_token_and_pads_only_the_end(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    blocks = made(tmp_path, data(file)).train
+    expected: list[int] = []
+    for text in TEXTS:
+        expected += [*text.encode(), 256]
+    found = stream(blocks)
+    assert found[: len(expected)].tolist() == expected
+    assert set(found[len(expected) :]) <= {256} and len(found) - len(expected) < 16
+    tokens, labels = blocks.read(np.array([len(blocks) - 1]))
+    padded = len(found) - len(expected)
+    assert (labels[0, 16 - padded :] == IGNORED).all()
+    assert (labels[0, : 16 - padded] == tokens[0, : 16 - padded]).all()
+    assert blocks.labels(np.arange(len(blocks))).tolist() == [15] * (len(blocks) - 1) + [15 - padded]
+
+
+def test_without_packing_a_document_is_a_block(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    blocks = made(tmp_path, data(file, pack=False)).train
+    assert len(blocks) == len(TEXTS)
+    tokens, labels = blocks.read(np.array([2, 3]))
+    assert tokens[0].tolist() == [*b"third", *[256] * 11]
+    assert labels[0].tolist() == [*b"third", 256, *[IGNORED] * 10]
+    assert tokens[1].tolist() == list(TEXTS[3].encode()[:16]), "cut"
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+def test_every_format_holds_the_same_documents(tmp_path: Path, suffix: str) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    if suffix == "txt":
+        for number, text in enumerate(TEXTS):
+            (folder / f"{number}.txt").write_text(text)
+    elif suffix == "jsonl":
+        jsonl(folder / "a.jsonl", [{"body": text} for text in TEXTS])
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="comes with `datasets`")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"body": TEXTS}), folder / "a.parquet")
+    blocks = made(tmp_path, data(folder, field="body")).train
+    text = bytes(token for token in stream(blocks) if token < 256).decode()
+    assert text == "".join(TEXTS)
+
+
+# --- the split ----------------------------------------------------------------------------------------
+
+
+def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    texts = [f"document number {number} " * 3 for number in range(200)]
+    shares = {text: Document(text).share(3) for text in texts}
+    held = {text for text, share in shares.items() if share < 0.25}
+    assert 30 < len(held) < 70
+    for order in (texts, texts[::-1]):
+        folder = tmp_path / str(order is texts)
+        folder.mkdir()
+        file = jsonl(folder / "a.jsonl", [{"text": text} for text in order])
+        parts = prepare(data(file, validation=0.25, seed=3, pack=False, block=64), Bytes(), folder / "cache")
+        assert parts.validation is not None
+        assert (len(parts.train), len(parts.validation)) == (len(texts) - len(held), len(held))
+    assert {text for text in texts if Document(text).share(4) < 0.25} != held
+
+
+def test_validation_files_of_their_own(tmp_path: Path) -> None:
+    train, other = tmp_path / "train.txt", tmp_path / "other.txt"
+    train.write_text("a" * 40)
+    other.write_text("b" * 20)
+    parts = made(tmp_path, data(train, validation=str(other)))
+    assert parts.validation is not None
+    assert set(stream(parts.validation)) == {ord("b"), 256}
+    assert set(stream(parts.train)) == {ord("a"), 256}
+
+
+# --- the cache ----------------------------------------------------------------------------------------
+
+
+def test_blocks_are_made_once_and_again_when_anything_changes(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("x" * 100)
+    first = made(tmp_path, data(file))
+    index = tmp_path / "cache" / first.key / "blocks.json"
+    stamp = index.stat().st_mtime_ns
+    assert made(tmp_path, data(file)).key == first.key and index.stat().st_mtime_ns == stamp
+    copy = tmp_path / "copy.txt"
+    copy.write_text("x" * 100)
+    assert made(tmp_path, data(copy)).key == first.key, "the content counts, not the name"
+    file.write_text("y" * 100)
+    keys = {first.key, made(tmp_path, data(file)).key, made(tmp_path, data(file, block=8)).key}
+    assert len(keys) == 3
+    assert not list((tmp_path / "cache").glob("*.[0-9]*")), "nothing half made is left"
+
+
+# --- conversations ------------------------------------------------------------------------------------
+
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yo"},
+    {"role": "user", "content": "More"},
+    {"role": "assistant", "content": "No"},
+]
+
+
+def test_only_what_the_assistant_says_is_learned() -> None:
+    tokens, learned = chat.written(TALK, Bytes(), learn_all=False)
+    said = "".join(chr(token) if token < 256 else "$" for token in tokens)
+    assert said == "<|user|>\nHi$<|assistant|>\nYo$<|user|>\nMore$<|assistant|>\nNo$"
+    assert "".join(said[place] for place in np.flatnonzero(learned)) == "Yo$No$"
+    assert chat.written(TALK, Bytes(), learn_all=True)[1].all()
+
+
+def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.unit.letters import byte_tokenizer
+    from zerodrift.train.tokens import Folder
+
+    letters = Folder(byte_tokenizer(tmp_path))
+    tokens, learned = chat.written(TALK, letters, learn_all=False)
+    kept = letters.inner.decode(tokens[learned])
+    assert letters.inner.decode(tokens).count("[assistant]") == 2
+    assert kept == "Yo;No;"
+    asked = chat.prompt(TALK[:1], letters)
+    assert letters.inner.decode(asked).endswith("[assistant]")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TALK[:2]},
+        {"prompt": "Hi", "completion": "Yo"},
+        {"instruction": "Hi", "output": "Yo"},
+        {"instruction": "Hi", "input": "", "response": "Yo"},
+    ],
+    ids=lambda row: "-".join(row),
+)
+def test_every_form_of_a_row_is_a_conversation(row: dict[str, Any], tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [row])
+    parts = made(tmp_path, data(file, block=64))
+    assert parts.kind == "chat"
+    tokens, labels = parts.train.read(np.array([0]))
+    text = bytes(token for token in tokens[0] if token < 256).decode()
+    assert text == "<|user|>\nHi<|assistant|>\nYo"
+    assert bytes(token for token in labels[0] if 0 <= token < 256).decode() == "Yo"
+
+
+def test_a_block_without_a_label_is_left_out(tmp_path: Path) -> None:
+    asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
+    file = jsonl(tmp_path / "a.jsonl", [asked, {"prompt": "q", "completion": "answer"}])
+    assert len(made(tmp_path, data(file, block=32)).train) == 1
+
+
+# --- token maps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["npy", "bin"])
+def test_token_maps_are_used_as_they_lie(tmp_path: Path, kind: str) -> None:
+    flat = (np.arange(70) % 250).astype(np.uint16)
+    file = tmp_path / f"tokens.{kind}"
+    np.save(file, flat) if kind == "npy" else flat.tofile(file)
+    parts = made(tmp_path, data(file, validation=0.25))
+    assert parts.kind == "tokens" and parts.validation is not None
+    assert stream(parts.train).tolist() == flat[:48].tolist()
+    assert stream(parts.validation).tolist() == flat[48:64].tolist()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(1000, dtype=np.uint16) + 300)
+    with pytest.raises(ConfigError, match="must hold tokens below 257"):
+        made(tmp_path, data(tmp_path / "a.npy"))
+
+
+# --- refusals -----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train.*must name files that are there"):
+        made(tmp_path, data(tmp_path / "none.txt"))
+    broken = tmp_path / "a.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2.*must be JSON"):
+        made(tmp_path, data(broken))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1.*must have a text in `body`.*`text`"):
+        made(tmp_path, data(broken, field="body"))
+    (tmp_path / "short.txt").write_text("")
+    with pytest.raises(ConfigError, match="must fill at least one block"):
+        made(tmp_path, data(tmp_path / "short.txt"))

@@ -1,0 +1,101 @@
+"""A job file: every wrong key at once, overrides, and the config inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerodrift.errors import ConfigError
+from zerodrift.train.folder import Folder
+from zerodrift.train.job import Job
+from zerodrift.train.read import every_path, read_job
+
+
+def least(**more: Any) -> dict[str, Any]:
+    return {"model": {"source": "x"}, "data": {"train": "y"}, **more}
+
+
+def test_the_least_that_a_job_needs() -> None:
+    job, config = read_job(least())
+    assert (job.model.source, job.data.train, job.run.folder) == ("x", "y", "runs/job")
+    assert config.optimizer is None
+
+
+def test_a_file_names_its_run(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text("model: {source: x}\ndata: {train: [a, b]}\nrun: {steps: 3}\n")
+    job, _ = read_job(file)
+    assert (job.run.folder, job.run.steps, job.data.train) == ("runs/small", 3, ("a", "b"))
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    wrong = least(
+        modle={},
+        run={"setps": 3, "seed": -1, "zero_optimization": {}},
+        config={"bf16": {"enable": True}},
+    )
+    wrong["data"] |= {"format": "txt", "block": 1}
+    with pytest.raises(ConfigError) as caught:
+        read_job(wrong)
+    text = str(caught.value)
+    for line in (
+        "`modle`: must be a key of a job. Did you mean `model`?",
+        "`run.setps`: must be a key of `run`. Did you mean `run.steps`",
+        "`run.seed`: must be a whole number of at least 0; got -1.",
+        "Did you mean `config.zero_optimization`?",
+        '`data.format`: must be "auto", "text", "chat" or "tokens"; got \'txt\'. Did you mean `text`?',
+        "`data.block`: must be a whole number of at least 2; got 1.",
+        "`bf16.enable`: must be a key of `bf16`. Did you mean `enabled`?",
+    ):
+        assert line in text, text
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_job({"data": {}})
+    assert "`model`: must be given" in str(caught.value)
+    assert "`data.train`: must be given: a string or a list of strings" in str(caught.value)
+
+
+def test_overrides_reach_the_job_and_the_config() -> None:
+    overrides = ["run.steps=7", "config.zero_optimization.stage=2", "model.lora.rank=4"]
+    job, config = read_job(least(config={"precision": {"mode": "bf16"}}), overrides)
+    assert (job.run.steps, config.zero_optimization.stage, config.precision.mode) == (7, 2, "bf16")
+    assert job.model.lora is not None and job.model.lora.rank == 4
+
+
+def test_a_config_file_is_read_and_overridden(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
+    job, config = read_job(least(config=str(file)), ["config.zero_optimization.stage=3"])
+    assert job.config == str(file)
+    assert config.zero_optimization.stage == 3 and config.bf16 is not None
+    file.write_text(json.dumps({"bf16": {"enable": True}}))
+    with pytest.raises(ConfigError, match=r"ds\.json: `bf16\.enable`"):
+        read_job(least(config=str(file)))
+
+
+def test_a_job_survives_its_folder(tmp_path: Path) -> None:
+    written = least(run={"folder": str(tmp_path)}, auto={"optimizer.params.lr": 0.1})
+    job, _ = read_job(written, ["data.validation=0.1"])
+    folder = Folder(tmp_path)
+    folder.save_job(job)
+    assert folder.load_job() == job
+    with pytest.raises(ConfigError, match="must be the folder of a run"):
+        Folder(tmp_path / "none").load_job()
+
+
+def test_every_key_has_a_docstring() -> None:
+    assert len(list(every_path())) > 30
+
+    def check(block: Any, path: str) -> None:
+        for name, field in block.model_fields.items():
+            assert field.description, f"{path}{name}"
+
+    check(Job, "")
+    for name, field in Job.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            check(field.annotation, f"{name}.")

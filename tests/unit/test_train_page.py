@@ -1,0 +1,170 @@
+"""Curves and the page of a run: made of metrics and a plan, and of nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.models import moe
+from zerodrift.api import make_plan
+from zerodrift.train.curves import Chart, Series, binary_ticks, chart, even_ticks, log_ticks, stretches
+from zerodrift.train.display import Lines, Pace, clock
+from zerodrift.train.folder import Folder
+from zerodrift.train.job import Job, Run
+from zerodrift.train.metrics import Metrics, Step, read
+from zerodrift.train.page import run_page
+
+
+def step(number: int, loss: float = 2.0, skipped: bool = False) -> Step:
+    return Step(number, loss, 1.5, 1e-3, 1.0, number * 64, number / 10, number * 0.5, 128.0, 1 << 28, skipped)
+
+
+# --- ticks and curves ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (5.2, 5.61), (-3.0, 7.0), (2.0, 2.0), (0.0, 1e-3)])
+def test_even_ticks_are_round_and_around(low: float, high: float) -> None:
+    ticks = even_ticks(low, high)
+    assert ticks[0] <= low + 1e-12 and ticks[-1] >= high - 1e-12 and 2 <= len(ticks) <= 8
+    gaps = {round(b - a, 12) for a, b in itertools.pairwise(ticks)}
+    assert len(gaps) == 1
+    digits = f"{gaps.pop():e}".split("e")[0].rstrip("0").rstrip(".")
+    assert digits in ("1", "2", "2.5", "5")
+
+
+def test_log_and_binary_ticks() -> None:
+    assert log_ticks(3, 40) == [2, 5, 10, 20, 50]
+    assert log_ticks(1e-3, 1e4)[0] == 1e-3 and log_ticks(1e-3, 1e4)[-1] == 1e4
+    assert binary_ticks(700.0) == [0.0, 256.0, 512.0, 768.0]
+
+
+def test_many_points_become_few_and_no_peak_is_lost() -> None:
+    points = [(float(x), 100.0 if x == 777 else 1.0) for x in range(5000)]
+    found = stretches(points, 200)
+    assert len(found) <= 200
+    assert max(each.high for each in found) == 100.0 and min(each.low for each in found) == 1.0
+
+
+def test_a_curve_stays_inside_its_drawing_and_leaves_out_what_is_no_number() -> None:
+    points = tuple((float(x), math.nan if x == 3 else float(x)) for x in range(10))
+    text = chart(Chart("loss", (Series("a", "storage", points),), str))
+    path = re.search(r'<path d="M([^"]+)" class="line"', text)
+    assert path is not None
+    places = [tuple(map(float, pair.split())) for pair in path.group(1).split("L")]
+    assert len(places) == 9
+    assert all(0 <= x <= 420 and 0 <= y <= 190 for x, y in places)
+    assert places[0][1] > places[-1][1], "up is up"
+    assert "nothing yet" in chart(Chart("loss", (Series("a", "storage", ()),), str))
+
+
+# --- the page -----------------------------------------------------------------------------------------
+
+
+class Balanced(HTMLParser):
+    """Fails on an element that is not closed, and notes what refers outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "input", "wbr"):
+            self.open.append(tag)
+        self.outside += [v or "" for k, v in attrs if k in ("src", "href") or "http" in (v or "")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page(lines: list[dict[str, Any]], **run: Any) -> str:
+    job = Job(model={"source": "m"}, data={"train": "<text>"}, run={"folder": "runs/<a>", **run})
+    plan = make_plan({"precision": {"mode": "bf16"}}, moe(), world_size=2)
+    return run_page(job, plan, lines, steps=3)
+
+
+CELLS = [
+    ["storage", "bfloat16", "bfloat16", 3, 100, "as declared"],
+    ["reduce", "float32", "bfloat16", 3, 100, "DIFFERENT"],
+]
+LINES: list[dict[str, Any]] = [
+    {"kind": "start", "step": 0},
+    {"kind": "precision", "step": 1, "line": "", "logits": ["bfloat16"], "cells": CELLS},
+    *({"kind": "step", **{f: getattr(step(n), f) for f in Step.__dataclass_fields__}} for n in (1, 2, 3)),
+    {"kind": "evaluation", "step": 3, "validation_loss": 1.875},
+]
+
+
+def test_the_page_is_whole_refers_to_nothing_and_has_the_figures() -> None:
+    text = page(LINES)
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == [] and parser.outside == []
+    assert "runs/&lt;a&gt;" in text and "<text>" not in text
+    for figure in ("1.8750", "running, step 3 of 3", "256 MiB", "DIFFERENT", "as declared"):
+        assert figure in text, figure
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ({"stopped": ""}, "done, 3 steps"),
+        ({"stopped": "SIGTERM"}, "stopped after step 3 of 3"),
+        ({"error": "no <memory>"}, "failed after step 3: no &lt;memory&gt;"),
+    ],
+)
+def test_the_page_says_how_a_run_ended(end: dict[str, str], words: str) -> None:
+    assert words in page([*LINES, {"kind": "end", "step": 3, **end}])
+
+
+def test_a_run_without_a_step_has_a_page() -> None:
+    assert "nothing yet" in page([{"kind": "start", "step": 0}])
+
+
+# --- metrics ------------------------------------------------------------------------------------------
+
+
+def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    first = Metrics(folder, Run(), after=0)
+    for number in range(1, 6):
+        first.step(step(number, loss=math.nan if number == 2 else 1.0))
+    first.write("end", {"step": 5})
+    first.close()
+    with folder.metrics.open("a") as file:
+        file.write('{"kind": "step", "ste')
+    again = Metrics(folder, Run(), after=3)
+    assert again.seconds == 1.5
+    again.step(step(4))
+    again.close()
+    found = read(folder.metrics)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert found[1]["loss"] is None
+
+
+# --- lines --------------------------------------------------------------------------------------------
+
+
+def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(every=2)
+    lines.start(0, 5)
+    for number in range(1, 6):
+        lines.step(step(number))
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in out] == ["2/5", "4/5", "5/5"]
+    assert out[0].startswith("step 2/5  loss 2.0000  norm 1.50  lr 1.00e-03  128 tokens/s  256 MiB  eta 0:02")
+
+
+def test_the_rest_is_told_from_the_pace() -> None:
+    pace = Pace()
+    assert pace.left(step(1), 11) is None
+    assert pace.left(step(2), 11) == pytest.approx(4.5)
+    assert [clock(5), clock(65), clock(3725)] == ["0:05", "1:05", "1:02:05"]
