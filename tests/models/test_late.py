@@ -1,4 +1,4 @@
-"""Real architectures with every weight gradient queued to the end of the step: the gradients of eager ones."""
+"""Real architectures whose weight gradients all wait for the end of the step: the gradients of eager ones."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Rule(Block):
     """The parameter in a saved model file."""
     placement: Literal["sliced", "matrices", "whole"] | None = None
     """Where a rank's slice may end: `sliced`, anywhere in the parameter; `matrices`, between the matrices of
-    its last two dimensions; `whole`, not inside of it. For optimizers that work on matrices; costs padding."""
+    its last two dimensions; `whole`, not inside it. For optimizers that work on matrices; costs padding."""
     optimizer: Literal["Muon", "AdamW"] | None = None
     """With `optimizer.type: Muon`: which of its two updates, where the stated rule is not what you want."""
     output: Literal["keep", "input"] | None = None
