@@ -9,9 +9,9 @@ machine whose speed drifts drifts for all, and seconds are medians. The checkpoi
 weights, made in a temporary folder and removed, and is in the page cache. `share` is what a rank holds when
 it is done, computed; `beyond` is the peak resident memory minus what the process had before and minus that
 share. `plain` reads each rank's half of the files into one buffer and keeps nothing: the floor of seconds.
-Bytes are what the operating system counted for both ranks, beside what the loader says it read. What is
-loaded is compared with the files afterwards, except by `plain`. Needs Linux and `transformers`; DeepSpeed is
-left out where it is not installed.
+Bytes are what the operating system counted for both ranks, beside what the loader says it read; what others
+read through a memory map is not in its count. What is loaded is compared with the files afterwards, except
+by `plain`. Needs Linux and `transformers`; DeepSpeed is left out where it is not installed.
 """
 
 from __future__ import annotations

@@ -1,78 +1,131 @@
-"""Learning-rate schedules of DeepSpeed's `scheduler` block: their shapes, and resuming from a step."""
+"""The schedules of a `scheduler` block: by hand, and step for step against the installed DeepSpeed."""
 
 from __future__ import annotations
 
-import itertools
+import importlib.util
 import json
-import math
 from typing import Any
 
 import pytest
 import torch
 
+from zerodrift.deepspeed.runtime import lr_schedules
 from zerodrift.errors import ConfigError
-from zerodrift.optim.schedules import Schedule, make_schedule
+from zerodrift.optim import schedules as mine
 from zerodrift.policy.nouns import Recipe
 
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 7}),
+    ("WarmupLR", {"warmup_min_lr": [0.01, 0.02], "warmup_num_steps": 5, "warmup_type": "linear"}),
+    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_min_lr": 0.01, "warmup_num_steps": 4}),
+    ("WarmupDecayLR", {"total_num_steps": 9, "warmup_max_lr": 0.2, "warmup_type": "linear"}),
+    ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}),
+    ("WarmupCosineLR", {"total_num_steps": 4, "warmup_num_steps": 6, "cos_min_ratio": 0.2}),
+    ("LRRangeTest", {"lr_range_test_step_size": 3, "lr_range_test_step_rate": 2.0}),
+    (
+        "LRRangeTest",
+        {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 4, "lr_range_test_staircase": True},
+    ),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 6}),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.01,
+            "cycle_max_lr": 0.1,
+            "cycle_first_step_size": 4,
+            "cycle_second_step_size": 8,
+            "decay_step_size": 2,
+            "decay_lr_rate": 0.5,
+            "decay_mom_rate": 0.1,
+            "cycle_first_stair_count": 2,
+        },
+    ),
+    (
+        "OneCycle",
+        {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 3, "cycle_momentum": False},
+    ),
+]
 
-def schedule(kind: str, lr: float = 0.1, **params: Any) -> Schedule:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    return make_schedule(Recipe(kind, json.dumps(params)), optimizer)
+
+def optimizer() -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.05, 0.1)]
+    return torch.optim.AdamW(groups)
 
 
-def rates(made: Schedule, steps: int) -> list[float]:
-    found = []
+def run(module: Any, kind: str, params: dict[str, Any], steps: int = 30) -> list[Any]:
+    """Rates and betas of every group before each step."""
+    owner = optimizer()
+    schedule = getattr(module, kind)(owner, **params)
+    seen = []
     for _ in range(steps):
-        found += made.get_last_lr()
-        made.step()
-    return found
+        seen.append([(group["lr"], *group["betas"]) for group in owner.param_groups])
+        schedule.step()
+    assert schedule.get_last_lr() == [group["lr"] for group in owner.param_groups]
+    return seen
 
 
-def test_warmup_rises_linearly_and_stays() -> None:
-    made = schedule("WarmupLR", warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
-    assert rates(made, 6) == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0, 1.0])
+def flat(seen: list[Any]) -> list[float]:
+    return [number for step in seen for group in step for number in group]
 
 
-def test_warmup_rises_with_the_logarithm_by_default() -> None:
-    made = schedule("WarmupLR", warmup_max_lr=1.0, warmup_num_steps=4)
-    assert rates(made, 4) == pytest.approx([math.log(n + 1) / math.log(4) for n in range(4)])
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_every_step_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
+    from deepspeed.runtime import lr_schedules as theirs
+
+    assert flat(run(mine, kind, params)) == pytest.approx(flat(run(theirs, kind, params)), rel=1e-12)
 
 
-def test_warmup_decay_ends_at_the_minimum() -> None:
-    made = schedule(
-        "WarmupDecayLR", total_num_steps=6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear"
-    )
-    assert rates(made, 8) == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+def test_the_first_two_updates_of_a_warm_up_run_at_its_minimum() -> None:
+    seen = run(mine, "WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, 7)
+    assert [step[0][0] for step in seen] == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_warmup_cosine_scales_the_groups_own_rate() -> None:
-    made = schedule("WarmupCosineLR", lr=2.0, total_num_steps=10, warmup_num_steps=2, cos_min_ratio=0.1)
-    found = rates(made, 12)
-    assert max(found) <= 2.0 and found[-1] == pytest.approx(0.2)
-    assert all(left >= right for left, right in itertools.pairwise(found[2:]))
-
-
-def test_one_cycle_goes_up_and_down() -> None:
-    made = schedule("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.5, cycle_first_step_size=2)
-    assert rates(made, 5) == pytest.approx([0.1, 0.3, 0.5, 0.3, 0.1])
-
-
-def test_range_test_grows() -> None:
-    made = schedule("LRRangeTest", lr_range_test_min_lr=0.1, lr_range_test_step_size=2)
-    assert rates(made, 3) == pytest.approx([0.1, 0.15, 0.2])
-
-
-def test_a_schedule_resumes_from_its_step_alone() -> None:
-    params = {"total_num_steps": 20, "warmup_num_steps": 3}
-    first, second = schedule("WarmupCosineLR", **params), schedule("WarmupCosineLR", **params)
-    rates(first, 7)
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_a_schedule_goes_on_from_its_state(kind: str, params: dict[str, Any]) -> None:
+    expected = run(mine, kind, params, 20)
+    first = getattr(mine, kind)(optimizer(), **params)
+    for _ in range(8):
+        first.step()
+    owner = optimizer()
+    second = getattr(mine, kind)(owner, **params)
     second.load_state_dict(first.state_dict())
-    assert rates(first, 5) == rates(second, 5)
+    for step in range(9, 20):
+        second.step()
+        assert [group["lr"] for group in owner.param_groups] == [group[0] for group in expected[step]]
 
 
-def test_an_argument_that_is_not_one_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"warmup_num_step.*Did you mean `warmup_num_steps`"):
-        schedule("WarmupLR", warmup_num_step=3)
-    with pytest.raises(ConfigError, match="cycle_momentum"):
-        schedule("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.5, cycle_momentum=True)
-    assert schedule("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.5, cycle_momentum=False)
+@pytest.mark.parametrize(
+    ("kind", "params", "where"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type"),
+        ("WarmupLR", {"warmup_min_lr": [0.1]}, "warmup_min_lr"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0},
+            "cycle_first_step",
+        ),
+        ("WarmupLR", {"total_num_steps": 3}, "total_num_steps"),
+        ("WarmupLr", {}, "WarmupLR"),
+    ],
+)
+def test_wrong_arguments_are_named(kind: str, params: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        mine.make(kind, params, optimizer())
+
+
+def test_torchs_own_schedules_are_known_by_name() -> None:
+    made = mine.make("StepLR", {"step_size": 2, "gamma": 0.5}, optimizer())
+    assert isinstance(made, torch.optim.lr_scheduler.StepLR)
+
+
+def test_the_nearest_argument_is_suggested() -> None:
+    recipe = Recipe("WarmupLR", json.dumps({"warmup_num_step": 3}))
+    with pytest.raises(ConfigError, match=r"warmup_num_step'.*Did you mean `warmup_num_steps`"):
+        mine.make_schedule(recipe, optimizer())
+
+
+def test_a_config_and_a_script_get_the_same_classes() -> None:
+    for kind, klass in mine.SCHEDULES.items():
+        assert getattr(lr_schedules, kind) is klass

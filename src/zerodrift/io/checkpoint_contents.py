@@ -22,7 +22,7 @@ from zerodrift.io.checkpoint_differences import Running
 from zerodrift.io.checkpoint_items import Item, Reader, Wanted, moment_key, weight_key
 from zerodrift.io.checkpoint_manifest import Entry, Manifest
 from zerodrift.io.checkpoint_writing import Head
-from zerodrift.optim.schedules import Schedule
+from zerodrift.optim.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
@@ -102,7 +102,7 @@ def head(engine: Engine, run: str, tag: str, counters: Counters, alike: bool) ->
 
 def schedule_name(engine: Engine) -> str:
     """Of the config's schedule, or of the class of the caller's."""
-    if isinstance(engine.schedule, Schedule) and engine.plan.policy.schedule is not None:
+    if isinstance(engine.schedule, tuple(SCHEDULES.values())) and engine.plan.policy.schedule is not None:
         return engine.plan.policy.schedule.type
     return "" if engine.schedule is None else type(engine.schedule).__name__
 

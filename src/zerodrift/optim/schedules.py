@@ -1,199 +1,379 @@
-"""The learning-rate schedules that DeepSpeed's `scheduler` block names.
+"""The learning-rate schedules of a `scheduler` block: DeepSpeed's, with its names, arguments and count.
 
-Each is a function from the number of steps taken to a learning rate (and, for one cycle, a momentum),
-written down once; `Schedule` applies it to parameter groups. A skipped step does not advance it: the
-engine calls `step` after updates only.
+The shapes are `shapes.py`'s; here is when they are asked. DeepSpeed counts the batch that has ended: before
+the first `step` the count is -1, so WarmupLR's first two updates run at its minimum and everything is one
+step later than the shape alone would say. OneCycle and LRRangeTest ask one ahead. A skipped step does not
+advance a schedule: the engine calls `step` after updates only.
 
-Invariant: the learning rate depends on the step count and the arguments, never on history, so a schedule
-resumes from its step alone.
+Invariant: after the same steps, a group's `lr` and `betas` are what DeepSpeed 0.19.6 leaves; and a schedule
+resumes from its count alone.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from zerodrift.errors import ConfigError, did_you_mean
+from zerodrift.optim import shapes
 from zerodrift.policy.nouns import Recipe
 
-Rate = Callable[[int, float], float]
-"""(steps taken, the group's own learning rate) -> learning rate."""
+LR_SCHEDULE = "lr_schedule"
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+
+PerGroup = float | Sequence[float]
+"""One number for all parameter groups, or one per group."""
 
 
-def _ramp(kind: str, step: int, steps: int) -> float:
-    """From 0 to 1 over `steps` steps."""
-    if step >= steps:
-        return 1.0
-    if kind == "log":
-        return math.log(step + 1) / math.log(max(2, steps))
-    return step / steps
+# --- what all of them do --------------------------------------------------------------------------------
 
 
-def warmup(
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float = 0.001,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
-) -> Rate:
+def _step(self: Any, last_batch_iteration: int | None = None) -> None:
+    """Count a batch, and set the groups' rates for the next."""
+    self.last_batch_iteration = (
+        self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+    )
+    self._last_lr = _apply(self.optimizer, self.get_lr())
+
+
+def _step_batch(self: Any, batch_iteration: int | None = None) -> None:
+    """The same, under the name that two of the schedules have for it."""
+    _step(self, batch_iteration)
+
+
+def _get_last_lr(self: Any) -> list[float]:
+    """The rates that were set last."""
+    return self._last_lr
+
+
+def _state_dict(self: Any) -> dict[str, Any]:
+    return {"last_batch_iteration": self.last_batch_iteration}
+
+
+def _load_state_dict(self: Any, sd: dict[str, Any]) -> None:
+    """Also sets the groups' rates, which DeepSpeed leaves to the next step."""
+    self.last_batch_iteration = sd["last_batch_iteration"]
+    if self.last_batch_iteration >= 0:
+        self._last_lr = _apply(self.optimizer, self.get_lr())
+
+
+def _apply(optimizer: Any, rates: Sequence[float]) -> list[float]:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def _optimizer(given: Any) -> torch.optim.Optimizer:
+    found = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise TypeError(f"`optimizer`: must be a torch.optim.Optimizer; got {type(given).__name__}.")
+    return found
+
+
+def _per_group(optimizer: torch.optim.Optimizer, value: PerGroup, name: str) -> list[float]:
+    count = len(optimizer.param_groups)
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"`{name}`: must have a value for each of {count} parameter groups; got {value!r}.")
+    return list(value)
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value <= 0:
+        raise ValueError(f"`{name}`: must be a whole number above 0; got {value!r}.")
+
+
+def _warmup_type(given: str) -> str:
+    if given not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+        raise ValueError(f"`warmup_type`: must be 'log' or 'linear'; got {given!r}.")
+    return given
+
+
+# --- the schedules --------------------------------------------------------------------------------------
+
+
+class WarmupLR:
     """From min to max, then constant."""
-    steps = max(2, warmup_num_steps)
 
-    def rate(step: int, own: float) -> float:
-        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * _ramp(warmup_type, step, steps)
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        _require_positive("warmup_num_steps", warmup_num_steps)
+        self.optimizer = _optimizer(optimizer)
+        if warmup_max_lr is None:
+            warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.min_lrs = _per_group(self.optimizer, warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = _per_group(self.optimizer, warmup_max_lr, "warmup_max_lr")
+        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), _warmup_type(warmup_type)
+        self._rates = [
+            shapes.warmup(low, high, self.warmup_num_steps, self.warmup_type)
+            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._last_lr = _apply(self.optimizer, self.get_lr())
 
-    return rate
+    def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        return [rate(self.last_batch_iteration, 0.0) for rate in self._rates]
+
+    step, get_last_lr = _step, _get_last_lr
+    state_dict, load_state_dict = _state_dict, _load_state_dict
 
 
-def warmup_decay(
-    total_num_steps: int,
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float = 0.001,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
-) -> Rate:
-    """From min to max, then linearly to zero at `total_num_steps`."""
-    rise = warmup(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
-    steps = max(2, warmup_num_steps)
+class WarmupDecayLR:
+    """From min to max, then linearly to min at `total_num_steps`."""
 
-    def rate(step: int, own: float) -> float:
-        if step < steps:
-            return rise(step, own)
-        left = (total_num_steps - step) / max(1.0, total_num_steps - steps)
-        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * max(0.0, left)
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        _require_positive("warmup_num_steps", warmup_num_steps)
+        self.optimizer = _optimizer(optimizer)
+        self.total_num_steps = total_num_steps
+        self.min_lrs = _per_group(self.optimizer, warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = _per_group(self.optimizer, warmup_max_lr, "warmup_max_lr")
+        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), _warmup_type(warmup_type)
+        # A share of the way from min to max, so that a minimum above 0 is where the decay ends.
+        self._share = shapes.warmup_decay(total_num_steps, 0.0, 1.0, self.warmup_num_steps, self.warmup_type)
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._last_lr = _apply(self.optimizer, self.get_lr())
 
-    return rate
+    def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        share = self._share(self.last_batch_iteration, 0.0)
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    step, get_last_lr = _step, _get_last_lr
+    state_dict, load_state_dict = _state_dict, _load_state_dict
 
 
-def warmup_cosine(
-    total_num_steps: int,
-    warmup_min_ratio: float = 0.0,
-    warmup_num_steps: int = 1000,
-    cos_min_ratio: float = 0.0001,
-    warmup_type: str = "log",
-) -> Rate:
+class WarmupCosineLR:
     """A share of the group's own rate: up over the warm-up, then down a half cosine."""
-    steps = max(2, warmup_num_steps)
 
-    def rate(step: int, own: float) -> float:
-        if step < steps:
-            return own * (warmup_min_ratio + (1.0 - warmup_min_ratio) * _ramp(warmup_type, step, steps))
-        done = min(1.0, (step - steps + 1) / max(1, total_num_steps - steps))
-        return own * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        _require_positive("warmup_num_steps", warmup_num_steps)
+        self.optimizer = _optimizer(optimizer)
+        self.total_num_steps = total_num_steps
+        self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._ratio = shapes.warmup_cosine(
+            total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio, _warmup_type(warmup_type)
+        )
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._last_lr = _apply(self.optimizer, self.get_lr())
 
-    return rate
+    def get_lr_ratio(self) -> float:
+        return 0.0 if self.last_batch_iteration < 0 else self._ratio(self.last_batch_iteration, 1.0)
+
+    def get_lr(self) -> list[float]:
+        ratio = self.get_lr_ratio()
+        return [own * ratio for own in self.org_lrs]
+
+    step, get_last_lr = _step, _get_last_lr
+    state_dict, load_state_dict = _state_dict, _load_state_dict
 
 
-def range_test(
-    lr_range_test_min_lr: float = 1e-3,
-    lr_range_test_step_size: int = 2000,
-    lr_range_test_step_rate: float = 1.0,
-    lr_range_test_staircase: bool = False,
-) -> Rate:
+class LRRangeTest:
     """Ever larger, to see where training breaks."""
 
-    def rate(step: int, own: float) -> float:
-        interval = step / lr_range_test_step_size
-        interval = math.floor(interval) if lr_range_test_staircase else interval
-        return lr_range_test_min_lr * (1 + interval * lr_range_test_step_rate)
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        _require_positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.optimizer = _optimizer(optimizer)
+        self.min_lr = _per_group(self.optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self._rates = [
+            shapes.range_test(low, lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase)
+            for low in self.min_lr
+        ]
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._last_lr = _apply(self.optimizer, self.min_lr)
 
-    return rate
+    def get_lr(self) -> list[float]:
+        return [rate(self.last_batch_iteration + 1, 0.0) for rate in self._rates]
 
-
-def one_cycle(
-    cycle_min_lr: float,
-    cycle_max_lr: float,
-    decay_lr_rate: float = 0.0,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    decay_step_size: int = 0,
-) -> Rate:
-    """Up, down, then a slow decay."""
-    second = cycle_second_step_size or cycle_first_step_size
-
-    def rate(step: int, own: float) -> float:
-        if step <= cycle_first_step_size:
-            return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * step / cycle_first_step_size
-        if step <= cycle_first_step_size + second:
-            return cycle_max_lr - (cycle_max_lr - cycle_min_lr) * (step - cycle_first_step_size) / second
-        after = step - cycle_first_step_size - second
-        interval = after / decay_step_size if decay_step_size else 0.0
-        return cycle_min_lr / (1 + interval * decay_lr_rate)
-
-    return rate
+    step, get_last_lr = _step_batch, _get_last_lr
+    state_dict, load_state_dict = _state_dict, _load_state_dict
 
 
-RATES: dict[str, Callable[..., Rate]] = {
-    "WarmupLR": warmup,
-    "WarmupDecayLR": warmup_decay,
-    "WarmupCosineLR": warmup_cosine,
-    "LRRangeTest": range_test,
-    "OneCycle": one_cycle,
+class OneCycle:
+    """Up, down, then a slow decay; momentum goes the other way unless `cycle_momentum` is false."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        if cycle_first_step_size <= 0 or second < 0:
+            raise ValueError(
+                f"`cycle_first_step_size`, `cycle_second_step_size`: must be above 0 and at least 0; got "
+                f"{cycle_first_step_size} and {second}."
+            )
+        self.optimizer = _optimizer(optimizer)
+        groups = self.optimizer
+        self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
+        self.total_size = self.first_step_size + self.second_step_size
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = (
+            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        )
+        self.decay_step_size, self.decay_lr_rate = decay_step_size, decay_lr_rate
+        self.min_lrs = _per_group(groups, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = _per_group(groups, cycle_max_lr, "cycle_max_lr")
+        self.cycle_momentum = cycle_momentum and all("betas" in group for group in groups.param_groups)
+        self.min_moms = _per_group(groups, cycle_min_mom, "cycle_min_mom")
+        self.max_moms = _per_group(groups, cycle_max_mom, "cycle_max_mom")
+        self.decay_mom_rate = decay_mom_rate
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._last_lr = _apply(groups, self.min_lrs)
+            if self.cycle_momentum:
+                self._apply_momentum([(first, 0.99) for first in self.min_moms])
+
+    def _height(self) -> float:
+        """How far up the cycle the coming batch is, from 0 to 1."""
+        batch = self.last_batch_iteration + 1
+        x = math.fmod(batch / self.total_size, 1.0)
+        ratio = self.first_step_size / self.total_size
+        rising = x <= ratio
+        stairs = self.first_stair_count if rising else self.second_stair_count
+        if not stairs:
+            return x / ratio if rising else (x - 1) / (ratio - 1)
+        inside = math.fmod(batch, self.total_size)
+        if inside <= self.first_step_size:
+            return math.floor(inside * stairs / self.first_step_size) / stairs
+        return math.floor((self.total_size - inside) * stairs / self.second_step_size) / stairs
+
+    @property
+    def _decayed(self) -> float | None:
+        """Decay intervals since the cycle ended; None while it lasts."""
+        if self.last_batch_iteration < self.total_size:
+            return None
+        after = self.last_batch_iteration - self.total_size + 1
+        return after / self.decay_step_size if self.decay_step_size else 0.0
+
+    def get_lr(self) -> list[float]:
+        decayed = self._decayed
+        if decayed is not None:
+            return [low / (1 + self.decay_lr_rate * decayed) for low in self.min_lrs]
+        height = self._height()
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Betas per group; None where momentum is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        decayed = self._decayed
+        if decayed is not None:
+            return [(high * (1 + self.decay_mom_rate * decayed), 0.99) for high in self.max_moms]
+        height = self._height()
+        pairs = zip(self.min_moms, self.max_moms, strict=True)
+        return [(high - (high - low) * height, 0.99) for low, high in pairs]
+
+    def _apply_momentum(self, betas: Sequence[tuple[float, float]]) -> None:
+        for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+            group["betas"] = pair
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        _step(self, batch_iteration)
+        betas = self.get_mom()
+        if betas is not None:
+            self._apply_momentum(betas)
+
+    get_last_lr = _get_last_lr
+    state_dict, load_state_dict = _state_dict, _load_state_dict
+
+
+SCHEDULES: dict[str, type] = {
+    LR_RANGE_TEST: LRRangeTest,
+    ONE_CYCLE: OneCycle,
+    WARMUP_LR: WarmupLR,
+    WARMUP_DECAY_LR: WarmupDecayLR,
+    WARMUP_COSINE_LR: WarmupCosineLR,
 }
 
-MOMENTUM_KEYS = (
-    "cycle_momentum",
-    "cycle_min_mom",
-    "cycle_max_mom",
-    "decay_mom_rate",
-    "cycle_first_stair_count",
-    "cycle_second_stair_count",
-    "last_batch_iteration",
-)
-"""Arguments of DeepSpeed's schedules that have one meaning here: the learning rate alone is scheduled, and
-momentum is the optimizer's."""
 
-
-class Schedule:
-    """Sets the learning rate of every group from the number of steps taken."""
-
-    def __init__(self, rate: Rate, optimizer: torch.optim.Optimizer) -> None:
-        self._rate = rate
-        self._optimizer = optimizer
-        self._own = [float(group["lr"]) for group in optimizer.param_groups]
-        self.steps = 0
-        self._apply()
-
-    def step(self) -> None:
-        self.steps += 1
-        self._apply()
-
-    def _apply(self) -> None:
-        for group, own in zip(self._optimizer.param_groups, self._own, strict=True):
-            group["lr"] = self._rate(self.steps, own)
-
-    def get_last_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "own": list(self._own)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self._own = int(state["steps"]), list(state["own"])
-        self._apply()
-
-
-def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Schedule:
-    """The schedule of a `scheduler` block."""
-    params = json.loads(recipe.params)
-    if recipe.type == "OneCycle":
-        if params.get("cycle_momentum"):
-            raise ConfigError(
-                "`scheduler.params.cycle_momentum`: must be false or left out: only the learning rate is "
-                "scheduled; got true. Remove it."
-            )
-        params = {key: value for key, value in params.items() if key not in MOMENTUM_KEYS}
-    try:
-        rate = RATES[recipe.type](**params)
-    except TypeError as error:
-        known = RATES[recipe.type].__code__.co_varnames
-        odd = [key for key in params if key not in known]
-        hint = did_you_mean(odd[0], known) if odd else ""
+def make(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """The schedule of a config's `scheduler` block; torch's own classes are known by name too."""
+    known = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
+    if known is None:
         raise ConfigError(
-            f"`scheduler.params`: must be arguments of {recipe.type}; got "
-            f"{str(error).split('() ')[-1]}. {hint}"
-        ) from error
-    return Schedule(rate, optimizer)
+            f"`scheduler.type`: must be a schedule of DeepSpeed's or of torch.optim.lr_scheduler; got "
+            f"{kind!r}. {did_you_mean(kind, VALID_LR_SCHEDULES)}".rstrip()
+        )
+    if kind in SCHEDULES:
+        arguments = list(inspect.signature(known).parameters)[1:]
+        odd = [key for key in params if key not in arguments]
+        if odd:
+            raise ConfigError(
+                f"`scheduler.params`: must be arguments of {kind}; got {odd[0]!r}. "
+                f"{did_you_mean(odd[0], arguments)}".rstrip()
+            )
+    try:
+        return known(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`scheduler.params`: must be arguments of {kind}; got {error}") from error
+
+
+def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
+    """The schedule of a plan's recipe."""
+    return make(recipe.type, json.loads(recipe.params), optimizer)

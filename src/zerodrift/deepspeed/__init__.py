@@ -1,0 +1,66 @@
+"""The drop-in: `import zerodrift.deepspeed as deepspeed`, and a DeepSpeed script runs on zerodrift.
+
+Names, signatures and meanings are those of DeepSpeed 0.19.6; where it is silently wrong this is right, which
+`docs/deepspeed.md` lists. A name that is not here says so when it is used, and what to use instead.
+
+What each file has: `launch` joins the ranks, `assemble` is `initialize`, `engine` its methods, `answers` its
+getters, `zero` and `owner` parameters in pieces, `states` their full values, `checkpoints` and `consolidated`
+files; `comm`, `utils`, `ops`, `runtime`, `accelerator` and `pipe` stand where DeepSpeed has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from zerodrift.deepspeed import absent, accelerator, comm, ops, pipe, runtime, utils, zero
+from zerodrift.deepspeed.accelerator import get_accelerator
+from zerodrift.deepspeed.alias import activate
+from zerodrift.deepspeed.assemble import initialize
+from zerodrift.deepspeed.engine import DeepSpeedEngine
+from zerodrift.deepspeed.launch import init_distributed
+from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from zerodrift.errors import ConfigError as DeepSpeedConfigError
+
+__version__ = "0.19.6"
+"""The version of DeepSpeed whose surface this is."""
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 6
+
+__all__ = [
+    "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "accelerator",
+    "activate",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "pipe",
+    "runtime",
+    "utils",
+    "zero",
+]
+
+_ABSENT = absent.absent("deepspeed", absent.PACKAGE)
+
+
+def __getattr__(name: str) -> Any:
+    return absent.missing(__name__, name, __all__, _ABSENT)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config`, and their old spellings."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    switch = "helper flag for user code, no impact on the engine"
+    group.add_argument("--deepspeed", default=False, action="store_true", help=f"Enable DeepSpeed ({switch})")
+    group.add_argument(
+        "--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file."
+    )
+    group.add_argument("--deepscale", default=False, action="store_true", help=f"Old spelling ({switch})")
+    group.add_argument("--deepscale_config", default=None, type=str, help="Old spelling of the config file.")
+    return parser

@@ -1,0 +1,149 @@
+"""What DeepSpeed has and this package has not: names that can be imported, and say no when they are used.
+
+Scripts import more than they use, and ask `isinstance(model, PipelineModule)` of models that are none. So an
+absent name is an object: it can be imported, nothing is an instance of it, and a call raises an error that
+names it and what to use instead. A method of the engine that is absent raises when it is looked up.
+
+Invariant: nobody gets an AttributeError from deep inside for a name that DeepSpeed documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from zerodrift.errors import UnsupportedError, did_you_mean
+
+
+class NotHereError(UnsupportedError, AttributeError):
+    """A name of DeepSpeed's that is not here. `hasattr` sees it as missing."""
+
+
+class Absent:
+    """Stands where DeepSpeed has a function or class."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._name = name
+        self._instead = instead
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"`{self._name}`: is DeepSpeed's and not here. {self._instead}")
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
+        """Asked for when somebody derives a class from it."""
+        self()
+
+    def __instancecheck__(self, value: object) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<`{self._name}` is not in zerodrift: {self._instead}>"
+
+
+def absent(module: str, table: Mapping[str, str]) -> dict[str, Absent]:
+    """The names of a module that are not here, ready to be looked up."""
+    return {name: Absent(f"{module}.{name}", instead) for name, instead in table.items()}
+
+
+def missing(module: str, name: str, known: list[str], table: Mapping[str, Absent]) -> Any:
+    """For a module's `__getattr__`: an absent name, or the error for one that nobody knows."""
+    if name in table:
+        return table[name]
+    if name.startswith("__"):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    raise NotHereError(
+        f"`{module}.{name}`: must be a name of the drop-in. {did_you_mean(name, [*known, *table])}".rstrip()
+    )
+
+
+PACKAGE = {
+    "init_inference": "Generate with the model itself inside `engine.gathered()`, or export it.",
+    "default_inference_config": "There is no inference engine; generate with the model itself.",
+    "InferenceEngine": "There is no inference engine; generate with the model itself.",
+    "DeepSpeedInferenceConfig": "There is no inference engine; generate with the model itself.",
+    "DeepSpeedHybridEngine": "There is no inference engine; generate with the model itself.",
+    "tp_model_init": "Shard with `zero_optimization.stage: 3` instead of over a tensor-parallel axis.",
+    "set_autotp_mode": "Shard with `zero_optimization.stage: 3` instead of over a tensor-parallel axis.",
+    "PipelineModule": "Use a plain module with `zero_optimization.stage: 3`.",
+    "PipelineEngine": "Use a plain module with `zero_optimization.stage: 3`.",
+    "DeepSpeedTransformerLayer": "Use `torch.nn.TransformerEncoderLayer` or the model's own layer.",
+    "DeepSpeedTransformerConfig": "Use `torch.nn.TransformerEncoderLayer` or the model's own layer.",
+    "replace_transformer_layer": "The model runs as it is; there is no kernel injection.",
+    "revert_transformer_layer": "The model runs as it is; there is no kernel injection.",
+    "module_inject": "The model runs as it is; there is no kernel injection.",
+    "add_tuning_arguments": "Write the schedule in the config's `scheduler` block.",
+    "log_dist": "Use `deepspeed.utils.log_dist`.",
+    "is_compile_supported": "Call `torch.compile` on the model's blocks.",
+    "DeepSpeedConfig": "Use `zerodrift.load(file)`, which checks every key.",
+    "DeepSpeedOptimizerCallable": "Annotate with `Callable[[Any], torch.optim.Optimizer]`.",
+    "DeepSpeedSchedulerCallable": "Annotate with `Callable[[torch.optim.Optimizer], Any]`.",
+    "domino": "There is no tensor parallelism to overlap.",
+    "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
+    "moe": "A mixture of experts in plain modules is sharded like any other part of the model.",
+}
+"""Names of the package `deepspeed`."""
+
+COMM = {
+    "log_summary": "`zerodrift plan` lists every collective of a step.",
+    "reset_log": "`zerodrift plan` lists every collective of a step.",
+    "inference_all_reduce": "Use `all_reduce`.",
+    "all_reduce_coalesced": "Call `all_reduce` per tensor.",
+    "all_gather_coalesced": "Call `all_gather_into_tensor` per tensor.",
+    "enable_symm_mem_for_group": "Use `torch.distributed._symmetric_memory` itself.",
+    "initialize_mesh_device": "Use `torch.distributed.device_mesh.init_device_mesh`.",
+    "configure": "There is no log of collectives to configure; `zerodrift plan` lists them.",
+}
+"""Names of `deepspeed.comm`."""
+
+ZERO = {
+    "TiledLinear": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
+    "TiledLinearReturnBias": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
+    "MiCS_Init": "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.",
+    "DeepSpeedZeRoOffload": "Shard with `zero_optimization.stage: 3`.",
+    "DeepSpeedTensorOverride": "Buffers and tensors stay what the model made them.",
+}
+"""Names of `deepspeed.zero`."""
+
+UTILS = {
+    "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
+    "instrument_w_nvtx": "Use `torch.profiler.record_function`.",
+    "get_full_hp_param": "Use `safe_get_full_fp32_param`.",
+    "set_full_hp_param": "Use `safe_set_full_fp32_param`.",
+    "get_full_hp_grad": "Use `safe_get_full_grad`.",
+    "set_full_hp_grad": "Use `safe_set_full_grad`.",
+    "link_hp_params": "Use `safe_get_full_fp32_param`.",
+    "lazy_init_hp_params_optimizer_state": "Use `safe_get_full_optimizer_state`.",
+    "tensor_fragment": "Use `safe_get_full_fp32_param` and its kin.",
+    "fragment_address": "Use `safe_get_full_fp32_param` and its kin.",
+    "get_hp_fragment_mapping": "Use `safe_get_full_fp32_param` and its kin.",
+    "map_to_flat_opt_states": "Use `safe_get_full_optimizer_state`.",
+    "get_numactl_cmd": "Bind ranks to cores with the launcher.",
+    "get_caller_func": "Use `inspect.stack`.",
+    "get_model_parallel_group": "There is no tensor parallelism: the model's ranks are one.",
+    "get_tensor_model_parallel_group": "There is no tensor parallelism: the model's ranks are one.",
+    "get_tensor_model_parallel_src_rank": "There is no tensor parallelism: the model's ranks are one.",
+    "set_tensor_model_parallel_rank": "There is no tensor parallelism: the model's ranks are one.",
+    "set_tensor_model_parallel_world_size": "There is no tensor parallelism: the model's ranks are one.",
+}
+"""Names of `deepspeed.utils`."""
+
+ENGINE = {
+    "compile": "Call `torch.compile` on the model's blocks before `initialize`.",
+    "is_compiled": "Call `torch.compile` on the model's blocks before `initialize`.",
+    "offload_states": "Checkpoint and `destroy`, or use `zero_optimization.offload_optimizer`.",
+    "reload_states": "Checkpoint and `destroy`, or use `zero_optimization.offload_optimizer`.",
+    "allreduce_gradients": "`backward` and `step` reduce; `no_sync` puts it off.",
+    "set_custom_curriculum_learning_schedule": "Order the samples in the loader.",
+    "get_pld_theta": "Every layer runs in every step; drop layers in the model.",
+    "clip_fp32_gradients": "Write `gradient_clipping` in the config.",
+    "load_moe_state_dict": "Experts are saved and loaded with the rest.",
+    "empty_partition_cache": "Gathered parameters are released when their unit is left.",
+    "register_compile_pass": "Call `torch.compile` on the model's blocks before `initialize`.",
+    "get_wall_clock_timers": "Use `torch.profiler`.",
+    "set_batch_fn": "Prepare batches in the iterator that `train_batch` gets.",
+    "reset_activation_shape": "There is no pipeline whose shapes could be kept.",
+    "timers": "Use `torch.profiler`.",
+    "monitor": "`step` leaves norm, scale and skips on the engine: log them yourself.",
+    "flops_profiler": "Use `torch.profiler` with `with_flops=True`.",
+}
+"""Methods of the engine."""

@@ -1,0 +1,151 @@
+"""`deepspeed.accelerator.get_accelerator`: the device that is there, CUDA or the CPU, as one object.
+
+What scripts ask of it: names, devices, memory figures, streams, dtypes. Anything else is torch's own:
+`torch.cuda` and `torch.cpu` answer under the same names, and are asked.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from zerodrift.deepspeed.absent import NotHereError
+
+
+class Accelerator:
+    """CUDA where there is one, else the CPU."""
+
+    def __init__(self) -> None:
+        self._name = "cuda" if torch.cuda.is_available() else "cpu"
+        self._module: ModuleType = torch.cuda if self._name == "cuda" else torch.cpu
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(self._module, name):
+            return getattr(self._module, name)
+        raise NotHereError(f"`get_accelerator().{name}`: is not here. Use `torch.{self._name}`.")
+
+    @property
+    def _cuda(self) -> bool:
+        return self._name == "cuda"
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return self._name if device_index is None or not self._cuda else f"cuda:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        return torch.cuda.device(device_index) if self._cuda else torch.device("cpu")
+
+    def current_device(self) -> Any:
+        return torch.cuda.current_device() if self._cuda else "cpu"
+
+    def current_device_name(self) -> str:
+        return f"cuda:{torch.cuda.current_device()}" if self._cuda else "cpu"
+
+    def set_device(self, device_index: int) -> None:
+        if self._cuda:
+            torch.cuda.set_device(device_index)
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count() if self._cuda else 1
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        return not self._cuda
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return torch.cuda.memory_allocated(device_index) if self._cuda else 0
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return torch.cuda.max_memory_allocated(device_index) if self._cuda else 0
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return torch.cuda.memory_reserved(device_index) if self._cuda else 0
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return torch.cuda.max_memory_reserved(device_index) if self._cuda else 0
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        if not self._cuda:
+            raise NotHereError("`get_accelerator().total_memory`: is of a GPU. Use `psutil` on a CPU.")
+        return torch.cuda.get_device_properties(device_index or 0).total_memory
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return self.total_memory(device_index) - self.memory_allocated(device_index)
+
+    def manual_seed(self, seed: int) -> Any:
+        return torch.cuda.manual_seed(seed) if self._cuda else torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> Any:
+        return torch.cuda.manual_seed_all(seed) if self._cuda else torch.manual_seed(seed)
+
+    def random(self) -> Any:
+        return torch.random
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        if not self._cuda:
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state() if device_index is None else torch.cuda.get_rng_state(device_index)
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        if not self._cuda:
+            torch.set_rng_state(new_state)
+        elif device_index is None:
+            torch.cuda.set_rng_state(new_state)
+        else:
+            torch.cuda.set_rng_state(new_state, device_index)
+
+    def is_bf16_supported(self) -> bool:
+        return torch.cuda.is_bf16_supported() if self._cuda else True
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.float, torch.half, torch.bfloat16]
+
+    def communication_backend_name(self) -> str:
+        return "nccl" if self._cuda else "gloo"
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        return tensor.pin_memory() if self._cuda else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
+        return torch.cuda.nvtx.range_push(msg) if self._cuda else None
+
+    def range_pop(self, domain: str | None = None) -> Any:
+        return torch.cuda.nvtx.range_pop() if self._cuda else None
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def get_compile_backend(self) -> str:
+        return "inductor"
+
+
+def get_accelerator() -> Accelerator:
+    return Accelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    return True

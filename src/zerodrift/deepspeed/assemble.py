@@ -1,0 +1,188 @@
+"""`initialize`: from DeepSpeed's arguments to an engine, its optimizer, a loader and a schedule.
+
+The config may be a dict, a file (JSON or YAML), or base64 of JSON, and may come by four ways; a model may be
+in pieces from `zero.Init`; optimizer and schedule may be objects, functions that make them, or blocks of the
+config. All of it ends in one call of the engine that `zerodrift.initialize` makes.
+
+Invariant: on every rank the same things are refused, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.api import initialize as make_engine
+from zerodrift.config.load import load
+from zerodrift.config.read import read
+from zerodrift.deepspeed.engine import DeepSpeedEngine
+from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
+from zerodrift.deepspeed.ops.adam import FusedAdam
+from zerodrift.deepspeed.ops.lion import FusedLion
+from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.errors import ConfigError, ModelError, UnsupportedError
+from zerodrift.optim import schedules
+
+Path = str | os.PathLike[str]
+
+
+def initialize(  # DeepSpeed's thirteen parameters
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: Path | Mapping[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, Any, Any]:
+    """Engine, optimizer, loader of `training_data`, schedule; what there is none of is None."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"`model`: must be a torch.nn.Module; got {type(model).__name__}. Pass `model=...`.")
+    _refuse(mpu, mesh_param)
+    written = written_config(args, config, config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if hasattr(args, "local_rank"):
+        args.local_rank = local_rank()
+    loaded = load(written)
+    made = _optimizer(optimizer, model_parameters, model, written)
+    has_one = made is not None or loaded.optimizer is not None
+    schedule = _schedule(lr_scheduler, written) if has_one else None
+    engine = make_engine(model, made, loaded, schedule=schedule, quiet=True)
+    wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer)
+    return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
+
+
+def _refuse(mpu: Any, mesh_param: Any) -> None:
+    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
+        raise UnsupportedError(
+            f"`mpu`: must have no model parallelism; got {mpu.get_model_parallel_world_size()} ranks. Shard "
+            f"with `zero_optimization.stage: 3` instead."
+        )
+    if mesh_param is not None and len(mesh_param) > 1 and mesh_param[1] > 1:
+        raise UnsupportedError(
+            f"`mesh_param`: must have no sequence-parallel ranks; got {mesh_param!r}. Leave it out."
+        )
+
+
+# --- the config -----------------------------------------------------------------------------------------
+
+
+def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    """The one config that was passed, as it was written."""
+    ways = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    given = {name: value for name, value in ways.items() if value is not None}
+    if not given:
+        raise ConfigError(
+            "`config`: must be given; got none. Pass `config=` to `initialize`, or `--deepspeed_config` on "
+            "the command line."
+        )
+    if len(given) > 1:
+        raise ConfigError(f"`config`: must be given once; got {' and '.join(given)}. Keep one.")
+    (value,) = given.values()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"`config`: must be a path or a dict; got {type(value).__name__}.")
+    if isinstance(value, str) and not os.path.exists(value):
+        decoded = _decoded(value)
+        if decoded is not None:
+            return decoded
+    found = read(value)
+    if not isinstance(found, dict):
+        raise ConfigError(f"`{os.fspath(value)}`: must hold a block of keys at its top.")
+    return found
+
+
+def _decoded(text: str) -> dict[str, Any] | None:
+    """Base64 of JSON, as launchers pass it; None for anything else."""
+    try:
+        found = json.loads(base64.urlsafe_b64decode(text).decode("utf-8"))
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# --- optimizer and schedule -----------------------------------------------------------------------------
+
+
+def _optimizer(
+    given: Any, model_parameters: Any, model: nn.Module, written: Mapping[str, Any]
+) -> torch.optim.Optimizer | None:
+    """An optimizer over the model's parameters; None where the config's block is for all of them alike."""
+    if isinstance(given, DeepSpeedOptimizer):
+        raise UnsupportedError("`optimizer`: must be your own; got another engine's. Build one.")
+    if isinstance(given, torch.optim.Optimizer):
+        given.param_groups[:] = [group for group in given.param_groups if group["params"]]
+        return given
+    parameters = None if model_parameters is None else _listed(model_parameters)
+    if callable(given):
+        return given(list(model.parameters()) if parameters is None else parameters)
+    if given is not None:
+        raise UnsupportedError(
+            f"`optimizer`: must be a torch.optim.Optimizer or a function that makes one; got "
+            f"{type(given).__name__}."
+        )
+    block = written.get("optimizer")
+    if not block or parameters is None or _is_everything(parameters, model):
+        return None
+    return _of_block(block.get("type", ""), dict(block.get("params") or {}), parameters)
+
+
+def _listed(given: Any) -> list[Any]:
+    if isinstance(given, nn.Module):
+        return list(given.parameters())
+    return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+def _is_everything(parameters: Iterable[Any], model: nn.Module) -> bool:
+    """Whether these are the trained parameters of the model, in one group."""
+    flat = list(parameters)
+    if any(isinstance(item, dict) for item in flat):
+        return False
+    return {id(p) for p in flat if p.requires_grad} == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def _of_block(kind: str, params: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
+    """The config's optimizer over some parameters, or groups of them."""
+    params.pop("torch_adam", None)
+    decoupled = bool(params.pop("adam_w_mode", True)) or kind == "AdamW"
+    if kind in ("Adam", "AdamW", "FusedAdam", "CPUAdam"):
+        decay = {"weight_decay": 0.01 if kind == "AdamW" else 0.0}
+        return FusedAdam(parameters, adam_w_mode=decoupled, **{**decay, **params})
+    if kind == "SGD":
+        return torch.optim.SGD(parameters, **params)
+    if kind == "Lion":
+        return FusedLion(parameters, **params)
+    raise UnsupportedError(
+        f"`optimizer.type`: must be AdamW, Adam, SGD or Lion where `model_parameters` are groups or a part "
+        f"of the model; got {kind!r}. Leave `model_parameters` out, or pass an optimizer."
+    )
+
+
+def _schedule(given: Any, written: Mapping[str, Any]) -> Any:
+    """A schedule, or a function that makes one of an optimizer; None without one."""
+    if given is not None:
+        return given
+    block = written.get("scheduler")
+    if not block or not block.get("type"):
+        return None
+    kind, params = block["type"], dict(block.get("params") or {})
+    return lambda optimizer: schedules.make(kind, params, optimizer)

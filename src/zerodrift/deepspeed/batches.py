@@ -1,0 +1,74 @@
+"""`train_batch` and `eval_batch`: all micro-batches of a step from an iterator, and their mean loss.
+
+DeepSpeed has them for pipelines. Here any model will do whose forward returns its loss: a tensor, an output
+with a `loss`, or a tuple or mapping that has it first or by that name. A batch that is a mapping becomes
+keyword arguments, a tuple or list positional ones.
+
+Invariant: what is returned is the mean over micro-batches and ranks, the same number on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.errors import ModelError, UnsupportedError
+
+
+def call(forward: Callable[..., Any], batch: Any, device: torch.device) -> Any:
+    """The model on a batch, moved to its device."""
+    batch = moved(batch, device)
+    if isinstance(batch, Mapping):
+        return forward(**batch)
+    if isinstance(batch, (tuple, list)):
+        return forward(*batch)
+    return forward(batch)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: moved(item, device) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [moved(item, device) for item in value]
+    return value
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if found is None:
+        found = output
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        shape = f" of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
+        raise ModelError(
+            f"`train_batch`: the model must return its loss, a tensor of one element, an output with "
+            f"`.loss`, or a tuple that begins with it; got {type(found).__name__}{shape}. Or write the loop "
+            f"with `forward`, `backward` and `step`."
+        )
+    return found
+
+
+def take(batches: Iterator[Any] | None, count: int) -> list[Any]:
+    """So many batches; raises StopIteration where there are fewer, before any is used."""
+    if batches is None:
+        raise UnsupportedError(
+            "`train_batch(data_iter)`: must get an iterator of batches where `initialize` got no "
+            "`training_data`. Pass `iter(loader)`, or `RepeatingLoader(loader)`."
+        )
+    return [next(batches) for _ in range(count)]
+
+
+def mean_loss(losses: list[torch.Tensor], comm: Collectives) -> torch.Tensor:
+    """Over micro-batches and data-parallel ranks, in fp32."""
+    mine = torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
+    everywhere = comm.all_gather_object(mine.item(), "data")
+    return mine.new_tensor(sum(everywhere) / len(everywhere))

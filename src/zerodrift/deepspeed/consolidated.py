@@ -1,0 +1,99 @@
+"""The whole model as a state dict: in the `export` dtypes, a unit at a time, and into one file.
+
+For a sharded model that should not pass through one rank there is `zerodrift`'s own export; this is what
+DeepSpeed's `module_state_dict` and `save_16bit_model` mean.
+
+Invariant: keys and their order are those of the model's own `state_dict`, and all ranks take the same
+collectives, whoever keeps what they bring.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import RankError
+from zerodrift.plan.table import Row
+
+
+def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bool) -> dict[str, Any]:
+    """On every rank, or on rank 0's CPU and empty elsewhere."""
+    keep = everywhere or engine.mesh.rank() == 0
+    values: dict[str, torch.Tensor] = {}
+    for unit in engine.plan.units:
+        rows = [engine.plan.rows[index] for index in unit.rows]
+        rows = [row for row in rows if not (without_frozen and row.columns.update is None)]
+        for row, value in zip(rows, _whole(engine, rows, keep), strict=True):
+            if value is None:
+                continue
+            value = value if everywhere else value.cpu()
+            values |= dict.fromkeys(row.names, value)
+    if not keep:
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in engine.module.state_dict().items():
+        if name in values:
+            found[prefix + name] = values[name]
+        elif engine.plan.row(name) is None:
+            found[prefix + name] = _copy(value, everywhere) if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def _copy(buffer: torch.Tensor, everywhere: bool) -> torch.Tensor:
+    copy = buffer.detach().clone()
+    return copy if everywhere else copy.cpu()
+
+
+def _whole(engine: Engine, rows: list[Row], keep: bool) -> list[torch.Tensor | None]:
+    """Copies in the export dtype."""
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        names = [row.name for row in rows]
+        with engine.gathered(names) as shown:
+            for row in rows:
+                if keep and shown[row.name].dtype is row.columns.export.torch:
+                    found[row.name] = shown[row.name].clone()
+        for row in rows:
+            if engine.segments[row.segment].full.dtype is not row.columns.export.torch:
+                master = engine.full_master(row.name)
+                if keep:
+                    found[row.name] = master.to(row.columns.export.torch)
+    return [found.get(row.name) for row in rows]
+
+
+def save(engine: Engine, folder: str | os.PathLike[str], filename: str, without_frozen: bool) -> bool:
+    """One file, written by rank 0; an error there is an error on every rank."""
+    found = state_dict(engine, "", without_frozen, everywhere=False)
+    problem = ""
+    if engine.mesh.rank() == 0:
+        try:
+            _write(found, Path(folder) / filename)
+        except OSError as error:
+            problem = str(error)
+    problem = engine.comm.all_gather_object(problem)[0]
+    if problem:
+        raise RankError(f"`save_16bit_model`: rank 0 must be able to write `{filename}`; got {problem}.")
+    return True
+
+
+def _write(found: dict[str, Any], path: Path) -> None:
+    """Under another name first: a file of this name is always complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        seen: set[int] = set()
+        unique = {}
+        for name, value in found.items():
+            if id(value) not in seen:  # tied names are one tensor, which the format holds once
+                unique[name] = value.contiguous()
+            seen.add(id(value))
+        save_file(unique, partial, metadata={"format": "pt"})
+    else:
+        torch.save(found, partial)
+    os.replace(partial, path)

@@ -1,0 +1,98 @@
+"""`init_distributed`: joins the ranks that a launcher started, whichever it was.
+
+`deepspeed`, `torchrun` and `accelerate launch` set the same variables. MPI launchers set others, which are
+written into the usual ones, as DeepSpeed does: torch.distributed and a script's own code read those. A
+process that nobody launched is a world of one, with a process group all the same, because scripts ask
+torch.distributed for their rank.
+
+Invariant: a process that some launcher started among others never trains alone.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerodrift.comm.mesh import first_line
+from zerodrift.errors import MeshError, RankError
+
+PORT = 29500
+TIMEOUT = timedelta(minutes=10)
+
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+"""Rank, world size and local rank, as launchers spell them that do not speak torch's words."""
+
+USUAL = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = PORT,
+    verbose: bool = True,
+    timeout: timedelta = TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed, unless it runs. `verbose` and `config` change nothing here: there is nothing
+    to tell and no log of collectives to configure."""
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise MeshError(
+            "`dist_init_required`: must not be false where torch.distributed does not run yet. Leave it out, "
+            "or call `torch.distributed.init_process_group` first."
+        )
+    if auto_mpi_discovery and init_method is None:
+        _translate(distributed_port)
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        if init_method is not None or "RANK" in os.environ or rank >= 0:
+            dist.init_process_group(
+                backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+            )
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, timeout=timeout, rank=0, world_size=1)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"`init_distributed`: all ranks must join within {timeout.total_seconds():g} s; got "
+            f"{first_line(error)!r}. Start with `torchrun` or `deepspeed`, which set RANK, WORLD_SIZE, "
+            f"LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def _translate(port: int) -> None:
+    """Another launcher's variables become torch's, where those are missing."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    for names in LAUNCHERS:
+        found = [os.environ.get(name) for name in names]
+        if found[0] is None or found[1] is None or int(found[1]) == 1:
+            continue
+        if "MASTER_ADDR" not in os.environ:
+            raise MeshError(
+                f"`MASTER_ADDR`: must name the machine of rank 0 for {names[1]}={found[1]} ranks; got "
+                f"nothing. Pass it through the launcher (`mpirun -x MASTER_ADDR=...`), or start with "
+                f"`torchrun`."
+            )
+        for usual, value in zip(USUAL, found, strict=True):
+            if value is not None:
+                os.environ[usual] = value
+        os.environ.setdefault("MASTER_PORT", str(port))
+        return
+
+
+def local_rank() -> int:
+    """This process's place on its machine, as the launcher says; 0 without one."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)

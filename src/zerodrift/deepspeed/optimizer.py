@@ -1,0 +1,108 @@
+"""The optimizer that `initialize` returns: the parameter groups of the real one, and what DeepSpeed adds.
+
+Groups, their learning rates and other numbers are live: schedulers of torch and of DeepSpeed write them, and
+every step reads them. The update itself is `engine.step()`'s.
+
+Invariant: nothing is kept here; every answer is the engine's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from zerodrift.deepspeed.absent import NotHereError
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import UnsupportedError
+
+
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """An optimizer to torch's schedulers, which accept nothing else; its groups are another's."""
+
+    def __init__(self, engine: Engine) -> None:
+        # Not torch's own __init__, which would make groups and state.
+        self._engine = weakref.ref(engine)
+
+    def _running(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise UnsupportedError("`optimizer`: its engine must still be there; it is gone.")
+        return engine
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that was passed, or that the config named."""
+        found = self._running().optimizer
+        if found is None:
+            raise AssertionError("an engine without an optimizer has no DeepSpeedOptimizer")
+        return found
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(self.optimizer, name):
+            return getattr(self.optimizer, name)
+        raise NotHereError(
+            f"`optimizer.{name}`: is not here. Use the engine, or "
+            f"`deepspeed.utils.safe_get_full_optimizer_state`."
+        )
+
+    def __repr__(self) -> str:
+        return f"DeepSpeedOptimizer({self.optimizer})"
+
+    # --- the loss scale ---------------------------------------------------------------------------------
+
+    @property
+    def cur_scale(self) -> float:
+        """The multiplier of the loss; 1 without one."""
+        return self._running().scaler.scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self._running().scaler.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        spec = self._running().plan.policy.loss_scale
+        return spec is not None and spec.dynamic
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last complete step was skipped for a gradient that is not finite."""
+        norm = self._running().grad_norm
+        return norm is not None and norm - norm != 0.0
+
+    # --- what is the engine's ---------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise UnsupportedError("`optimizer.step`: must be `engine.step()`, which also reduces and clips.")
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        raise UnsupportedError("`optimizer.backward`: must be `engine.backward(loss)`.")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._running().zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "`optimizer.state_dict`: a rank holds pieces of the state. Call "
+            "`engine.save_checkpoint(folder)`, which saves all of it for any number of ranks."
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise UnsupportedError(
+            "`optimizer.load_state_dict`: a rank holds pieces of the state. Call "
+            "`engine.load_checkpoint(folder)`."
+        )

@@ -1,0 +1,99 @@
+"""From a parameter to whoever holds its values: the engine, a slice of `zero.Init`, or the parameter itself.
+
+DeepSpeed's functions take parameters and nothing else, so what is known of one hangs on it: `ds_id` and its
+kin, which PEFT, TRL and transformers read, and `OWNER`, which leads to the engine.
+
+Invariant: a parameter has an owner exactly while an engine runs it, and keeps no engine alive.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ModelError, UnsupportedError
+
+OWNER = "_zerodrift_owner"
+"""The attribute of a parameter that an engine runs."""
+
+
+class ZeroParamType(enum.Enum):
+    """How a parameter rests between steps; values as in DeepSpeed."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether the full values of a parameter are there; values as in DeepSpeed."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A parameter's place in a running engine."""
+
+    engine: weakref.ref[Engine]
+    name: str
+
+    def running(self) -> Engine:
+        engine = self.engine()
+        if engine is None:
+            raise UnsupportedError(f"`{self.name}`: its engine must still be there; it is gone.")
+        return engine
+
+
+def adopt(engine: Engine) -> None:
+    """Hang on every parameter where it is, and what others read of a sharded one."""
+    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    for number, row in enumerate(engine.plan.rows):
+        parameter = parameters[row.name]
+        setattr(parameter, OWNER, Owner(weakref.ref(engine), row.name))
+        update = row.columns.update
+        if engine.plan.policy.mode.autocast and update is not None and not row.columns.pinned:
+            wire = update.reduce.wire.torch
+            if wire is engine.plan.policy.mode.dtype.torch:
+                parameter.comm_dtype = wire  # type: ignore[attr-defined]
+        if engine.segments[row.segment].sharded:
+            mark(parameter, number)
+
+
+def mark(parameter: nn.Parameter, number: int) -> None:
+    """What DeepSpeed hangs on a parameter that stage 3 shards. Whether it is gathered at the moment is not
+    told: it always reads as not available, and gathering it again costs nothing."""
+    parameter.ds_id = number  # type: ignore[attr-defined]
+    parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
+    parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
+    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+    parameter.ds_param_type = ZeroParamType.PARTITIONED  # type: ignore[attr-defined]
+
+
+def unmark(parameter: nn.Parameter) -> None:
+    for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_param_type", "comm_dtype", OWNER):
+        if hasattr(parameter, name):
+            delattr(parameter, name)
+
+
+def owner_of(parameter: torch.Tensor) -> Owner | None:
+    """Where a parameter is, None for one that no engine runs."""
+    return getattr(parameter, OWNER, None)
+
+
+def require_owner(parameter: torch.Tensor) -> tuple[Engine, str]:
+    """The engine that runs a parameter, and the parameter's name in it."""
+    owner = owner_of(parameter)
+    if owner is None:
+        raise ModelError(
+            f"`parameter` of shape {list(parameter.shape)}: must be one of a model that `initialize` was "
+            f"given; got another. Pass `engine.module`'s parameters."
+        )
+    return owner.running(), owner.name

@@ -1,0 +1,61 @@
+"""`deepspeed.runtime.torch_autocast`: in which dtype a parameter's gradient travels.
+
+The answers are the plan's `reduce` column, in every mode. DeepSpeed keeps the autocast settings of the last
+engine in the process; here an engine's settings are its own, and are asked of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zerodrift.deepspeed import absent
+from zerodrift.deepspeed.owner import owner_of
+from zerodrift.policy.resolve import SAFE_MODULES
+
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
+
+_ABSENT = absent.absent(
+    "deepspeed.runtime.torch_autocast",
+    {
+        "is_autocast_initialized": "Ask `engine.torch_autocast_enabled()`.",
+        "get_autocast_dtype": "Ask `engine.torch_autocast_dtype()`.",
+        "init_autocast_params": "Write `torch_autocast` in the config.",
+        "autocast_if_enabled": "Call the engine, which enters autocast as its config says.",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    return absent.missing(__name__, name, ["get_comm_dtype", "has_comm_dtype"], _ABSENT)
+
+
+def get_default_autocast_lower_precision_modules() -> list[str]:
+    """Classes whose parameters travel in the autocast dtype unless the config names others."""
+    classes = [getattr(torch.nn, name.rpartition(".")[2]) for name in SAFE_MODULES]
+    return [f"{kind.__module__}.{kind.__name__}" for kind in classes]
+
+
+def has_comm_dtype(param: torch.nn.Parameter) -> bool:
+    """Whether autocast makes the gradient travel in its dtype."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
+    """What a gradient travels in: of a running engine's parameter the planned wire, else its own dtype."""
+    owner = owner_of(param)
+    if owner is not None:
+        row = owner.running().plan.row(owner.name)
+        if row is not None and row.columns.update is not None:
+            return row.columns.update.reduce.wire.torch
+    return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+
+
+def get_all_comm_dtypes(params: Iterable[torch.nn.Parameter]) -> set[torch.dtype]:
+    return {get_comm_dtype(parameter) for parameter in params}
+
+
+def sort_dtypes(dtypes: list[torch.dtype]) -> list[torch.dtype]:
+    return sorted(dtypes, key=str)

@@ -1,0 +1,176 @@
+"""`safe_get_*` and `safe_set_*`: a parameter's master, gradient and moments, full or this rank's part.
+
+The full ones are collective: every rank calls them alike. The local ones are flat and of this rank alone:
+its part of the parameter, which may be empty, and whose length differs between ranks.
+
+Where DeepSpeed returns the last micro-batch's local gradient, or only works at stage 3, these work at every
+stage and return the accumulated, averaged, unscaled gradient in fp32.
+
+Invariant: what was set is what is got, and what the next update starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerodrift.deepspeed.owner import owner_of, require_owner
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.errors import ModelError
+from zerodrift.plan.table import Row
+
+Parameter = torch.nn.Parameter
+
+
+def safe_get_full_fp32_param(param: Parameter) -> torch.Tensor | None:
+    """The master, in fp32. None for a parameter that no engine runs."""
+    if owner_of(param) is None:
+        return None
+    engine, name = require_owner(param)
+    return engine.full_master(name)
+
+
+def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor) -> None:
+    """Replace the master; the visible weight follows."""
+    engine, name = require_owner(param)
+    engine.set_full_master(name, value)
+
+
+def safe_get_full_grad(param: Parameter) -> torch.Tensor | None:
+    """The gradient of this step so far. None for a parameter that no engine trains."""
+    if owner_of(param) is None or not param.requires_grad:
+        return None
+    engine, name = require_owner(param)
+    return engine.full_gradient(name)
+
+
+def safe_set_full_grad(param: Parameter, value: torch.Tensor) -> None:
+    """Replace it; `value` is averaged and unscaled, as what `safe_get_full_grad` returns."""
+    engine, name = require_owner(param)
+    engine.set_full_gradient(name, value)
+
+
+def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A moment in fp32, by torch's name for it. None before the first step."""
+    if owner_of(param) is None:
+        return None
+    engine, name = require_owner(param)
+    return engine.full_state(name).get(optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    engine, name = require_owner(param)
+    engine.set_full_state(name, optim_state_key, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[Parameter], update_func: Callable[[torch.Tensor, Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradients of several parameters by `update_func(gradient, parameter)`."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+# --- this rank's part -----------------------------------------------------------------------------------
+
+
+def safe_get_local_fp32_param(param: Parameter) -> torch.Tensor | None:
+    """This rank's part of the master: flat, fp32, a copy."""
+    engine, segment, row = _place(param)
+    return _mine(_master(engine, segment), segment, row).clone()
+
+
+def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
+    """Replace it. Collective where the visible weight is whole on every rank."""
+    engine, segment, row = _place(param)
+    flat = _master(engine, segment)
+    _write(flat, segment, row, value)
+    if engine.updater is None or segment.update is None:
+        segment.storage.copy_(flat)
+    else:
+        engine.updater.set_master(segment.number, flat)
+    segment.release()
+    segment.spread().wait()
+    segment.changed()
+
+
+def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
+    """This rank's part of the gradient of this step so far: flat, fp32, a copy."""
+    engine, segment, row = _place(param)
+    if segment.update is None:
+        return None
+    engine.gradients.flush()
+    if segment.reduced is None:
+        empty = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
+        return _mine(empty, segment, row)
+    return _mine(segment.reduced, segment, row).float() * engine.unscale
+
+
+def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
+    engine, segment, row = _place(param)
+    engine.gradients.flush()
+    if segment.update is None or segment.reduced is None:
+        raise ModelError(f"`{row.name}`: must have a gradient to replace; got none in this step.")
+    _write(segment.reduced, segment, row, value / engine.unscale)
+
+
+def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of a moment: flat, fp32, a copy. None before the first step."""
+    engine, segment, row = _place(param)
+    if engine.updater is None or segment.update is None:
+        return None
+    flat = engine.updater.states(segment.number).get(optim_state_key)
+    return None if flat is None else _mine(flat, segment, row).clone()
+
+
+def safe_set_local_optimizer_state(param: Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    engine, segment, row = _place(param)
+    found = {} if engine.updater is None else engine.updater.states(segment.number)
+    if engine.updater is None or optim_state_key not in found:
+        raise ModelError(
+            f"`{row.name}`: must have optimizer state {optim_state_key!r}; got "
+            f"{', '.join(found) or 'none yet'}. State is there after the first step."
+        )
+    _write(found[optim_state_key], segment, row, value)
+    engine.updater.set_state(segment.number, optim_state_key, found[optim_state_key])
+
+
+def _place(param: Parameter) -> tuple[Engine, FlatSegment, Row]:
+    engine, name = require_owner(param)
+    row = engine.plan.row(name)
+    if row is None:
+        raise AssertionError(f"{name} has an owner and no row")
+    return engine, engine.segments[row.segment], row
+
+
+def _master(engine: Engine, segment: FlatSegment) -> torch.Tensor:
+    """A copy in fp32 of what this rank owns."""
+    if engine.updater is None or segment.update is None:
+        return segment.storage.to(torch.float32, copy=True)
+    return engine.updater.master(segment.number)
+
+
+def _mine(flat: torch.Tensor, segment: FlatSegment, row: Row) -> torch.Tensor:
+    """What of a row is in a flat piece that begins where this rank's slice does."""
+    return flat[_span(flat, segment, row)]
+
+
+def _write(flat: torch.Tensor, segment: FlatSegment, row: Row, value: torch.Tensor) -> None:
+    span = _span(flat, segment, row)
+    if value.numel() != span.stop - span.start:
+        raise ModelError(
+            f"`{row.name}`: must get as many values as this rank holds, {span.stop - span.start}; got "
+            f"{value.numel()}."
+        )
+    with torch.no_grad():
+        flat[span] = value.reshape(-1).to(flat.dtype)
+
+
+def _span(flat: torch.Tensor, segment: FlatSegment, row: Row) -> slice:
+    start = 0 if flat.numel() == segment.spec.padded else segment.rank * flat.numel()
+    low = max(row.offset - start, 0)
+    return slice(low, max(low, min(row.offset + row.numel - start, flat.numel())))

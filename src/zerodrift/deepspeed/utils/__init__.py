@@ -1,0 +1,170 @@
+"""`deepspeed.utils`: full values of sharded parameters, logging, and a loader that never ends.
+
+The name is DeepSpeed's. Leaf modules need no mark here, because a unit is gathered whole: the functions that
+set one check their arguments, remember the mark, and change nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.deepspeed import absent
+from zerodrift.deepspeed.runtime.dataloader import RepeatingLoader
+from zerodrift.deepspeed.states import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+
+__all__ = [
+    "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]
+
+_ABSENT = absent.absent("deepspeed.utils", absent.UTILS)
+
+logger = logging.getLogger("zerodrift.deepspeed")
+"""Where DeepSpeed's scripts log to; its handlers and level are the script's."""
+
+
+GROUPS = {
+    *("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size"),
+    *("get_model_parallel_rank", "get_model_parallel_world_size"),
+    *("get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size"),
+}
+"""Names of `utils.groups` that DeepSpeed also has here."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("groups", "zero_to_fp32"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in GROUPS:
+        return getattr(importlib.import_module(f"{__name__}.groups"), name)
+    return absent.missing(__name__, name, __all__, _ABSENT)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on the named ranks; on all of them where -1 is one, and where torch.distributed does not run."""
+    running = torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if running else -1
+    if not running or not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+# --- leaf modules -----------------------------------------------------------------------------------------
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    return bool(model.__dict__.get("_z3_leaf", False))
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    return hasattr(model, "ds_z3_leaf_module")
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    model.__dict__["_z3_leaf"] = flag
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of these classes, or of classes with these full names."""
+    return _mark(
+        model, _of_classes(model, leaf_module_classes), True, raise_if_not_found, leaf_module_classes
+    )
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    return _mark(
+        model, _of_classes(model, leaf_module_classes), False, raise_if_not_found, leaf_module_classes
+    )
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their path; returns them and the names that were not found."""
+    paths = dict(model.named_modules())
+    missing = [name for name in module_names if name not in paths]
+    found = _mark(
+        model, [paths[n] for n in module_names if n in paths], flag, raise_if_not_found, module_names
+    )
+    return found, missing
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules whose path ends like one of these; returns them and the suffixes that nothing has."""
+    paths = dict(model.named_modules())
+    missing = [end for end in module_name_suffixes if not any(path.endswith(end) for path in paths)]
+    ends = tuple(module_name_suffixes)
+    chosen = [module for path, module in paths.items() if path.endswith(ends)]
+    return _mark(model, chosen, flag, raise_if_not_found, module_name_suffixes), missing
+
+
+def _of_classes(model: nn.Module, classes: Sequence[Any]) -> list[nn.Module]:
+    names = {item for item in classes if isinstance(item, str)}
+    kinds = tuple(item for item in classes if not isinstance(item, str))
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, kinds)
+        or type(module).__name__ in names
+        or f"{type(module).__module__}.{type(module).__qualname__}" in names
+    ]
+
+
+def _mark(
+    model: nn.Module, modules: list[nn.Module], flag: bool, must_find: bool, asked: Sequence[Any]
+) -> list[nn.Module]:
+    if not modules and must_find:
+        raise ValueError(f"No modules were found for {list(asked)} in {type(model).__name__}.")
+    for module in modules:
+        set_z3_leaf_module(module, flag)
+    return modules

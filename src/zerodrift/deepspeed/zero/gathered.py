@@ -1,0 +1,130 @@
+"""`zero.GatheredParameters`: the full values of some parameters, to read, or for one rank to write.
+
+Parameters may be an engine's, or in pieces from `zero.Init`; one that is neither is whole already and left
+alone. With `modifier_rank`, that rank's values become everybody's at the end, masters included, at every
+stage. Without it nothing may be written: a change that would be lost is an error on every rank.
+
+Invariant: every rank enters and leaves together, and gathers in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from zerodrift.deepspeed import comm
+from zerodrift.deepspeed.owner import owner_of
+from zerodrift.deepspeed.zero.external import register_external_parameter
+from zerodrift.deepspeed.zero.slices import Slice, hide, slice_of
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ModelError
+
+
+class GatheredParameters:
+    """The context; `with zero.GatheredParameters(weight, modifier_rank=0): ...`."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | nn.Parameter,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._writer = modifier_rank
+        self._pieces: list[tuple[Slice, nn.Parameter]] = []
+        self._engines: dict[int, tuple[Engine, dict[str, nn.Parameter]]] = {}
+        self._stack = contextlib.ExitStack()
+        self._marks: list[tuple[nn.Parameter, int, int]] = []
+        """Parameters that nobody may write, where each lies, and its fingerprint."""
+        if not enabled:
+            return
+        given = [params] if isinstance(params, nn.Parameter) else list(params)
+        for parameter in dict.fromkeys(given):
+            owner, piece = owner_of(parameter), slice_of(parameter)
+            if owner is not None:
+                engine = owner.running()
+                self._engines.setdefault(id(engine), (engine, {}))[1][owner.name] = parameter
+            elif piece is not None:
+                self._pieces.append((piece, parameter))
+            if fwd_module is not None:
+                register_external_parameter(fwd_module, parameter)
+        self._pieces.sort(key=lambda pair: pair[0].number)
+
+    def __enter__(self) -> None:
+        writes = self._writer is not None
+        with torch.no_grad():
+            for piece, parameter in self._pieces:
+                parameter.data = piece.whole()
+            for engine, held in self._engines.values():
+                names = [row.name for row in engine.plan.rows if row.name in held]
+                self._stack.enter_context(engine.gathered(names, write=writes))
+        if not writes:
+            self._marks = [(held, held.data_ptr(), fingerprint(held)) for held in self._held()]
+
+    def _held(self) -> list[nn.Parameter]:
+        mine = [parameter for _, parameter in self._pieces]
+        return mine + [parameter for _, held in self._engines.values() for parameter in held.values()]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            # Nobody can be asked any more: nothing is sent, and what was changed is dropped.
+            self._hide()
+            self._stack.__exit__(kind, error, trace)
+            return
+        changed = self._changed()
+        if self._writer is not None:
+            self._send(self._writer)
+        self._hide()
+        self._stack.close()
+        if changed:
+            raise ModelError(
+                f"`GatheredParameters`: must have a `modifier_rank` where parameters are written; got "
+                f"changed values of {changed} of them without one, which would be lost. Pass "
+                f"`modifier_rank=0`."
+            )
+
+    def _changed(self) -> int:
+        """How many parameters were written that nobody may write, on any rank."""
+        if self._writer is not None or not self._marks:
+            return 0
+        # A forward inside the context has released the units that it went through.
+        found = sum(
+            held.data_ptr() == place and fingerprint(held) != mark for held, place, mark in self._marks
+        )
+        if not comm.is_initialized() or comm.get_world_size() == 1:
+            return found
+        count = torch.tensor([found], device=self._marks[0][0].device)
+        comm.all_reduce(count, comm.ReduceOp.MAX)
+        return int(count)
+
+    def _send(self, writer: int) -> None:
+        """The writer's values to everybody."""
+        with torch.no_grad():
+            for piece, parameter in self._pieces:
+                values = parameter.data.contiguous().to(piece.flat)
+                comm.broadcast(values, writer)
+                piece.replace(values)
+            if writer == 0:
+                return  # the engine sends rank 0's by itself
+            for _, held in self._engines.values():
+                for name in sorted(held):
+                    values = held[name].data.contiguous()
+                    comm.broadcast(values, writer)
+                    held[name].data.copy_(values)
+
+    def _hide(self) -> None:
+        for piece, parameter in self._pieces:
+            hide(parameter, piece)
+
+
+def fingerprint(parameter: torch.Tensor) -> int:
+    """A number that changes with the bits: one read, no memory."""
+    values = parameter.detach()
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return int(values.contiguous().view(-1).view(whole).sum(dtype=torch.int64))

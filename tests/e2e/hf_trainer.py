@@ -1,0 +1,134 @@
+"""transformers.Trainer with a DeepSpeed config, on zerodrift; started by torchrun.
+
+    torchrun --nproc-per-node=2 tests/e2e/hf_trainer.py FOLDER STAGE
+
+Trains a tiny Llama from pretrained weights, checkpoints, evaluates, resumes in a new Trainer, and tells what
+it saw in FOLDER/told.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import zerodrift.deepspeed
+
+zerodrift.deepspeed.activate()
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed  # noqa: E402
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(64, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def pretrained(folder: str) -> str:
+    """A tiny model in the layout of transformers, made once, by whoever comes first."""
+    place = Path(folder) / "pretrained"
+    if not place.exists():
+        numbers = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        torch.manual_seed(0)
+        draft = Path(folder) / f"pretrained-{os.getpid()}"
+        LlamaForCausalLM(LlamaConfig(**numbers, **heads)).save_pretrained(draft)
+        with contextlib.suppress(OSError):  # another rank was first
+            draft.rename(place)
+    return str(place)
+
+
+def trainer(folder: str, stage: int, steps: int) -> Trainer:
+    set_seed(0)
+    pretrained(folder)  # before transformers knows of stage 3
+    arguments = TrainingArguments(
+        output_dir=folder,
+        deepspeed=config(stage),
+        use_cpu=True,
+        bf16=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=steps,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        warmup_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    # At stage 3 transformers builds and loads it under `zero.Init`, a module at a time.
+    model = LlamaForCausalLM.from_pretrained(pretrained(folder), dtype=torch.float32)
+    whole = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+    assert (whole < 1000) is (stage == 3), whole
+    return Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+
+
+def config(stage: int) -> dict[str, Any]:
+    """As transformers' documentation writes it."""
+    return {
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "wall_clock_breakdown": False,
+    }
+
+
+def main() -> None:
+    folder, stage = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    first = trainer(folder, stage, 4)
+    first.train()
+    evaluated = first.evaluate()["eval_loss"]
+    first.save_model(str(Path(folder) / "final"))
+    losses = [entry["loss"] for entry in first.state.log_history if "loss" in entry]
+    norms = [entry["grad_norm"] for entry in first.state.log_history if "grad_norm" in entry]
+    engine = type(first.model_wrapped).__module__
+
+    second = trainer(folder, stage, 4)
+    second.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    resumed = [entry["loss"] for entry in second.state.log_history if "loss" in entry]
+    again = second.evaluate()["eval_loss"]
+    if first.args.process_index == 0:
+        told = {
+            "losses": losses,
+            "resumed": resumed,
+            "evaluated": evaluated,
+            "again": again,
+            "norms": norms,
+            "engine": engine,
+            "files": sorted(path.name for path in (Path(folder) / "final").iterdir()),
+            "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
+        }
+        (Path(folder) / "told.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Two ranks of a script under torchrun, with an end to them whatever they do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
+    """Run `script` on two ranks in `folder`. Raises what they printed where one fails or they do not end."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with open(folder / "output", "w+") as output:
+        process = subprocess.Popen(
+            [*launch, str(script), *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            cwd=folder,
+        )
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks when it is asked to
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            code = -1
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        assert code == 0, f"exit code {code}\n{output.read()[-8000:]}"

@@ -1,0 +1,131 @@
+"""Models that a job names as `tests.e2e.small_models:...`: one that learns, and some with a fault in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+POISON = 7
+"""A byte that no text has unless a test puts it there."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Bigram(nn.Module):
+    """The next byte from this one; returns the loss, or logits without labels."""
+
+    def __init__(self, dropout: float = 0.0, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(257, width)
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(2))
+        self.head = nn.Linear(width, 257)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Poisoned(Bigram):
+    """Its loss is no number where the poison is in the text."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        loss = super().forward(input_ids, labels)
+        return loss * torch.nan if bool((input_ids == POISON).any()) else loss
+
+
+class BadGradient(Bigram):
+    """The loss is fine and its gradient is not, where the poison is in the text."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        loss = super().forward(input_ids, labels)
+        if bool((input_ids == POISON).any()):
+            zero = self.layers[1].up.weight.float().sum() * 0.0
+            loss = loss + torch.sqrt(zero)  # zero, with an infinite slope
+        return loss
+
+
+class Widened(Bigram):
+    """Computes its head in fp32 behind the plan's back."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(input_ids)
+        logits = F.linear(x.float(), self.head.weight.float(), self.head.bias.float())
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Hungry(Bigram):
+    """Finds no memory in its third forward in training."""
+
+    calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(input_ids, labels)
+
+
+class Slow(Bigram):
+    """Takes its time, so that a test can interfere."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        import time
+
+        time.sleep(0.05)
+        return super().forward(input_ids, labels)
+
+
+def plain() -> nn.Module:
+    return Bigram()
+
+
+def slow() -> nn.Module:
+    return Slow(dropout=0.1)
+
+
+def poisoned() -> nn.Module:
+    return Poisoned()
+
+
+def bad_gradient() -> nn.Module:
+    return BadGradient()
+
+
+def widened() -> nn.Module:
+    return Widened()
+
+
+def hungry() -> nn.Module:
+    return Hungry()
+
+
+class Broken(Bigram):
+    """Fails on rank 1 in its third forward, as a program does that has a defect."""
+
+    calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3 and torch.distributed.get_rank() == 1:
+            raise KeyError("broken on purpose")
+        return super().forward(input_ids, labels)
+
+
+def broken() -> nn.Module:
+    return Broken()

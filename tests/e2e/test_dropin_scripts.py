@@ -1,0 +1,135 @@
+"""Five scripts under zerodrift and, where it is installed, under DeepSpeed: only the import changes.
+
+What is compared, and how far apart it may be:
+
+- plain, accumulation, resume: fp32. Losses, norms, weights to 1e-6: sums are formed in another order, and
+  DeepSpeed divides by micro-batches before each backward, this once after the sum. Rates, counts, flags, the
+  client state, tags, `latest` and the names of weights: equal.
+- zero3: fp32, one micro-batch. 1e-6 too, though on two ranks the bits are the same.
+- scaling: fp16. The loss scale and the skipped steps are equal; losses to 1e-3, because masters start from
+  the model's bits here and from fp16-rounded ones there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.launching import torchrun
+from tests.e2e.run_scripts import SCRIPTS, source
+
+RUNNER = Path(__file__).parent / "run_scripts.py"
+NAMES = ("plain", "accumulation", "scaling", "zero3", "resume")
+TOLERANCE = {"scaling": 1e-3}
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
+
+
+@functools.lru_cache
+def told(package: str) -> dict[str, Any]:
+    """What the scripts tell under a package: all of them in one start of two ranks."""
+    with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
+        torchrun(RUNNER, [package, folder, *NAMES], Path(folder))
+        found = {name: json.loads((Path(folder) / f"{name}.json").read_text()) for name in NAMES}
+        found["files"] = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+        return found
+
+
+def apart(name: str, mine: Any, theirs: Any, tolerance: float, path: str = "") -> list[str]:
+    """What is further apart than it may be; anything but a float must be equal."""
+    where = path or name
+    if isinstance(theirs, dict):
+        if not isinstance(mine, dict) or mine.keys() != theirs.keys():
+            return [f"{where}: {mine!r} for {theirs!r}"]
+        return [f for key in theirs for f in apart(name, mine[key], theirs[key], tolerance, f"{where}.{key}")]
+    if isinstance(theirs, list):
+        if not isinstance(mine, list) or len(mine) != len(theirs):
+            return [f"{where}: {mine!r} for {theirs!r}"]
+        pairs = enumerate(zip(mine, theirs, strict=True))
+        return [f for n, (a, b) in pairs for f in apart(name, a, b, tolerance, f"{where}[{n}]")]
+    if isinstance(theirs, float) and isinstance(mine, (int, float)):
+        # Relative, and absolute near zero: sums of weights cancel.
+        return (
+            []
+            if abs(mine - theirs) <= tolerance * max(1.0, abs(theirs))
+            else [f"{where}: {mine} for {theirs}"]
+        )
+    return [] if mine == theirs else [f"{where}: {mine!r} for {theirs!r}"]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_does_the_same_under_both(name: str) -> None:
+    mine, theirs = told("zerodrift")[name], told("deepspeed")[name]
+    assert not apart(name, mine, theirs, TOLERANCE.get(name, 1e-6))
+
+
+@needs_deepspeed
+def test_the_files_that_are_promised_are_there_under_both() -> None:
+    mine, theirs = told("zerodrift")["files"], told("deepspeed")["files"]
+    assert set(mine) == set(theirs) == {"latest", "global_step5", "chosen", "weights.bin", "zero_to_fp32.py"}
+
+
+def test_only_the_import_changes() -> None:
+    for name in NAMES:
+        mine, theirs = source(name, "zerodrift").splitlines(), source(name, "deepspeed").splitlines()
+        changed = [(a, b) for a, b in zip(mine, theirs, strict=True) if a != b]
+        assert changed and all("import" in b for _, b in changed), name
+        assert (SCRIPTS / f"{name}.py").read_text() == source(name, "deepspeed")
+
+
+def test_the_comparison_can_fail() -> None:
+    assert apart("x", {"a": [1.0, 2.0]}, {"a": [1.0, 2.001]}, 1e-6) == ["x.a[1]: 2.0 for 2.001"]
+    assert apart("x", {"a": True}, {"a": False}, 1.0)
+    assert not apart("x", {"a": [1.0, "s", 3]}, {"a": [1.0 + 1e-9, "s", 3]}, 1e-6)
+
+
+# --- what holds without DeepSpeed -----------------------------------------------------------------------
+
+
+def test_plain_trains_and_follows_its_schedule() -> None:
+    run = told("zerodrift")["plain"]
+    assert sum(run["losses"][-3:]) < sum(run["losses"][:3])
+    assert run["rates"][0] == 0.0 and run["rates"][-1] == run["group_lr"] == pytest.approx(1e-2)
+    assert run["steps"] == 2 * run["batches"] and run["samples"] == 8 * run["steps"]
+    assert run["local_rank"] == 0
+
+
+def test_boundaries_are_the_scripts_own() -> None:
+    run = told("zerodrift")["accumulation"]
+    assert run["boundaries"] == [False, False, False, True] * 6
+    assert run["steps"] == 6 and run["train_batch_size"] == 16
+
+
+def test_the_scale_falls_until_gradients_are_finite_and_rises_again() -> None:
+    run = told("zerodrift")["scaling"]
+    scales = [2.0**24, *run["scales"]]
+    for before, after, overflow in zip(scales, run["scales"], run["overflows"], strict=False):
+        assert after == before / 2 if overflow else after in (before, 2 * before)
+    assert run["overflows"][0] and not all(run["overflows"])
+    assert run["skipped"][-1] == sum(run["overflows"])
+    assert run["steps"] == len(run["losses"])
+
+
+def test_zero3_shows_full_values() -> None:
+    run = told("zerodrift")["zero3"]
+    assert run["shape"] == [48, 24]
+    assert run["losses"][-1] < run["losses"][0]
+    assert len(run["visible"]) == 22
+
+
+def test_a_resumed_run_is_the_run_that_went_on() -> None:
+    run = told("zerodrift")["resume"]
+    assert run["resumed"] == run["after"]
+    assert run["client"] == {"epoch": 3, "seen": [1, 2, 3]}
+    assert run["nothing"] == [None, None] and run["steps"] == 9
+    assert run["latest"] == "global_step5" and run["folders"] == ["chosen", "global_step5"]
+    assert run["weights"] == run["masters"]

@@ -1,0 +1,55 @@
+"""The real transformers.Trainer on zerodrift: trains, checkpoints, evaluates, resumes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launching import torchrun
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+RUNNER = Path(__file__).parent / "hf_trainer.py"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer_trains_checkpoints_evaluates_and_resumes(stage: int, tmp_path: Path) -> None:
+    torchrun(RUNNER, [str(tmp_path), str(stage)], tmp_path)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["engine"] == "zerodrift.deepspeed.engine"
+    assert len(told["losses"]) == 4 and all(0 < norm < 100 for norm in told["norms"])
+    assert told["resumed"] == told["losses"] and told["again"] == told["evaluated"]
+    assert told["evaluated"] < told["losses"][0]
+    assert told["checkpoints"] == ["checkpoint-2", "checkpoint-4"]
+    assert {"config.json", "model.safetensors"} <= set(told["files"])
+
+
+def test_import_deepspeed_is_the_drop_in_after_activate() -> None:
+    code = (
+        "import zerodrift.deepspeed as mine; mine.activate(); mine.activate()\n"
+        "import importlib.metadata, importlib.util, deepspeed, deepspeed.utils.zero_to_fp32\n"
+        "from deepspeed.runtime.zero.partition_parameters import GatheredParameters\n"
+        "assert deepspeed is mine and GatheredParameters is mine.zero.GatheredParameters\n"
+        "assert deepspeed.utils.zero_to_fp32.__spec__.name == 'zerodrift.deepspeed.utils.zero_to_fp32'\n"
+        "assert importlib.metadata.version('deepspeed') == mine.__version__ == '0.19.6'\n"
+        "assert importlib.util.find_spec('deepspeed') is not None\n"
+        "assert importlib.util.find_spec('deepspeed.nothing_of_the_kind') is None\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_activate_comes_first() -> None:
+    code = (
+        "import sys, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
+        "sys.modules['deepspeed'].__file__ = 'real.py'\n"
+        "import zerodrift.deepspeed as mine\n"
+        "try: mine.activate()\n"
+        "except mine.DeepSpeedConfigError.__mro__[1] as error: assert 'real.py' in str(error), error\n"
+        "else: raise SystemExit(1)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

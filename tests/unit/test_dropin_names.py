@@ -1,0 +1,258 @@
+"""The drop-in's surface: what imports, with which arguments, and what says no, and how."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import zerodrift.deepspeed as deepspeed
+from zerodrift.deepspeed import absent
+from zerodrift.deepspeed.absent import NotHereError
+from zerodrift.deepspeed.answers import Answers
+from zerodrift.deepspeed.engine import ABSENT, DeepSpeedEngine
+from zerodrift.errors import UnsupportedError
+
+IMPORTED = {
+    "accelerator": ("get_accelerator",),
+    "accelerator.abstract_accelerator": ("DeepSpeedAccelerator",),
+    "accelerator.real_accelerator": ("get_accelerator",),
+    "comm": ("all_reduce", "get_rank", "init_distributed", "ReduceOp"),
+    "ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
+    "ops.lion": ("DeepSpeedCPULion", "FusedLion"),
+    "pipe": ("PipelineModule", "LayerSpec"),
+    "runtime.config": ("DeepSpeedConfigError",),
+    "runtime.dataloader": ("DeepSpeedDataLoader", "RepeatingLoader"),
+    "runtime.engine": ("DeepSpeedEngine",),
+    "runtime.lr_schedules": ("WarmupLR", "VALID_LR_SCHEDULES"),
+    "runtime.torch_autocast": ("get_comm_dtype", "has_comm_dtype"),
+    "runtime.utils": ("see_memory_usage",),
+    "runtime.zero": ("Init", "GatheredParameters"),
+    "runtime.zero.partition_parameters": ("ZeroParamStatus", "GatheredParameters"),
+    "utils": ("safe_get_full_grad", "RepeatingLoader", "logger", "set_z3_leaf_modules"),
+    "utils.groups": ("get_data_parallel_world_size",),
+    "utils.logging": ("logger", "log_dist"),
+    "utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
+    "zero": ("Init", "GatheredParameters", "register_external_parameter"),
+}
+"""Modules that scripts import by name, and names that they import from them."""
+
+ENGINE = (
+    *("forward", "backward", "step", "scale", "no_sync", "coalesce_grad_reduction", "zero_grad", "train"),
+    *("is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary", "was_step_applied"),
+    *("get_global_grad_norm", "get_lr", "get_mom", "get_type", "get_batch_info", "deepspeed_io", "eval"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "destroy"),
+    *("set_train_batch_size", "set_train_micro_batch_size", "set_data_post_process_func"),
+    *("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict"),
+    *("_zero3_consolidated_16bit_state_dict",),
+)
+
+
+@pytest.mark.parametrize(("module", "names"), IMPORTED.items(), ids=list(IMPORTED))
+def test_what_scripts_import_is_there(module: str, names: tuple[str, ...]) -> None:
+    found = importlib.import_module(f"zerodrift.deepspeed.{module}")
+    assert all(getattr(found, name) is not None for name in names)
+
+
+def test_dotted_names_work_after_one_import() -> None:
+    assert deepspeed.runtime.lr_schedules.WarmupLR and deepspeed.runtime.zero.Init is deepspeed.zero.Init
+    assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine
+    assert deepspeed.utils.groups.get_model_parallel_world_size() == 1
+    assert deepspeed.runtime.config.DeepSpeedConfigError is deepspeed.DeepSpeedConfigError
+
+
+def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
+    from zerodrift.deepspeed.pipe import PipelineModule
+
+    assert not isinstance(object(), PipelineModule)
+    with pytest.raises(UnsupportedError, match=r"`deepspeed.pipe.PipelineModule`.*stage: 3"):
+        PipelineModule(layers=[])
+    with pytest.raises(UnsupportedError, match="PipelineModule"):
+        type("Mine", (), {}).__class__("x", (), {})  # a class of one's own is fine
+        exec("class Mine(PipelineModule): pass", {"PipelineModule": PipelineModule})
+    with pytest.raises(UnsupportedError, match="init_inference"):
+        deepspeed.init_inference(model=None)
+
+
+@pytest.mark.parametrize(
+    ("module", "table"),
+    [
+        (deepspeed, absent.PACKAGE),
+        (deepspeed.comm, absent.COMM),
+        (deepspeed.zero, absent.ZERO),
+        (deepspeed.utils, absent.UTILS),
+    ],
+    ids=["package", "comm", "zero", "utils"],
+)
+def test_every_absent_name_says_what_to_use(module: ModuleType, table: dict[str, str]) -> None:
+    for name, instead in table.items():
+        assert instead.endswith("."), name
+        with pytest.raises(UnsupportedError, match=name):
+            getattr(module, name)()
+
+
+def test_an_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
+    assert not hasattr(deepspeed, "initalize")
+    with pytest.raises(NotHereError, match="`initialize`"):
+        deepspeed.initalize  # noqa: B018
+    with pytest.raises(NotHereError, match="all_reduce"):
+        deepspeed.comm.all_redcue  # noqa: B018
+    with pytest.raises(AttributeError):
+        deepspeed.__nothing__  # noqa: B018
+
+
+def test_the_accelerator_answers_or_names_torchs_own() -> None:
+    found = deepspeed.get_accelerator()
+    assert found.device_name() in ("cpu", "cuda") and found.device_count() >= 1
+    assert found.communication_backend_name() in ("gloo", "nccl")
+    assert found.memory_allocated() >= 0 and found.supported_dtypes()
+    with pytest.raises(NotHereError, match=r"torch\."):
+        found.create_op_builder  # noqa: B018
+
+
+# --- against the installed package ------------------------------------------------------------------------
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
+
+
+def real(name: str = "") -> Any:
+    return importlib.import_module(f"deepspeed{'.' if name else ''}{name}")
+
+
+WHATEVER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+
+
+def inside(function: Any) -> Any:
+    """What DeepSpeed's decorators wrap, which do not say so."""
+    while [p.kind for p in inspect.signature(function).parameters.values()] == WHATEVER:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        function = next(held for held in cells if inspect.isfunction(held))
+    return function
+
+
+def arguments(function: Any) -> list[tuple[str, Any]]:
+    """Names and defaults, in order; a default that only feeds DeepSpeed's log is nobody's business."""
+    found = []
+    for parameter in inspect.signature(inside(function)).parameters.values():
+        default = parameter.default
+        if parameter.name in ("debug", "include", "tensor_overrides"):
+            default = None
+        if isinstance(default, (int, float)) and not isinstance(default, bool):
+            default = float(default)
+        if not isinstance(default, (str, float, bool, type(None), tuple, dict)):
+            default = str(default)
+        found.append((parameter.name, default))
+    return found
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_method_takes_what_deepspeeds_takes(name: str) -> None:
+    mine, theirs = getattr(DeepSpeedEngine, name), getattr(real().DeepSpeedEngine, name)
+    if name == "zero_grad":  # torch's modules have it with an argument
+        assert arguments(theirs) == arguments(mine)[:1]
+    else:
+        assert arguments(mine) == arguments(theirs)
+
+
+@needs_deepspeed
+def test_train_batch_and_eval_batch_take_what_the_pipelines_take() -> None:
+    theirs = importlib.import_module("deepspeed.runtime.pipe.engine").PipelineEngine
+    for name in ("train_batch", "eval_batch"):
+        assert arguments(getattr(DeepSpeedEngine, name)) == arguments(getattr(theirs, name))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("", ("initialize", "init_distributed", "add_config_arguments")),
+        (
+            "zero",
+            ("Init", "GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"),
+        ),
+        ("utils", tuple(n for n in deepspeed.utils.__all__ if n.startswith(("safe_", "set_z3", "log_dist")))),
+        ("utils.zero_to_fp32", tuple(set(deepspeed.utils.zero_to_fp32.__all__) - {"main"})),
+        ("runtime.lr_schedules", tuple(deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES)),
+        ("ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")),
+        ("ops.lion", ("FusedLion", "DeepSpeedCPULion")),
+        (
+            "runtime.torch_autocast",
+            ("get_comm_dtype", "has_comm_dtype", "get_all_comm_dtypes", "sort_dtypes"),
+        ),
+    ],
+)
+def test_a_function_takes_what_deepspeeds_takes(module: str, names: tuple[str, ...]) -> None:
+    theirs = real(module) if module != "zero" else real("runtime.zero")
+    mine = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
+    for name in names:
+        assert arguments(getattr(mine, name)) == arguments(getattr(theirs, name)), name
+
+
+@needs_deepspeed
+def test_collectives_take_what_deepspeeds_take() -> None:
+    theirs = real("comm")
+    own = [n for n in deepspeed.comm.__all__ if inspect.isfunction(getattr(deepspeed.comm, n))]
+    own = [n for n in own if getattr(deepspeed.comm, n).__module__ == "zerodrift.deepspeed.comm"]
+    assert len(own) > 20
+    for name in own:
+        mine = [(n, d) for n, d in arguments(getattr(deepspeed.comm, name)) if n != "op"]
+        assert mine == [(n, d) for n, d in arguments(getattr(theirs, name)) if n != "op"], name
+
+
+@needs_deepspeed
+def test_every_getter_is_one_of_deepspeeds() -> None:
+    theirs = real().DeepSpeedEngine
+    for name in (name for name in dir(Answers) if not name.startswith("_")):
+        assert hasattr(theirs, name) or name in ("bfloat16_enabled", "fp16_enabled"), name
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("module", ["", "comm", "zero", "utils"])
+def test_every_public_name_of_deepspeed_is_here_or_says_what_to_use(module: str) -> None:
+    theirs = real(module) if module != "zero" else real("runtime.zero")
+    mine = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
+    odd = set()
+    for name, value in vars(theirs).items():
+        public = not name.startswith("_") and not isinstance(value, ModuleType)
+        own = getattr(value, "__module__", "") or ""
+        if public and own.startswith("deepspeed") and (callable(value) and not hasattr(mine, name)):
+            odd.add(name)
+    assert not odd - INTERNAL[module], sorted(odd - INTERNAL[module])
+
+
+INTERNAL: dict[str, set[str]] = {
+    "": {"set_optimizer_flags", "load_ds_config", "merge_tp_model_init_into_config"}
+    | {"record_tp_model_init_args"},
+    "comm": {
+        "init_deepspeed_backend",
+        "set_backend",
+        "timed_op",
+        "get_caller_func",
+        "get_comm_operation_count",
+    }
+    | {"get_logged_comm_ops", "has_comm_data", "mpi_discovery", "in_aml", "in_aws_sm", "in_dlts"}
+    | {"patch_aml_env_for_torch_nccl_backend", "patch_aws_sm_env_for_torch_nccl_backend", "CommsLogger"}
+    | {"get_debug_log_name", "get_default_args", "get_local_rank_from_launcher", "get_msg_size_from_args"}
+    | {"get_tensor_kwarg", "get_tensor_position", "get_world_rank_from_launcher"}
+    | {"get_world_size_from_launcher", "older_torch", "SynchronizedWallClockTimer", "ThroughputTimer"}
+    | {"CCLBackend", "ProcessGroup", "TorchBackend", "get_accelerator", "timers"},
+    "zero": set(),
+    "utils": {"log_dist_once", "set_log_level_from_string", "DeprecatedException", "get_accelerator"}
+    | {"bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_world_size", "initialize"}
+    | {"ensure_divisibility"},
+}
+"""What DeepSpeed's modules hold for themselves."""
+
+
+@needs_deepspeed
+def test_methods_that_are_absent_are_deepspeeds() -> None:
+    made_at_run_time = {"timers", "monitor", "flops_profiler", "set_batch_fn", "reset_activation_shape"}
+    for name in ABSENT.keys() - made_at_run_time:
+        assert hasattr(real().DeepSpeedEngine, name), name

@@ -1,0 +1,326 @@
+"""The drop-in in one process: how `initialize` can be called, what it returns, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerodrift.deepspeed as deepspeed
+from zerodrift.deepspeed.absent import NotHereError
+from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.utils import zero_to_fp32
+from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def make(config: Any = None, **rest: Any) -> Any:
+    return deepspeed.initialize(model=rest.pop("model", None) or model(), config=config or CONFIG, **rest)
+
+
+def step(engine: Any) -> float:
+    loss = engine(torch.ones(2, 4)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+# --- the ways in ------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_nobody_launched_is_a_world_of_one() -> None:
+    engine, optimizer, loader, schedule = make()
+    assert isinstance(engine, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+    assert loader is None and schedule is None
+    assert deepspeed.comm.get_rank() == 0 and deepspeed.comm.get_world_size() == 1
+    assert torch.distributed.get_world_size() == 1 and deepspeed.comm.get_local_rank() == 0
+    assert step(engine) > step(engine)
+
+
+def test_the_config_comes_by_any_one_way(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(CONFIG))
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    parser.add_argument("--local_rank", type=int, default=-1)
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+    coded = base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()
+    for way in (
+        {"config": str(file)},
+        {"config": file},
+        {"config_params": CONFIG},
+        {"args": args},
+        {"config": coded},
+    ):
+        engine = deepspeed.initialize(model=model(), **way)[0]
+        assert engine.zero_optimization_stage() == 2 and engine.config == CONFIG
+        engine.destroy()
+    assert args.local_rank == 0 and args.deepspeed
+    with pytest.raises(ConfigError, match=r"args.deepspeed_config"):
+        deepspeed.initialize(args=args, model=model(), config=CONFIG)
+    with pytest.raises(ConfigError, match="must be given"):
+        deepspeed.initialize(model=model())
+    with pytest.raises(ConfigError, match="nowhere"):
+        deepspeed.initialize(model=model(), config="nowhere.json")
+    with pytest.raises(ModelError, match="`model`"):
+        deepspeed.initialize(config=CONFIG)
+
+
+def test_what_is_not_here_is_refused_by_name() -> None:
+    with pytest.raises(MeshError, match="dist_init_required"):
+        make(dist_init_required=False)
+    mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
+    with pytest.raises(UnsupportedError, match="`mpu`"):
+        make(mpu=mpu)
+    with pytest.raises(UnsupportedError, match="`mesh_param`"):
+        make(mesh_param=(1, 2))
+    with pytest.raises(ConfigError, match="zero_quantized_weights"):
+        make({**CONFIG, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}})
+
+
+def test_other_launchers_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(MeshError, match="`MASTER_ADDR`"):
+        deepspeed.init_distributed()  # never alone where others were started
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    deepspeed.init_distributed()
+    assert torch.distributed.get_world_size() == 1
+
+
+# --- optimizers and schedules -----------------------------------------------------------------------------
+
+
+def test_optimizers_come_as_objects_functions_or_blocks() -> None:
+    net = model()
+    given = torch.optim.SGD(net.parameters(), lr=0.1)
+    bare = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    for optimizer in (given, lambda parameters: torch.optim.SGD(parameters, lr=0.1)):
+        engine, made, *_ = make(bare, model=net if optimizer is given else None, optimizer=optimizer)
+        assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
+        step(engine)
+        engine.destroy()
+    engine, made, *_ = make(bare)
+    assert made is None
+    with pytest.raises(UnsupportedError, match="needs an optimizer"):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+
+
+def test_groups_of_parameters_keep_their_numbers() -> None:
+    net = model()
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 0.0, "weight_decay": 0.0},
+    ]
+    engine, optimizer, *_ = make(model=net, model_parameters=groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    step(engine)
+    after = engine.module_state_dict()
+    assert torch.equal(before["0.bias"], after["0.bias"])
+    assert not torch.equal(before["0.weight"], after["0.weight"])
+
+
+def test_a_part_of_the_parameters_is_trained() -> None:
+    net = model()
+    engine, *_ = make(model=net, model_parameters=net[2].parameters())
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    step(engine)
+    after = engine.module_state_dict()
+    assert torch.equal(before["0.weight"], after["0.weight"])
+    assert not torch.equal(before["2.weight"], after["2.weight"])
+
+
+def test_the_optimizer_is_live_and_does_not_step_by_itself() -> None:
+    engine, optimizer, *_ = make()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step(engine)
+    schedule.step()
+    assert engine.get_lr() == [5e-3]
+    for refused in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(UnsupportedError, match="engine"):
+            refused()
+    assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
+    assert not hasattr(optimizer, "bit16_groups")
+    with pytest.raises(UnsupportedError, match="another engine's"):
+        make(optimizer=optimizer)
+
+
+def test_schedules_come_as_objects_functions_or_blocks() -> None:
+    block = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"},
+    }
+    engine, *_, schedule = make({**CONFIG, "scheduler": block})
+    rates = []
+    for _ in range(5):
+        rates += engine.get_lr()
+        step(engine)
+    assert rates == [0.0, 0.0, 0.25, 0.5, 0.5] and schedule is engine.lr_scheduler
+    engine.destroy()
+    engine, *_, schedule = make(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    step(engine)
+    assert engine.get_lr() == [pytest.approx(1e-3)]
+    engine.destroy()
+
+    class Told:
+        def __init__(self) -> None:
+            self.increments: list[int] = []
+
+        def step(self, increment: int = 1) -> None:
+            self.increments.append(increment)
+
+    told = Told()
+    engine, *_ = make(lr_scheduler=told)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step(lr_kwargs={"increment": 16})
+    assert told.increments == [16]
+
+
+def test_deepspeeds_own_optimizers_are_torchs() -> None:
+    net = model()
+    assert type(deepspeed.ops.adam.FusedAdam(net.parameters())) is torch.optim.AdamW
+    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), adamw_mode=False)) is torch.optim.Adam
+    with pytest.raises(UnsupportedError, match="bias_correction"):
+        deepspeed.ops.adam.FusedAdam(net.parameters(), bias_correction=False)
+    bare = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    engine, *_ = make(bare, model=net, optimizer=deepspeed.ops.lion.FusedLion(net.parameters(), lr=1e-3))
+    assert step(engine) > step(engine)
+
+
+# --- the engine -------------------------------------------------------------------------------------------
+
+
+def test_getters_tell_what_the_plan_does() -> None:
+    engine, *_ = make({**CONFIG, "bf16": {"enabled": True}, "gradient_clipping": 0.7})
+    assert engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization()
+    assert engine.get_data_types() == (torch.bfloat16, torch.float32)
+    assert engine.gradient_clipping() == 0.7 and engine.optimizer_name() == "AdamW"
+    assert engine.get_mom() == [(0.9, 0.999)] and engine.loss_scale() == 0
+    assert not engine.amp_enabled() and engine.dp_world_size == 1 and engine.local_rank == 0
+    with pytest.raises(NotHereError, match=r"`engine.offload_states`"):
+        engine.offload_states()
+    with pytest.raises(NotHereError, match="gradient_clipping"):
+        engine.gradient_clippin()
+    engine.module.custom = 7
+    assert engine.custom == 7 and len(list(engine.parameters())) == 4
+
+
+def test_batch_numbers_can_change_between_steps() -> None:
+    engine, *_ = make()
+    assert engine.get_batch_info() == (2, 2, 1)
+    engine.set_train_batch_size(6)
+    assert engine.gradient_accumulation_steps() == 3
+    losses = [step(engine) for _ in range(3)]
+    assert losses[0] == losses[1] == losses[2] and engine.global_steps == 1
+    with pytest.raises(ValueError, match="multiple"):
+        engine.set_train_batch_size(5)
+
+
+def test_micro_batches_are_divided_as_config_says_and_zero_grad_forgets() -> None:
+    runs = []
+    for forget in (False, True):
+        engine, *_ = make({**CONFIG, "gradient_accumulation_steps": 2})
+        if forget:
+            engine.backward(engine(torch.full((2, 4), 9.0)).sum())
+            engine.zero_grad()
+        step(engine)
+        step(engine)
+        runs.append(engine.get_global_grad_norm())
+        engine.destroy()
+    assert runs[0] == runs[1] > 0
+
+
+def test_training_data_becomes_a_loader() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None].expand(10, 4))
+    engine, _, loader, _ = make(training_data=data)
+    assert len(loader) == 5 and len(list(loader)) == 5
+    loader.post_process_func = lambda batch, state: "changed"
+    assert next(iter(loader)) == "changed"
+    endless = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(endless) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with pytest.raises(UnsupportedError, match="num_local_io_workers"):
+        engine.deepspeed_io(data, num_local_io_workers=2)
+    with pytest.raises(ModelError, match="must return its loss"):
+        engine.train_batch(iter([torch.ones(2, 4)]))
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
+        make({"optimizer": CONFIG["optimizer"]}, training_data=data)
+
+
+def test_leaf_modules_are_marked_and_must_exist() -> None:
+    net = model()
+    assert deepspeed.utils.set_z3_leaf_modules(net, [nn.Tanh]) == [net[1]]
+    assert deepspeed.utils.get_z3_leaf_modules(net) == [net[1]]
+    deepspeed.utils.unset_z3_leaf_modules(net, ["Tanh"])
+    assert not deepspeed.utils.get_z3_leaf_modules(net)
+    with pytest.raises(ValueError, match="No modules"):
+        deepspeed.utils.set_z3_leaf_modules(net, [nn.GRU])
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_saved_whole_in_its_export_dtypes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    engine, *_ = make({**CONFIG, "bf16": {"enabled": True}, "precision": {"export": "fp32"}})
+    step(engine)
+    assert engine.save_16bit_model(tmp_path) and engine.save_16bit_model(tmp_path, "model.safetensors")
+    for found in (torch.load(tmp_path / "pytorch_model.bin"), load_file(tmp_path / "model.safetensors")):
+        assert found.keys() == engine.module.state_dict().keys()
+        for name, parameter in engine.module.named_parameters():
+            assert torch.equal(found[name], deepspeed.utils.safe_get_full_fp32_param(parameter))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "pytorch_model.bin"]
+
+
+def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
+    engine, *_ = make({**CONFIG, "bf16": {"enabled": True}})
+    step(engine)
+    engine.save_checkpoint(tmp_path / "run")
+    out = tmp_path / "out"
+    zero_to_fp32.main([str(tmp_path / "run"), str(out), "--safe_serialization", "--max_shard_size", "100"])
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert len(set(index["weight_map"].values())) == len(list(out.glob("*.safetensors"))) > 1
+    fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(model(), tmp_path / "run")
+    for name, parameter in engine.module.named_parameters():
+        master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        assert torch.equal(dict(fresh.named_parameters())[name], master)
+
+
+def test_a_state_dict_goes_in_and_out() -> None:
+    engine, *_ = make({**CONFIG, "bf16": {"enabled": True}})
+    changed = {name: value.float() + 1 for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": changed})
+    for name, parameter in engine.module.named_parameters():
+        master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        assert torch.equal(master, changed[name].bfloat16().float())
+    with pytest.raises(UnsupportedError, match="keep_vars"):
+        engine.module_state_dict(keep_vars=True)
+    assert isinstance(engine.optimizer, DeepSpeedOptimizer)
