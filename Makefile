@@ -37,7 +37,7 @@ demo: env
 	@echo; echo 'The report: runs/demo/report.html'
 
 test: check
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-all: check
 	$(BIN)/python -m pytest -q
