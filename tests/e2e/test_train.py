@@ -42,6 +42,14 @@ def test_a_run_leaves_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "step 10/10  loss " in out and f"report: {folder / 'report.html'}" in out
 
 
+def test_the_other_backend_trains_and_exports_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"backend": "fsdp2", "precision": {"mode": "bf16", "storage": "fp32"}}
+    assert train(str(job(tmp_path, steps=3, config=config))) == 0
+    assert list(losses(tmp_path)) == [1, 2, 3]
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+    assert "precision: backend=fsdp2, which is not looked at" in capsys.readouterr().out
+
+
 def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
     whole, halves = tmp_path / "a", tmp_path / "b"
     for folder in (whole, halves):

@@ -14,6 +14,7 @@ from tests.numerics.runs import config, make, train
 from tests.ranks.harness import run_ranks
 from zerodrift import empty
 from zerodrift.io.checkpoint import Checkpoints
+from zerodrift.io.export import export
 from zerodrift.io.reload import load_weights
 
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
@@ -112,3 +113,17 @@ def first_values() -> None:
 
 def test_an_empty_model_gets_its_first_values() -> None:
     run_ranks(first_values, 2)
+
+
+def exported(backend: str, folder: str) -> None:
+    engine = make(written(backend), GPT(layers=1, moe=True))
+    train(engine, 2, 2)
+    export(engine, f"{folder}/{backend}")
+    engine.destroy()
+
+
+def test_an_export_has_the_bytes_of_the_native_backends(tmp_path: Path) -> None:
+    for backend in ("native", "fsdp2"):
+        run_ranks(exported, 2, backend, str(tmp_path))
+    first, second = (tmp_path / backend / "model.safetensors" for backend in ("native", "fsdp2"))
+    assert first.read_bytes() == second.read_bytes()

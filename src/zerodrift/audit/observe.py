@@ -35,6 +35,7 @@ from zerodrift.comm.collectives import Recorded
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import tensors_in
+from zerodrift.errors import UnsupportedError
 from zerodrift.plan.schedule import Collective, collectives
 from zerodrift.plan.table import Plan
 
@@ -45,6 +46,11 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
 
     `operations=False` leaves `compute` and `grad` unseen: what compiled code does inside cannot be watched.
     """
+    if engine.plan.policy.backend != "native":
+        raise UnsupportedError(
+            f"`observe`: can look at the native backend; got {engine.plan.policy.backend}. Its collectives are "
+            f"in `engine.comm.record()`."
+        )
     seen = Observed()
     mode = _Operations(_Rows(engine), seen) if operations else None
     with contextlib.ExitStack() as stack:

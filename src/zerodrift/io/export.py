@@ -25,7 +25,7 @@ from torch import nn
 
 from zerodrift.dtypes import TRAINING_DTYPES, DType, parse, widest
 from zerodrift.engine.shards import Shards
-from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError
+from zerodrift.errors import CheckpointError, ConfigError
 from zerodrift.io.checkpoint import together
 from zerodrift.io.conversions import Shape, layout
 from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
@@ -116,8 +116,6 @@ def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: boo
 
 
 def _files(engine: Engine, dtype: str | None, max_shard_size: int | str) -> tuple[File, ...]:
-    if not hasattr(engine, "segments"):
-        raise UnsupportedError("`export`: must be of an engine with `backend: native`; got another backend.")
     shapes, dtypes = contents(engine.plan, engine.module, exported_dtype(dtype))
     return laid_out(engine.module, shapes, dtypes, size_in_bytes(max_shard_size))
 
