@@ -48,8 +48,8 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
     """
     if engine.plan.policy.backend != "native":
         raise UnsupportedError(
-            f"`observe`: can look at the native backend; got {engine.plan.policy.backend}. Its collectives are "
-            f"in `engine.comm.record()`."
+            f"`observe`: can look at the native backend; got {engine.plan.policy.backend}. What it sends "
+            f"is in `engine.comm.record()`."
         )
     seen = Observed()
     mode = _Operations(_Rows(engine), seen) if operations else None
