@@ -165,13 +165,14 @@ def test_a_sample_comes_from_the_export_or_the_checkpoint(
     from zerodrift.cli import app
 
     command = ["sample", str(tmp_path / "run"), "--prompt", "It is", "--tokens", "12", "--temperature", "0"]
-    train(str(job(tmp_path, steps=40, run={"export": False})))
+    config = {"precision": {"mode": "fp32"}}  # a bf16 export may turn a tie
+    train(str(job(tmp_path, steps=40, run={"export": False}, config=config)))
     capsys.readouterr()
     app(command, standalone_mode=False)
     from_checkpoint = capsys.readouterr().out
-    train(str(job(tmp_path, steps=40)))
+    train(str(job(tmp_path, steps=40, config=config)))
     capsys.readouterr()
     app(command, standalone_mode=False)
     from_export = capsys.readouterr().out
     assert from_export.startswith("It is") and len(from_export) > 8
-    assert from_checkpoint[:8] == from_export[:8], "bf16 may turn a tie, not the text"
+    assert from_checkpoint == from_export
