@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.mesh import first_line
+from zerodrift.comm.mesh import first_line, leave_slowly
 from zerodrift.errors import MeshError, RankError
 
 PORT = 29500
@@ -55,6 +55,7 @@ def init_distributed(
         )
     if auto_mpi_discovery and init_method is None:
         _translate(distributed_port)
+    leave_slowly()
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     try:
         if init_method is not None or "RANK" in os.environ or rank >= 0:
