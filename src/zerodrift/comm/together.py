@@ -19,8 +19,8 @@ from zerodrift.errors import RankError, ZerodriftError
 def together(comm: Collectives, axis: AxisName = "world") -> Iterator[None]:
     """Raise on every rank of the axis what any of them raised inside. No collective may be inside.
 
-    A rank that succeeded raises the class and the message of the first that did not; one that failed raises
-    its own error, so that a traceback leads to the place.
+    All raise the class of the first that failed, with what all of them said, each thing once. A rank whose
+    error is not one of ours raises that, so that a traceback leads to the place.
     """
     failed: BaseException | None = None
     try:
@@ -29,13 +29,15 @@ def together(comm: Collectives, axis: AxisName = "world") -> Iterator[None]:
         raise  # somebody is gone: there is nobody to tell
     except BaseException as error:
         failed = error
-    told = comm.all_gather_object(_told(failed), axis)
-    if failed is not None:
+    said: dict[str, type[ZerodriftError]] = {}
+    for rank, told in enumerate(comm.all_gather_object(_told(failed), axis)):
+        if told is not None:
+            kind, text = told
+            said.setdefault(text if kind is not RankError else f"rank {rank} of axis `{axis}`: {text}", kind)
+    if failed is not None and not isinstance(failed, ZerodriftError):
         raise failed
-    for rank, found in enumerate(told):
-        if found is not None:
-            kind, text = found
-            raise kind(text if kind is not RankError else f"rank {rank} of axis `{axis}`: {text}")
+    if said:
+        raise next(iter(said.values()))("\n".join(said)) from failed
 
 
 def _told(error: BaseException | None) -> tuple[type[ZerodriftError], str] | None:

@@ -47,7 +47,7 @@ def load(
         if overrides:
             raise ConfigError(str(Problem("overrides", "must come with a file or dict", "a Config")))
         return source
-    heading, tree, problems = _tree(source)
+    heading, tree, problems = tree_of(source, "config")
     if isinstance(overrides, str):
         overrides = [overrides]
     override(tree, overrides, problems)
@@ -62,13 +62,13 @@ def load(
     return config.model_copy(update={"keys": tuple(walk.uses)})
 
 
-def _tree(source: object) -> tuple[str, Tree, Problems]:
-    """What to call the source in messages, and its plain tree."""
+def tree_of(source: object, what: str) -> tuple[str, Tree, Problems]:
+    """What to call a source in messages, and its plain tree; `what` it is to be: a `config`, say."""
     problems = Problems()
     if isinstance(source, Mapping):
-        return "config", plain(source, problems), problems
+        return what, plain(source, problems), problems
     if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(str(Problem("config", "must be a path or a dict", shown(source))))
+        raise ConfigError(str(Problem(what, "must be a path or a dict", shown(source))))
     heading = os.fsdecode(source)
     written = read(source)
     if not isinstance(written, dict):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from zerodrift.comm.together import together
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, Problem, Problems, UnsupportedError, ZerodriftError
 from zerodrift.io import checkpoint_contents as contents
@@ -130,7 +131,7 @@ class Checkpoints:
             counters = {} if engine.updater is None else engine.updater.counters()
             return contents.own_state(engine, client, apart), counters
 
-        own, counters = together(comm, prepare)
+        own, counters = everywhere(comm, prepare)
         ranks = comm.gather_object((counters, mine[1] == first))
         head = None
 
@@ -140,7 +141,7 @@ class Checkpoints:
             every = contents.merged([found for found, _ in ranks])
             return contents.head(engine, self.run, named, every, all(same for _, same in ranks))
 
-        head = together(comm, summarize)
+        head = everywhere(comm, summarize)
         under_way = Save(comm, self._folder, named, self.run, latest)
         name = states.own_file(comm.mesh.rank())
         if self._asynchronous:
@@ -209,14 +210,14 @@ class Checkpoints:
         self._require_between_steps("load")
         self.wait()
         without = check_allowed(allow)
-        path = Path(together(comm, lambda: str(self._folder.find(tag)) if comm.mesh.rank() == 0 else ""))
+        path = Path(everywhere(comm, lambda: str(self._folder.find(tag)) if comm.mesh.rank() == 0 else ""))
         path = comm.broadcast_object(path, 0)
-        manifest = together(comm, lambda: self._verified(path, verify))
-        found = together(comm, lambda: self._judged(path, manifest, parts, without))
+        manifest = everywhere(comm, lambda: self._verified(path, verify))
+        found = everywhere(comm, lambda: self._judged(path, manifest, parts, without))
         counters = None if "optimizer" in found.without else found.shared["counters"]
-        together(comm, lambda: contents.fill(engine, Reader(path), found.table, counters))
+        everywhere(comm, lambda: contents.fill(engine, Reader(path), found.table, counters))
         Shards(engine).spread()
-        together(comm, lambda: self._put(found, parts))
+        everywhere(comm, lambda: self._put(found, parts))
         self.run = manifest.run
         client = self._client(found)
         loaded = Loaded(path, manifest.tag, manifest.step, client, found.differences)
@@ -287,19 +288,17 @@ class Checkpoints:
         return states.read_state(found.path / states.own_file(0))["client"]
 
 
-def together(comm: Collectives, work: Callable[[], T]) -> T:
+def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
     """Do local work on every rank; when it fails on one, all raise what went wrong, each thing once."""
     done: list[T] = []
-    text = ""
-    try:
-        done.append(work())
-    except ZerodriftError as error:
-        text = str(error)
-    except Exception as error:
-        text = f"`checkpoint`: must be read and written; got {type(error).__name__}: {error}"
-    texts = dict.fromkeys(found for found in comm.all_gather_object(text) if found)
-    if texts:
-        raise CheckpointError("\n".join(texts))
+    with together(comm):
+        try:
+            done.append(work())
+        except ZerodriftError as error:
+            raise CheckpointError(str(error)) from error
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"`checkpoint`: must be read and written; got {what}") from error
     return done[0]
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from zerodrift.dtypes import TRAINING_DTYPES, DType, parse, widest
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, ConfigError
-from zerodrift.io.checkpoint import together
+from zerodrift.io.checkpoint import everywhere
 from zerodrift.io.conversions import Shape, layout
 from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
 from zerodrift.io.progress import Bar
@@ -73,7 +73,7 @@ def export(
     begin = time.monotonic()
     comm, rank = engine.comm, engine.mesh.rank()
     target = Path(folder).expanduser()
-    files = together(comm, lambda: _files(engine, dtype, max_shard_size))
+    files = everywhere(comm, lambda: _files(engine, dtype, max_shard_size))
     started: list[Staging] = []
 
     def start() -> str:
@@ -85,10 +85,10 @@ def export(
         return str(started[0].path) if started else ""
 
     try:
-        path = Path(comm.broadcast_object(together(comm, start), 0))
-        together(comm, lambda: _must_see(path, files, rank))
-        together(comm, lambda: _write(engine, path, files))
-        together(comm, lambda: started[0].publish() if started else None)
+        path = Path(comm.broadcast_object(everywhere(comm, start), 0))
+        everywhere(comm, lambda: _must_see(path, files, rank))
+        everywhere(comm, lambda: _write(engine, path, files))
+        everywhere(comm, lambda: started[0].publish() if started else None)
     except BaseException:
         for staging in started:
             staging.remove()

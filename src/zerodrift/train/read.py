@@ -16,11 +16,10 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from zerodrift.config import fields
-from zerodrift.config.load import load
-from zerodrift.config.plain import Tree, join, override, plain, shown
-from zerodrift.config.read import read
+from zerodrift.config.load import load, tree_of
+from zerodrift.config.plain import Tree, join, override, shown
 from zerodrift.config.schema import Block, Config
-from zerodrift.errors import ConfigError, Problem, Problems, nearest
+from zerodrift.errors import ConfigError, Problems, nearest
 from zerodrift.train.job import Job
 
 UNDER_CONFIG = "config."
@@ -31,7 +30,7 @@ def read_job(
 ) -> tuple[Job, Config]:
     """The job, and the engine's config in it, after `overrides` such as `run.steps=10` or
     `config.zero_optimization.stage=2`."""
-    heading, tree, problems = _tree(source)
+    heading, tree, problems = tree_of(source, "job")
     for_config = [text for text in overrides if text.startswith(UNDER_CONFIG)]
     override(tree, [text for text in overrides if text not in for_config], problems)
     given = tree.get("config")
@@ -53,19 +52,6 @@ def _told(problems: Problems, heading: str) -> str:
     except ConfigError as error:
         return str(error)
     raise AssertionError("there are problems")
-
-
-def _tree(source: object) -> tuple[str, Tree, Problems]:
-    problems = Problems()
-    if isinstance(source, Mapping):
-        return "job", plain(source, problems), problems
-    if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(str(Problem("job", "must be a path or a dict", shown(source))))
-    heading = os.fsdecode(source)
-    written = read(source)
-    if not isinstance(written, dict):
-        raise ConfigError(str(Problem(heading, "must hold a block of keys at its top", shown(written))))
-    return heading, plain(written, problems), problems
 
 
 def _config(given: Any, overrides: list[str]) -> tuple[Config | None, str]:
