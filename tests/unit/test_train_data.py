@@ -102,6 +102,29 @@ def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Pa
     assert {text for text in texts if Document(text).share(4) < 0.25} != held
 
 
+def test_of_one_text_the_last_blocks_are_held_out(tmp_path: Path) -> None:
+    text = "".join(chr(97 + number % 26) for number in range(1599))  # and the end of the text: 1600 tokens
+    file = tmp_path / "one.txt"
+    file.write_text(text)
+    parts = made(tmp_path, data(file, validation=0.05))
+    assert parts.validation is not None
+    assert (len(parts.train), len(parts.validation)) == (95, 5)
+    assert bytes(stream(parts.train).tolist()).decode() == text[: 95 * 16]
+    assert stream(parts.validation)[-1] == 256
+
+
+def test_marks_and_counts_are_split_with_the_blocks(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "one.jsonl", [{"messages": TALK}] * 40)
+    whole = made(tmp_path, data(file, block=64)).train
+    parts = made(tmp_path, data(file, block=64, validation=0.05))
+    assert parts.validation is not None and len(parts.train) + len(parts.validation) == len(whole)
+    own, there = np.arange(len(parts.validation)), np.arange(len(parts.train), len(whole))
+    for found, wanted in zip(parts.validation.read(own), whole.read(there), strict=True):
+        assert (found == wanted).all()
+    assert (whole.read(there)[1] == IGNORED).any() and (whole.read(there)[1] != IGNORED).any()
+    assert (parts.validation.labels(own) == whole.labels(there)).all()
+
+
 def test_validation_files_of_their_own(tmp_path: Path) -> None:
     train, other = tmp_path / "train.txt", tmp_path / "other.txt"
     train.write_text("a" * 40)

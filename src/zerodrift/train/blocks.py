@@ -107,9 +107,15 @@ class Blocks:
     def split(self, share: float) -> tuple[Blocks, Blocks]:
         """The blocks before and after: the last `share` of a map is the second."""
         cuts = [min(len(part) - 1, max(1, round(len(part) * share))) for part in self.maps]
-        first = tuple(part[: len(part) - cut] for part, cut in zip(self.maps, cuts, strict=True))
-        last = tuple(part[len(part) - cut :] for part, cut in zip(self.maps, cuts, strict=True) if cut)
-        return Blocks(first, None, None, self.length), Blocks(last, None, None, self.length)
+        keep = [len(part) - cut for part, cut in zip(self.maps, cuts, strict=True)]
+        first = tuple(part[:kept] for part, kept in zip(self.maps, keep, strict=True))
+        last = tuple(part[kept:] for part, kept, cut in zip(self.maps, keep, cuts, strict=True) if cut)
+        if self.learned is None and self.counts is None:
+            return Blocks(first, None, None, self.length), Blocks(last, None, None, self.length)
+        (kept,) = keep  # of the only map
+        marks = (None, None) if self.learned is None else (self.learned[:kept], self.learned[kept:])
+        counts = (None, None) if self.counts is None else (self.counts[:kept], self.counts[kept:])
+        return Blocks(first, marks[0], counts[0], self.length), Blocks(last, marks[1], counts[1], self.length)
 
 
 def open_blocks(folder: Path, part: str) -> Blocks:

@@ -65,6 +65,11 @@ class Folder:
         """TensorBoard's."""
         return self.path / "tensorboard"
 
+    @property
+    def wandb(self) -> Path:
+        """What Weights & Biases calls this run."""
+        return self.path / "wandb-id"
+
     def cache(self, written: str) -> Path:
         """Where packed blocks lie; `written` is `data.cache`."""
         return Path(written).expanduser() if written else self.path.parent / "cache"

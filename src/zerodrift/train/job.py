@@ -60,7 +60,8 @@ class Data(Block):
     train: Paths
     """Files, folders or globs: text, JSONL, parquet, or token maps (`.npy`, `.bin`)."""
     validation: Share | Paths = 0.0
-    """A share of the training documents that is held out, or files of their own."""
+    """A share of the training documents that is held out, or files of their own. Of token maps, and where
+    documents are too few for one to be held out, it is the last blocks."""
     format: Literal["auto", "text", "chat", "tokens"] = "auto"
     """`text` is one document per file or row, `chat` a conversation per row, `tokens` a map of token
     numbers. `auto` looks at names and the first row."""

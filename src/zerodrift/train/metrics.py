@@ -1,4 +1,5 @@
-"""What is measured of a run, a JSON line each: for programs, for the report, and for TensorBoard and W&B.
+"""What is measured of a run, a JSON line each: for programs and for the report; `boards` shows the
+same numbers elsewhere.
 
 A line has a `kind`: `start`, `step`, `evaluation`, `checkpoint`, `skip`, `precision`, `end`. Times are
 seconds of training in this and earlier runs of the folder; what was written after the checkpoint that a run
@@ -9,7 +10,6 @@ Invariant: one process writes, and a line that is there is whole.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.errors import ConfigError, Problems
+from zerodrift.train.boards import boards
 from zerodrift.train.folder import Folder
 from zerodrift.train.job import Run
 
@@ -66,7 +66,7 @@ class Metrics:
         beside.write_text("".join(_text(line) for line in self.lines), encoding="utf-8")
         beside.replace(folder.metrics)
         self._file = folder.metrics.open("a", encoding="utf-8")
-        self._boards = _boards(folder, run)
+        self._boards = boards(folder, run, after)
 
     @property
     def seconds(self) -> float:
@@ -130,48 +130,3 @@ def memory(device: torch.device) -> int:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else most * 1024
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-# --- boards -------------------------------------------------------------------------------------------
-
-
-def check_boards(run: Run) -> None:
-    """Refuse a board that is not installed, before anything is started."""
-    problems = Problems()
-    for key, wanted in (("tensorboard", run.tensorboard), ("wandb", bool(run.wandb))):
-        if wanted and importlib.util.find_spec(key) is None:
-            problems.add(f"run.{key}", f"`{key}` must be installed", "no such package", f"pip install {key}")
-    problems.raise_as(ConfigError)
-
-
-def _boards(folder: Folder, run: Run) -> list[Any]:
-    boards: list[Any] = [_TensorBoard(folder.events)] if run.tensorboard else []
-    return [*boards, _Wandb(folder, run.wandb)] if run.wandb else boards
-
-
-class _TensorBoard:
-    def __init__(self, path: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(path))
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        for key, value in numbers.items():
-            self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, folder: Folder, project: str) -> None:
-        import wandb
-
-        config = json.loads(folder.job.read_text())
-        self._run = wandb.init(project=project, name=folder.path.name, dir=str(folder.path), config=config)
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()

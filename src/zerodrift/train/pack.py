@@ -63,6 +63,9 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
     if not len(blocks):
         must, todo = "must fill at least one block", "Name more files, or lower `data.block`."
         raise ConfigError(str(Problem("data.train", must, f"less than {data.block} tokens", todo)))
+    if isinstance(data.validation, float) and data.validation and not len(validation) and len(blocks) > 1:
+        # Too few documents for one of them to be chosen, a single text for example: its last blocks are.
+        blocks, validation = blocks.split(data.validation)
     return Prepared(blocks, validation if len(validation) else None, kind, key)
 
 

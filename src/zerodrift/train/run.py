@@ -28,11 +28,11 @@ from zerodrift.report.rows import grouped
 from zerodrift.report.terminal import plan_text
 from zerodrift.train import model as models
 from zerodrift.train.blocks import Blocks
+from zerodrift.train.boards import check_boards
 from zerodrift.train.display import Display
 from zerodrift.train.feed import Feed, Seat
 from zerodrift.train.folder import Folder
 from zerodrift.train.job import Job
-from zerodrift.train.metrics import check_boards
 from zerodrift.train.pack import Prepared, prepare
 from zerodrift.train.page import run_page
 from zerodrift.train.tokens import Tokenizer, tokenizer

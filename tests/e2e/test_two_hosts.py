@@ -1,0 +1,62 @@
+"""A run on two hosts: the same numbers as on one, and on again after one of them lost its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.hosts import possible, two_hosts
+from tests.e2e.jobs import job, losses, start
+from tests.e2e.test_train_launch import children, rank_of, until
+
+WHY_NOT = possible()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of two ranks on one host."""
+    folder = tmp_path_factory.mktemp("one")
+    process = start("train", str(job(folder, "slow", STEPS)), "--nproc", "2")
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, out + err
+    return losses(folder)
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
+    said = []
+    try:
+        for process in processes:
+            said.append(process.communicate(timeout=150)[0])
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    return said
+
+
+def test_two_hosts_are_as_one(tmp_path: Path, on_one: dict[int, float]) -> None:
+    file = job(tmp_path, "slow", STEPS)
+    with two_hosts() as (one, other):
+        said = ended([host.start(one, file) for host in (one, other)])
+    assert losses(tmp_path) == on_one
+    assert f"step {STEPS}/{STEPS}" in said[0] and "step " not in said[1], "one rank of all speaks"
+
+
+@pytest.mark.slow
+def test_a_host_that_loses_its_rank_comes_back(tmp_path: Path, on_one: dict[int, float]) -> None:
+    file = job(tmp_path, "slow", STEPS, run={"checkpoint_every": 2})
+    with two_hosts() as (one, other):
+        processes = [host.start(one, file, "--max-restarts=2") for host in (one, other)]
+        until(tmp_path, 5, processes[0])
+        (victim,) = (pid for pid in children(processes[1].pid) if rank_of(pid) is not None)
+        os.kill(victim, signal.SIGKILL)
+        said = ended(processes)
+    assert "going on after step" in said[0] + said[1]
+    assert losses(tmp_path) == on_one
