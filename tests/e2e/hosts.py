@@ -32,28 +32,11 @@ class Host:
         place = f"--rdzv-endpoint={first.address}:29500"
         # A namespace does not know itself by name, so who keeps the store is said.
         host = f"--rdzv-conf=is_host={int(self == first)},join_timeout=60"
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=2",
-            "--nproc-per-node=1",
-            "--rdzv-backend=c10d",
-        ]
-        launcher += [place, host, f"--local-addr={self.address}", *options]
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", place, host]
+        command += [f"--local-addr={self.address}", *options, "-m", "zerodrift", "train", str(file)]
         return subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                self.name,
-                sys.executable,
-                *launcher,
-                "-m",
-                "zerodrift",
-                "train",
-                str(file),
-            ],
+            command,
             cwd=ROOT,
             env={
                 **os.environ,

@@ -22,10 +22,10 @@ def until(folder: Path, step: int, process: subprocess.Popen[str], limit: float 
         if max(losses(folder), default=0) >= step:
             return
         if process.poll() is not None:
-            raise AssertionError("".join(process.communicate()))
+            raise AssertionError("".join(filter(None, process.communicate())))
         time.sleep(0.05)
     process.kill()
-    raise AssertionError(f"no step {step} in {limit} s: {''.join(process.communicate())}")
+    raise AssertionError(f"no step {step} in {limit} s: {''.join(filter(None, process.communicate()))}")
 
 
 def children(pid: int) -> list[int]:
