@@ -101,14 +101,6 @@ def admits(kind: Any) -> str:
     return either(words)
 
 
-def takes_auto(kind: Any) -> bool:
-    """Whether "auto" may be written for a key."""
-    return any(
-        typing.get_origin(option) is Literal and "auto" in typing.get_args(option)
-        for option, _ in _options(kind)
-    )
-
-
 def choices(kind: Any) -> list[str]:
     """The words that a key admits, for the nearest of them."""
     return [
