@@ -1,10 +1,10 @@
-"""The optimizer step on a CPU: one line per scheme, beside torch's and the chain of separate passes.
+"""The optimizer step: one line per scheme, beside torch's and the chain of separate passes.
 
 Every case is timed in turns with a plain `copy_` of as many fp32 elements, and shown as a multiple of that
 copy's bytes per second (8 bytes per element), so a busy or slow machine changes both. Bytes are the fewest
 that the case has to move, so separate passes over the same data count once.
 
-    python bench/update.py [--numel 20M] [--threads 1] [--rounds 15] [--json FILE]
+    python bench/update.py [--numel 20M] [--threads 1] [--rounds 15] [--device cpu] [--json FILE]
 
 `norm + ...` reads the gradient once more before the step, for the clip factor: that is what replaces the
 chain, which is unscale, `clip_grad_norm_`, fused AdamW, and the cast of the weights to bf16. `torch root`
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import DType
-from zerodrift.kernels import native
+from zerodrift.kernels import device, native
 from zerodrift.kernels.squares import block_square_sums, digits, total
 from zerodrift.optim.fused import update
 from zerodrift.optim.reference import Step, reference_update
@@ -71,7 +71,7 @@ class Result:
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
-    results = list(measure(options.numel, options.rounds))
+    results = list(measure(options.numel, options.rounds, torch.device(options.device)))
     show(results, options)
     if options.json:
         record = {"machine": machine(options), "results": [asdict(result) for result in results]}
@@ -79,10 +79,11 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The optimizer step on a CPU.")
+    parser = argparse.ArgumentParser(description="The optimizer step.")
     parser.add_argument("--numel", type=count, default=count("20M"), help="parameters: 20M, 200M, 1000000")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -95,15 +96,16 @@ def count(text: str) -> int:
     return max(number // native.BLOCK, 1) * native.BLOCK
 
 
-def measure(numel: int, rounds: int) -> Iterator[Result]:
-    source, target = torch.randn(numel), torch.empty(numel)
-    gradient = torch.randn(numel)
+def measure(numel: int, rounds: int, where: torch.device) -> Iterator[Result]:
+    source, target = torch.randn(numel, device=where), torch.empty(numel, device=where)
+    gradient = torch.randn(numel, device=where)
     found = {}
-    for case in cases():
+    for case in cases(where):
         step = case.build(gradient)
-        found[case.name] = in_turns(step, lambda: target.copy_(source), 3 if case.slow else rounds)
+        clock = Clock(where)
+        found[case.name] = in_turns(step, lambda: target.copy_(source), clock, 3 if case.slow else rounds)
         del step
-    for case in cases():
+    for case in cases(where):
         seconds, copies = found[case.name]
         moved = case.size * numel
         yield Result(
@@ -116,7 +118,23 @@ def measure(numel: int, rounds: int) -> Iterator[Result]:
         )
 
 
-def in_turns(step: Callable[[], object], copy: Callable[[], object], rounds: int) -> tuple[float, float]:
+class Clock:
+    """Seconds of a call, until the device has done what it was told."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait = torch.get_device_module(device).synchronize
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - start
+
+
+def in_turns(
+    step: Callable[[], object], copy: Callable[[], object], timed: Clock, rounds: int
+) -> tuple[float, float]:
     """(median seconds of a step, median of a step's time in copies of the same round)."""
     steps, ratios = [], []
     for number in range(rounds + 2):
@@ -128,13 +146,7 @@ def in_turns(step: Callable[[], object], copy: Callable[[], object], rounds: int
     return statistics.median(steps), statistics.median(ratios)
 
 
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def cases() -> list[Case]:
+def cases(where: torch.device) -> list[Case]:
     bf16, fp32 = torch.bfloat16, torch.float32
     exact, split, same = Master.FP32, Master.SPLIT, Master.SAME
     wide, near, drawn = State.FP32, State.BF16, State.BF16_STOCHASTIC
@@ -157,7 +169,7 @@ def cases() -> list[Case]:
         Case("torch AdamW fused", 28, torch_step(fused=True)),
         Case("torch AdamW foreach", 28, torch_step(foreach=True), slow=True),
         Case("torch AdamW default", 28, torch_step(foreach=False), slow=True),
-        *deepspeed_cases(),
+        *(deepspeed_cases() if where.type == "cpu" else []),
         Case(CHAIN, 34, chain),
     ]
 
@@ -176,13 +188,13 @@ def ours(
 ) -> Case:
     def build(gradient: Tensor) -> Callable[[], object]:
         scheme = Scheme(storage, master, state)
-        numel = gradient.numel()
+        blocks = gradient.numel() // native.BLOCK
         mine = allocate(
             scheme,
-            torch.randn(numel).to(storage.torch),
+            torch.randn_like(gradient).to(storage.torch),
             moment_count(algorithm, (HYPER,)),
-            groups=torch.zeros(numel // native.BLOCK, dtype=torch.int32),
-            keys=block_keys(parameter_key("weight"), 0, numel // native.BLOCK),
+            groups=torch.zeros(blocks, dtype=torch.int32, device=gradient.device),
+            keys=block_keys(parameter_key("weight"), 0, blocks, gradient.device),
         )
         given = gradient.to(grad)
         path = reference_update if slow else update
@@ -204,7 +216,7 @@ def norm(gradient: Tensor) -> Callable[[], object]:
 
 def torch_step(**kind: bool) -> Callable[[Tensor], Callable[[], object]]:
     def build(gradient: Tensor) -> Callable[[], object]:
-        parameter = torch.nn.Parameter(torch.randn(gradient.numel()))
+        parameter = torch.nn.Parameter(torch.randn_like(gradient))
         parameter.grad = gradient
         optimizer = torch.optim.AdamW([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
         optimizer.param_groups[0].update(kind)
@@ -221,7 +233,7 @@ def deepspeed_cases() -> list[Case]:
         return []
 
     def build(gradient: Tensor) -> Callable[[], object]:
-        parameter = torch.nn.Parameter(torch.randn(gradient.numel()))
+        parameter = torch.nn.Parameter(torch.randn_like(gradient))
         parameter.grad = gradient
         return DeepSpeedCPUAdam([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay).step
 
@@ -229,9 +241,9 @@ def deepspeed_cases() -> list[Case]:
 
 
 def chain(gradient: Tensor) -> Callable[[], object]:
-    parameter = torch.nn.Parameter(torch.randn(gradient.numel()))
+    parameter = torch.nn.Parameter(torch.randn_like(gradient))
     summed = parameter.grad = gradient.clone()
-    visible = torch.empty(gradient.numel(), dtype=torch.bfloat16)
+    visible = torch.empty_like(gradient, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True)
 
     def step() -> None:
@@ -244,20 +256,23 @@ def chain(gradient: Tensor) -> Callable[[], object]:
 
 
 def machine(options: argparse.Namespace) -> dict[str, object]:
-    built = native.library()
+    where = torch.device(options.device)
+    fast = native.library() is not None if where.type == "cpu" else device.works(where)
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": processor(),
+        "processor": processor(where),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": options.threads,
         "numel": options.numel,
         "rounds": options.rounds,
-        "kernels": "compiled" if built is not None else "reference",
+        "kernels": "compiled" if fast else "reference",
     }
 
 
-def processor() -> str:
+def processor(where: torch.device) -> str:
+    if where.type != "cpu":
+        return str(torch.get_device_module(where).get_device_name(where))
     first = native.processor().splitlines()[0]
     return first.split(":")[-1].strip()
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from zerodrift.api import empty, export, initialize, load_weights, make_plan, save_16bit
+    from zerodrift.api import (
+        empty,
+        export,
+        initialize,
+        initialize_pipeline,
+        load_weights,
+        make_plan,
+        save_16bit,
+    )
     from zerodrift.config.load import load
     from zerodrift.config.schema import Config
     from zerodrift.engine.engine import Engine, StepResult
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
     from zerodrift.mesh import MeshShape
     from zerodrift.model.sources import describe
     from zerodrift.model.spec import ModelSpec
+    from zerodrift.pipeline.cut import Parts
+    from zerodrift.pipeline.run import BatchResult, PipelineEngine
     from zerodrift.plan.build import build
     from zerodrift.plan.cost import Cost, cost
     from zerodrift.plan.table import Plan
@@ -39,6 +49,7 @@ if TYPE_CHECKING:
     from zerodrift.policy.resolve import mesh_for, resolve
 
 _HOMES = {
+    "BatchResult": "pipeline.run",
     "CheckpointError": "errors",
     "Checkpoints": "io.checkpoint",
     "Config": "config.schema",
@@ -53,6 +64,8 @@ _HOMES = {
     "ModelError": "errors",
     "ModelSpec": "model.spec",
     "NonFiniteError": "errors",
+    "Parts": "pipeline.cut",
+    "PipelineEngine": "pipeline.run",
     "Plan": "plan.table",
     "Policy": "policy.nouns",
     "PrecisionError": "errors",
@@ -66,6 +79,7 @@ _HOMES = {
     "empty": "api",
     "export": "api",
     "initialize": "api",
+    "initialize_pipeline": "api",
     "load": "config.load",
     "load_weights": "api",
     "make_plan": "api",
@@ -75,6 +89,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchResult",
     "CheckpointError",
     "Checkpoints",
     "Config",
@@ -89,6 +104,8 @@ __all__ = [
     "ModelError",
     "ModelSpec",
     "NonFiniteError",
+    "Parts",
+    "PipelineEngine",
     "Plan",
     "Policy",
     "PrecisionError",
@@ -102,6 +119,7 @@ __all__ = [
     "empty",
     "export",
     "initialize",
+    "initialize_pipeline",
     "load",
     "load_weights",
     "make_plan",

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from zerodrift.config.load import load
 from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError, UnsupportedError
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
+from zerodrift.model.spread import ranks as ranks_of
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
     from zerodrift.io.export import Exported
     from zerodrift.io.weights import LoadedWeights
+    from zerodrift.pipeline.cut import Parts
+    from zerodrift.pipeline.run import PipelineEngine
 
 
 def make_plan(
@@ -130,7 +134,13 @@ def initialize(
     from zerodrift.report.terminal import plan_text
 
     loaded = load(config, overrides)
-    mesh = start(lambda world: mesh_for(loaded, world), device)
+    if loaded.pipeline is not None and loaded.pipeline.stages > 1:
+        raise UnsupportedError(
+            f"`pipeline.stages`: must be 1 for `initialize`; got {loaded.pipeline.stages}. Call "
+            "`zerodrift.initialize_pipeline`, whose engine takes the micro-batches of a step together."
+        )
+    tensor = ranks_of(model)
+    mesh = start(lambda world: mesh_for(loaded, world, tensor), device)
     try:
         first = First.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
@@ -145,6 +155,61 @@ def initialize(
         else:
             make = Engine
         engine = make(plan, model, mesh, optimizer, schedule, first.sources(plan))
+        done = first.finish()
+        if shown and done is not None:
+            print(done)
+        return engine
+    except BaseException:
+        mesh.stop()
+        raise
+
+
+def initialize_pipeline(
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config = "zerodrift.yaml",
+    *,
+    parts: Parts | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    strict: bool | Sequence[str] = True,
+    schedule: Any = None,
+    device: str | torch.device | None = None,
+    quiet: bool = False,
+) -> PipelineEngine:
+    """An engine that trains `model` cut over ranks as the config's `pipeline` block says.
+
+    `model` is a causal language model of `transformers`, or any module with a list of layers, which `parts`
+    names. Every rank builds all of it; built inside `empty()` it takes no memory, and each rank fills its own
+    pieces. The rest is as in `initialize`; the optimizer is the config's.
+    """
+    from zerodrift.comm.collectives import Collectives
+    from zerodrift.comm.mesh import start
+    from zerodrift.io.first import First
+    from zerodrift.pipeline.make import pipeline_engine
+    from zerodrift.pipeline.schedules import timeline
+    from zerodrift.plan.cost import cost
+    from zerodrift.report.rows import grouped
+    from zerodrift.report.terminal import plan_text
+
+    loaded = load(config)
+    if ranks_of(model) > 1:
+        raise UnsupportedError(
+            "`model`: must not be spread over ranks layer by layer in a pipeline; got tensor parallelism "
+            f"over {ranks_of(model)} ranks. Use one of the two."
+        )
+    mesh = start(lambda world: mesh_for(loaded, world), device)
+    try:
+        first = First.begin(model, weights, strict, Collectives(mesh))
+        plan = build(resolve(loaded, mesh.shape), first.spec, mesh.shape)
+        if plan.policy.pipeline is None:
+            raise ConfigError(
+                "`pipeline.stages`: must be above 1 for `initialize_pipeline`; got none. Write "
+                "`pipeline: {stages: 2}`, or call `zerodrift.initialize`."
+            )
+        shown = mesh.rank() == 0 and not quiet
+        if shown:
+            print(plan_text(plan, cost(plan), grouped(plan), timeline(plan), color=sys.stdout.isatty()))
+        first.show(shown)
+        engine = pipeline_engine(plan, model, mesh, first.sources(plan), parts, schedule)
         done = first.finish()
         if shown and done is not None:
             print(done)

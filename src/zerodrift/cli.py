@@ -23,6 +23,7 @@ from zerodrift.errors import ConfigError, Problems, ZerodriftError
 
 if TYPE_CHECKING:
     from zerodrift.plan.table import Plan
+    from zerodrift.plan.timeline import Timeline
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes; the last two are those of a shell for SIGINT and SIGPIPE."""
@@ -363,19 +364,28 @@ def _plan_text(made: Plan, micro_batches: int | None, rows: str | None, json: bo
     from zerodrift.report.explain import explain_row
     from zerodrift.report.rows import grouped, single
 
-    bill = cost(made, micro_batches)
+    bill, timeline = cost(made, micro_batches), _timeline(made)
     if html is not None:
         from zerodrift.report.page import plan_page
 
-        _write(html, plan_page(made, bill, grouped(made)))
+        _write(html, plan_page(made, bill, grouped(made), timeline))
     if rows is None:
         if json:
-            return as_json.plan_json(made, bill)
-        return terminal.plan_text(made, bill, grouped(made), color=_color())
+            return as_json.plan_json(made, bill, timeline)
+        return terminal.plan_text(made, bill, grouped(made), timeline, color=_color())
     chosen = names.matching(made, rows, "--rows")
     if json:
         return as_json.rows_json((explain_row(made, index) for index in chosen), made)
     return terminal.rows_text(made, single(made, chosen), color=_color())
+
+
+def _timeline(made: Plan) -> Timeline | None:
+    """The order of a pipeline, which is torch's to say; None without a pipeline."""
+    if made.policy.pipeline is None:
+        return None
+    from zerodrift.pipeline.schedules import timeline
+
+    return timeline(made)
 
 
 def _numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:

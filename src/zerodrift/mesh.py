@@ -3,12 +3,18 @@
 `comm/mesh.py` gives the axes their groups when ranks exist. Ranks are numbered with `shard` fastest, then
 `replicate`, then `pipeline`, so that neighbours share a shard group.
 
-Invariant: the axes multiply to the world size.
+Expert parallelism adds no ranks: it folds the shard axis into `expert` x `expert_shard`. Neighbours hold
+different experts, and every `expert`-th rank of a shard group holds slices of the same ones.
+
+Tensor parallelism of a user's own (DTensor parameters) is the fastest axis of all: its ranks see the same
+data, and each of them has all other axes to itself.
+
+Invariant: the axes multiply to the world size, and `expert` divides `shard`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from zerodrift.errors import MeshError
 
@@ -23,10 +29,19 @@ class MeshShape:
     """Copies of the model that see different data."""
     pipeline: int = 1
     """Pipeline stages."""
+    expert: int = field(default=1, metadata={"omitted": True})
+    """Ranks of a shard group that hold different experts; 1 where every rank has all."""
+    tensor: int = field(default=1, metadata={"omitted": True})
+    """Ranks that the model itself is spread over, where its parameters are DTensors."""
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks of a shard group that share the same experts."""
+        return self.shard // self.expert
 
     @property
     def world(self) -> int:
-        return self.shard * self.replicate * self.pipeline
+        return self.shard * self.replicate * self.pipeline * self.tensor
 
     @property
     def data(self) -> int:
@@ -35,12 +50,29 @@ class MeshShape:
 
     def __str__(self) -> str:
         axes = [("pipeline", self.pipeline), ("replicate", self.replicate), ("shard", self.shard)]
+        axes.append(("tensor", self.tensor))
         shown = [f"{name} {size}" for name, size in axes if size > 1]
-        return " x ".join(shown) if shown else "1 rank"
+        text = " x ".join(shown) if shown else "1 rank"
+        return f"{text} (expert {self.expert})" if self.expert > 1 else text
 
 
-def fit(world_size: int, replicate: int, shard: int, pipeline: int) -> MeshShape:
+def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int = 1) -> MeshShape:
     """The mesh for `world_size` ranks; `replicate` and `shard` may be 0 for "whatever is left"."""
+    shape = _fit(world_size, replicate, shard, pipeline)
+    if shape.shard % expert:
+        raise MeshError(
+            f"`experts.ranks`: must divide the {shape.shard} ranks of a shard group; got {expert} on a mesh "
+            f"of {shape}. Use a divisor of {shape.shard}, or fewer replicas."
+        )
+    return replace(shape, expert=expert)
+
+
+def spread(shape: MeshShape, tensor: int) -> MeshShape:
+    """The same mesh for each of `tensor` neighbours."""
+    return replace(shape, tensor=tensor)
+
+
+def _fit(world_size: int, replicate: int, shard: int, pipeline: int) -> MeshShape:
     if world_size < 1:
         raise MeshError(f"`world size`: must be at least 1; got {world_size}.")
     if world_size % pipeline:

@@ -1,7 +1,8 @@
 """Frozen dataclasses to JSON values and back, driven by their own annotations.
 
 One codec serves every noun, so a field that is added is also written, read and hashed. Enums are their
-values, tuples are lists.
+values, tuples are lists. A field with `metadata={"omitted": True}` is not written where it has its default:
+values that do without it keep their JSON, and their digest.
 
 Invariant: `decode(type(x), encode(x)) == x`.
 """
@@ -23,7 +24,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: encode(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if not (_omitted(field) and getattr(value, field.name) == field.default)
+        }
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
     return value
@@ -32,6 +37,16 @@ def encode(value: Any) -> Any:
 def decode(kind: type[T], data: Any) -> T:
     """The inverse of `encode`, for a value annotated as `kind`."""
     return _decode(kind, data)
+
+
+def _omitted(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("omitted"))
+
+
+@functools.cache
+def _left_out(kind: Any) -> frozenset[str]:
+    """Fields that may be missing from what was written."""
+    return frozenset(field.name for field in dataclasses.fields(kind) if _omitted(field))
 
 
 @functools.cache
@@ -57,5 +72,6 @@ def _decode(kind: Any, data: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(data)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return kind(**{name: _decode(hint, data[name]) for name, hint in _fields(kind).items()})
+        given = {n: hint for n, hint in _fields(kind).items() if n in data or n not in _left_out(kind)}
+        return kind(**{name: _decode(hint, data[name]) for name, hint in given.items()})
     return float(data) if kind is float else data

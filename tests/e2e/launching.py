@@ -1,9 +1,10 @@
-"""Two ranks of a script under torchrun, with an end to them whatever they do."""
+"""Two ranks of a script under a launcher, with an end to them whatever they do."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,23 @@ from pathlib import Path
 def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
     """Run `script` on two ranks in `folder`. Raises what they printed where one fails or they do not end."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    _run([*launch, str(script), *arguments], folder, seconds)
+
+
+def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
+    """The same under DeepSpeed's own launcher."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = Path(sys.executable).with_name("deepspeed")
+    launch = [str(launcher), "--num_gpus", "2", "--master_port", str(port)]
+    _run([*launch, str(script), *arguments], folder, seconds)
+
+
+def _run(command: list[str], folder: Path, seconds: float) -> None:
     with open(folder / "output", "w+") as output:
         process = subprocess.Popen(
-            [*launch, str(script), *arguments],
+            command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},

@@ -18,8 +18,14 @@ EXAMPLES = ROOT / "examples"
 OURS = sorted(EXAMPLES.glob("*.yaml"))
 DEEPSPEED = sorted((EXAMPLES / "deepspeed").iterdir())
 PAGE = (EXAMPLES / "README.md").read_text()
-STAGES = {"moe-pinned": 3, "fp16": 2, "autocast": 1, "lean": 3}
-MODES = {"moe-pinned": "bf16", "fp16": "fp16", "autocast": "autocast-bf16", "lean": "bf16"}
+STAGES = {"pipeline": 2, "moe-pinned": 3, "fp16": 2, "autocast": 1, "lean": 3}
+MODES = {
+    "pipeline": "bf16",
+    "moe-pinned": "bf16",
+    "fp16": "fp16",
+    "autocast": "autocast-bf16",
+    "lean": "bf16",
+}
 
 
 def written(text: str) -> list[str]:

@@ -47,7 +47,8 @@ def test_the_other_backend_trains_and_exports_too(tmp_path: Path, capsys: pytest
     assert train(str(job(tmp_path, steps=3, config=config))) == 0
     assert list(losses(tmp_path)) == [1, 2, 3]
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
-    assert "precision: backend=fsdp2, which is not looked at" in capsys.readouterr().out
+    assert "precision: backend=fsdp2 storage=float32 gather=- compute=bfloat16 " in capsys.readouterr().out
+    assert kinds(tmp_path, "precision")[0]["cells"]
 
 
 def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
@@ -141,11 +142,14 @@ def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     assert "failed after step" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_dtype_that_is_not_the_plans_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+def test_a_dtype_that_is_not_the_plans_ends_the_run(backend: str, tmp_path: Path) -> None:
+    config = {"backend": backend}
     with pytest.raises(PrecisionError, match=r"`head.weight`: `compute` must be bfloat16 .*got float32"):
-        train(str(job(tmp_path, "widened")))
+        train(str(job(tmp_path, "widened", config=config)))
     assert "DIFFERENT" in (tmp_path / "run" / "report.html").read_text()
-    assert train(str(job(tmp_path, "widened", run={"check_precision": False}, steps=2))) == 0
+    job_file = str(job(tmp_path, "widened", config=config, run={"check_precision": False}, steps=2))
+    assert train(job_file) == 0
 
 
 def test_no_memory_says_what_was_expected_and_what_helps(tmp_path: Path) -> None:

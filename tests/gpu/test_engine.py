@@ -62,6 +62,20 @@ def test_muon_and_its_statistics_are_the_same_at_every_stage() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_offload_changes_no_bit(mode: str, stage: int) -> None:
+    """The programs of the device and the kernels of the host agree, whatever is copied when."""
+    pytest.importorskip("triton")
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        assert same([run(stage, mode), run(stage, mode, zero_optimization=zero)]) == []
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_gathered_memory_comes_back() -> None:
     engine = initialize(
         GPT(layers=8, width=256).cuda(), config=config(3, "autocast-bf16"), device="cuda", quiet=True

@@ -223,6 +223,30 @@ def test_any_length_and_alignment(numel: int, state: State) -> None:
 
 
 @compiled
+def test_codes_around_the_bounds_of_decades_and_binades() -> None:
+    """Where a lookup could take the neighbour: every bound and power of two, and 50 numbers on both sides."""
+    edges = torch.tensor([10.0**-k for k in range(8)] + [2.0**-k for k in range(40)])
+    near = (edges.view(torch.int32)[:, None] + torch.arange(-50, 51, dtype=torch.int32)).view(torch.float32)
+    near = torch.cat([near.flatten(), torch.tensor([0.0, 1e-20, 1e-42])]).clamp(max=1.0)
+    values = torch.ones(-(-near.numel() // 255), 256)  # every block has a 1, so its scale is 1
+    padded = torch.nn.functional.pad(near, (0, values.shape[0] * 255 - near.numel()))
+    values[:, 1:] = padded.view(-1, 255)
+    first = values.flatten() * (1 - 2 * (torch.arange(values.numel()) % 2))
+    keys = block_keys(3, 0, values.shape[0])
+    scheme = Scheme(DType.FP32, Master.SAME, State.EIGHT_BIT)
+    # A first moment that is the gradient, and a second one that is its square.
+    for algorithm, gradient in ((Algorithm.SGD, first), (Algorithm.ADAMW, values.flatten().sqrt())):
+        one = allocate(scheme, torch.zeros(values.numel()), moments_of(algorithm), keys=keys)
+        other = copy.deepcopy(one)
+        for number in range(1, 9):
+            step = Step(algorithm, (Hyper(1e-3, 1, (0.9, 0.0), momentum=0.9),), number)
+            reference_update(scheme, one, gradient, step)
+            fused.update(scheme, other, gradient, step)
+            assert_equal(one, other, f"{algorithm} {number}")
+            assert one.moments[-1].unique().numel() > 30 and (one.scales[-1] == 1).all()
+
+
+@compiled
 def test_threads_do_not_change_bits() -> None:
     scheme = Scheme(DType.BF16, Master.SPLIT, State.BF16_STOCHASTIC)
     before = torch.get_num_threads()

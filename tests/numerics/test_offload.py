@@ -1,25 +1,122 @@
-"""`offload_optimizer.device: cpu` on a CPU: planned, shown, and the same bits as without it."""
+"""`offload_optimizer.device: cpu`: the same bits as without it, on a CPU and where the host is elsewhere.
+
+A CPU plays both sides: told a way to copy, an updater treats the tensors of the engine as a device's and
+keeps images of its own. The copies, their order and what waits for what are those of a GPU. Two ways stand
+for all that a device may do: one copies at once, the other at the last moment that is allowed.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.numerics.networks import GPT
+from tests.numerics.pieces import owned
 from tests.numerics.runs import Run, config, make, train
 from tests.ranks.harness import run_ranks
+from zerodrift.api import make_plan
+from zerodrift.optim.offload import Offloaded
+from zerodrift.optim.transfers import Arrival, SideStreams, Transfers
+from zerodrift.optim.update import Owned, Updater, make_updater
+from zerodrift.plan.table import Plan
+
+MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
 
 
-def run(stage: int, device: str, rest: dict[str, Any]) -> Run:
+class Late:
+    """A way on which everything happens as late as it may, and that remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.buffers = 0
+        """Host buffers handed out."""
+        self._pending: list[Ticket] = []
+        self._names: dict[int, str] = {}
+
+    def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.buffers += 1
+        return torch.full((numel,), 77, dtype=dtype)
+
+    def begin(self) -> None:
+        assert not self._pending, "begun twice"
+        self.log.append("begin")
+
+    def down(self, host: torch.Tensor, there: torch.Tensor) -> Arrival:
+        return self._later(Ticket(self.log, "down", host, there))
+
+    def up(self, there: torch.Tensor, host: torch.Tensor) -> Arrival:
+        ticket = Ticket(self.log, "up", there, host)
+        self._pending.append(ticket)
+        return self._later(ticket)
+
+    def _later(self, ticket: Ticket) -> Ticket:
+        self.log.append(f"start {ticket.name}")
+        return ticket
+
+    def end(self) -> None:
+        self.log.append("end")
+        for ticket in self._pending:
+            ticket.copy()
+        self._pending.clear()
+
+
+class Ticket:
+    """A copy that happens when somebody waits for it."""
+
+    def __init__(self, log: list[str], kind: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.name = f"{kind} {source.numel()}"
+        self._log, self._target, self._source = log, target, source
+        self._done = False
+
+    def copy(self) -> None:
+        if not self._done:
+            self._target.copy_(self._source)
+        self._done = True
+
+    def wait(self) -> None:
+        self._log.append(f"wait {self.name}")
+        self.copy()
+
+
+def at_once() -> Transfers:
+    return SideStreams(torch.device("cpu"))
+
+
+WAYS: dict[str, Callable[[], Transfers]] = {"at once": at_once, "late": Late}
+
+
+# --- engines --------------------------------------------------------------------------------------------
+
+
+def run(stage: int, device: str, rest: dict[str, Any], own: bool = False) -> Run:
     zero = {"stage": stage, "offload_optimizer": {"device": device, "pin_memory": True}}
-    engine = make(config(stage, "bf16", 2, zero_optimization=zero, **rest), GPT(moe=True))
+    settings = config(stage, "bf16", 2, **{"zero_optimization": zero, **rest})
+    model = GPT(moe=True)
+    optimizer = None
+    if own:
+        settings.pop("optimizer")
+        optimizer = torch.optim.NAdam(model.parameters(), lr=3e-3)
+    engine = make(settings, model, optimizer=optimizer)
     found = train(engine, 3, 2)
     assert engine.plan.policy.sharding.offload == (device == "cpu")
     told = [decision.value for decision in engine.plan.policy.decisions if decision.key == "offload"]
     assert told == (["master and state"] if device == "cpu" else [])
+    if "precision" in rest:
+        found.losses.append(hash(engine.update_statistics()))
+    # What is set from outside reaches the images too, and comes back.
+    name = engine.plan.rows[0].name
+    engine.set_full_master(name, engine.full_master(name) * 1.5)
+    for key, value in engine.full_state(name).items():
+        engine.set_full_state(name, key, value * 0.5)
+    again = train(engine, 2, 2)
     engine.destroy()
-    return found
+    return replace(again, losses=found.losses + again.losses, norms=found.norms + again.norms)
 
 
 def differences(stage: int, rest: dict[str, Any]) -> list[str]:
@@ -28,9 +125,109 @@ def differences(stage: int, rest: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize(
-    "rest", [{}, {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}], ids=["adamw", "muon"]
-)
+@pytest.mark.parametrize("rest", [{}, MUON], ids=["adamw", "muon"])
 def test_offload_on_a_cpu_changes_no_bit(stage: int, rest: dict[str, Any]) -> None:
     for found in run_ranks(differences, 2, stage, rest):
         assert found == []
+
+
+def differences_elsewhere(stage: int, rest: dict[str, Any], own: bool) -> dict[str, list[str]]:
+    """On one rank: what changes where the host is elsewhere, for every way to copy."""
+    plain, found = run(stage, "none", rest, own), {}
+    for name, way in WAYS.items():
+        told = functools.partial(make_updater, transfers=way())
+        with mock.patch("zerodrift.engine.engine.make_updater", told):
+            found[name] = plain.differs(run(stage, "cpu", rest, own))
+    return found
+
+
+STATISTICS: dict[str, Any] = {"precision": {"statistics": True, "state": "bf16-stochastic"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "rest", "own"),
+    [(0, {}, False), (1, MUON, False), (2, {}, True), (3, STATISTICS, False), (3, MUON, False)],
+    ids=["0-adamw", "1-muon", "2-nadam", "3-statistics", "3-muon"],
+)
+def test_a_host_that_is_elsewhere_changes_no_bit(stage: int, rest: dict[str, Any], own: bool) -> None:
+    for found in run_ranks(differences_elsewhere, 2, stage, rest, own):
+        assert found == {"at once": [], "late": []}
+
+
+# --- one updater ----------------------------------------------------------------------------------------
+
+
+def planned(**rest: Any) -> Plan:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    return make_plan(config(2, "bf16", **{"zero_optimization": zero, **rest}), GPT(layers=4), world_size=2)
+
+
+def pieces(plan: Plan) -> list[Owned]:
+    torch.manual_seed(3)
+    return owned(plan, {row.name: torch.randn(row.shape) for row in plan.rows}, 0)
+
+
+def steps(updater: Updater, held: list[Owned], count: int) -> None:
+    for number in range(count):
+        torch.manual_seed(number)
+        updater.update({piece.number: torch.randn(piece.storage.numel()) for piece in held}, 0.5)
+
+
+def test_copies_overlap_with_the_update_and_wait_for_nothing_else() -> None:
+    """Of every segment: down ahead of its update, beside that of the one before; up as soon as it is done."""
+    plan, way = planned(), Late()
+    held = pieces(plan)
+    updater = make_updater(plan, held, None, {}, way)
+    assert isinstance(updater, Offloaded)
+    images = way.buffers
+    assert images == len(held) > 4
+    steps(updater, held, 1)
+    way.log.clear()
+    steps(updater, held, 1)
+    sizes = [piece.storage.numel() for piece in held]
+    expected = [f"wait up {size}" for size in sizes] + ["begin"]
+    ahead = [f"start down {size}" for size in sizes]
+    expected += [ahead.pop(0)]
+    for size in sizes:
+        expected += [ahead.pop(0)] if ahead else []
+        expected += [f"wait down {size}", f"start up {size}"]
+    assert way.log == [*expected, "end"]
+    # Two buffers of a size take turns, however many segments there are.
+    assert way.buffers - images <= 2 * len(set(sizes)) < len(held) + 2
+
+
+@pytest.mark.parametrize("rest", [{}, MUON], ids=["adamw", "muon"])
+def test_storage_is_the_rounded_master_after_every_step(rest: dict[str, Any]) -> None:
+    plan = planned(**rest)
+    for way in WAYS.values():
+        here, there = pieces(plan), pieces(plan)
+        plain, away = make_updater(plan, here, None, {}), make_updater(plan, there, None, {}, way())
+        assert isinstance(away, Offloaded) and not isinstance(plain, Offloaded)
+        for _ in range(3):
+            steps(plain, here, 1)
+            steps(away, there, 1)
+            for one, other in zip(here, there, strict=True):
+                assert torch.equal(one.storage, other.storage)
+                assert torch.equal(plain.master(one.number), away.master(one.number))
+                mine, theirs = plain.states(one.number), away.states(one.number)
+                assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+        assert plain.counters() == away.counters() and plain.kind == away.kind
+        assert plain.group_of == away.group_of and plain.learning_rates() == away.learning_rates()
+
+
+def test_an_update_that_fails_leaves_the_way_open() -> None:
+    plan, way = planned(), Late()
+    held = pieces(plan)
+    updater = make_updater(plan, held, None, {}, way)
+    wrong = {held[0].number: torch.randn(1)}
+    with pytest.raises(AssertionError, match="gradient"):
+        updater.update(wrong, 1.0)
+    assert way.log[-1] == "end"
+    steps(updater, held, 1)
+    assert not any((piece.storage == 77).any() for piece in held)
+
+
+def test_without_offload_a_way_is_not_used() -> None:
+    plan, way = make_plan(config(2, "bf16"), GPT(), world_size=2), Late()
+    assert not isinstance(make_updater(plan, pieces(plan), None, {}, way), Offloaded)
+    assert way.log == []

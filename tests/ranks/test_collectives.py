@@ -320,6 +320,44 @@ def test_a_reduction_receives_a_window_however_large_it_is() -> None:
         assert size <= collectives.DEPTH * 512 + 2 * 512  # the window, and a chunk in the dtype of the sum
 
 
+# Rows to other ranks
+
+
+def rows_between(carrier: Carrier) -> list[str]:
+    """Uneven splits, some or all of them empty, in every dtype that tokens and counts have."""
+    comm, wrong = joined(carrier), []
+    rank, size = comm.mesh.rank("shard"), comm.mesh.size("shard")
+    for case, dtype in itertools.product(range(4), (BF16, FP32, FP64, torch.int64)):
+        counts = [
+            [case * (source + 3 * to + source * to) % 4 for to in range(size)] for source in range(size)
+        ]
+        rows = [
+            [
+                torch.full((counts[source][to], 5), 10 * source + to).to(dtype) + torch.arange(5).to(dtype)
+                for to in range(size)
+            ]
+            for source in range(size)
+        ]
+        with comm.record() as log:
+            coming = [counts[source][rank] for source in range(size)]
+            found = comm.all_to_all(torch.cat(rows[rank]), counts[rank], coming, "shard")
+        if not same_bits(found, torch.cat([rows[source][rank] for source in range(size)])):
+            wrong.append(f"case {case} {dtype}")
+        given = 5 * sum(counts[rank])
+        if [(call.op, call.numel, call.axis, call.sum) for call in log] != [
+            ("all_to_all", given, "shard", None)
+        ]:
+            wrong.append(f"recorded {log}")
+    comm.mesh.stop()
+    return wrong
+
+
+@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_travel_to_where_they_are_sent(carrier: Carrier, world: int) -> None:
+    assert run_ranks(rows_between, world, carrier) == [[]] * world
+
+
 # What is recorded
 
 

@@ -29,7 +29,13 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 # The arithmetic
 
 
-@pytest.mark.parametrize("shape", [MeshShape(2, 3, 2), MeshShape(4), MeshShape(1, 2, 3), MeshShape()])
+SHAPES = [
+    *(MeshShape(2, 3, 2), MeshShape(4), MeshShape(1, 2, 3), MeshShape()),
+    *(MeshShape(4, 2, 2, expert=2), MeshShape(6, 1, 1, expert=6), MeshShape(6, 2, 1, expert=3)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_axis_is_a_partition_and_shard_is_numbered_fastest(shape: MeshShape) -> None:
     coordinates = itertools.product(range(shape.pipeline), range(shape.replicate), range(shape.shard))
     for rank, (stage, replica, shard) in enumerate(coordinates):
@@ -39,16 +45,34 @@ def test_every_axis_is_a_partition_and_shard_is_numbered_fastest(shape: MeshShap
         assert lines["pipeline"].index(rank) == stage
         assert lines["data"].index(rank) == shard + shape.shard * replica
         assert lines["world"].index(rank) == rank
-        sizes = {name: len(line) for name, line in lines.items()}
-        assert sizes == {
+        assert lines["expert"].index(rank) == shard % shape.expert
+        assert lines["expert_shard"].index(rank) == shard // shape.expert
+        assert sorted({*lines["expert"], *lines["expert_shard"]} - {*lines["shard"]}) == []
+        wanted: dict[str, int] = {
             "shard": shape.shard,
             "replicate": shape.replicate,
             "pipeline": shape.pipeline,
             "data": shape.data,
             "world": shape.world,
+            "tensor": 1,
         }
+        assert {name: len(line) for name, line in lines.items() if name in wanted} == wanted
         for name, line in lines.items():
             assert all(_line(shape, peer, name) == line for peer in line)
+
+
+def test_each_rank_of_a_tensor_axis_has_the_other_axes_to_itself() -> None:
+    whole, one = MeshShape(2, 3, tensor=2), MeshShape(2, 3)
+    assert whole.world == 12 and whole.data == one.data and str(whole) == "replicate 3 x shard 2 x tensor 2"
+    for rank in range(whole.world):
+        place = rank % 2
+        for name in AXES:
+            line = _line(whole, rank, name)
+            assert rank in line and all(_line(whole, peer, name) == line for peer in line)
+            if name not in ("world", "tensor"):
+                assert list(line) == [2 * other + place for other in _line(one, rank // 2, name)]
+        assert list(_line(whole, rank, "tensor")) == [rank - place, rank - place + 1]
+        assert list(_line(whole, rank, "world")) == list(range(12))
 
 
 # A world of one
@@ -59,7 +83,9 @@ def test_one_rank_needs_no_process_group(variables: pytest.MonkeyPatch, launched
     for name, value in launched.items():
         variables.setenv(name, value)
     mesh = start(lambda world: fit(world, 0, 0, 1), device="cpu")
-    assert [(mesh.size(axis), mesh.rank(axis), mesh.group(axis)) for axis in AXES] == [(1, 0, None)] * 5
+    assert [(mesh.size(axis), mesh.rank(axis), mesh.group(axis)) for axis in AXES] == [(1, 0, None)] * len(
+        AXES
+    )
     assert not dist.is_initialized()
     mesh.stop()
     mesh.stop()
@@ -104,8 +130,8 @@ def test_the_device_is_the_cpu_without_cuda(variables: pytest.MonkeyPatch) -> No
 
 
 def test_an_unknown_axis_is_a_mistake_of_ours() -> None:
-    with pytest.raises(AssertionError, match="no axis 'tensor'"):
-        start(MeshShape(), device="cpu").axis("tensor")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="no axis 'torus'"):
+        start(MeshShape(), device="cpu").axis("torus")  # type: ignore[arg-type]
 
 
 # Ranks
@@ -128,13 +154,15 @@ def describe(shape: MeshShape) -> dict[str, tuple[int, list[int], bool]]:
 
 def test_axes_have_groups_and_share_equal_ones() -> None:
     found = run_ranks(describe, 4, MeshShape(shard=2, replicate=2))
-    assert found[2] == {
+    wanted = {
         "shard": (0, [2, 3], False),
         "replicate": (1, [0, 2], False),
         "pipeline": (0, [2], False),
         "data": (2, [0, 1, 2, 3], True),
         "world": (2, [0, 1, 2, 3], True),
+        "tensor": (0, [2], False),
     }
+    assert {name: axis for name, axis in found[2].items() if name in wanted} == wanted
     found = run_ranks(describe, 4, MeshShape(shard=2, pipeline=2))
     assert found[1]["pipeline"] == (0, [1, 3], False)
     assert found[1]["data"] == found[1]["shard"] == (1, [0, 1], False)

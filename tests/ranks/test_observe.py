@@ -75,6 +75,66 @@ def test_a_pin_is_seen_in_every_column() -> None:
         assert found == [["float32"]] * 6 + [["same"], ["float32"]]
 
 
+def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
+    """DeepSpeed's `bf16.enabled`, at the default storage of each backend."""
+    written = {**config(3, "auto", 2, backend=backend), "bf16": {"enabled": enabled}}
+    del written["precision"]
+    model = GPT(tied=False)
+    given = {name: value.detach().clone() for name, value in model.named_parameters()}
+    assert any((value.bfloat16().float() != value).any() for value in given.values())
+    engine = make(written, model)
+    inexact = [name for name in given if not torch.equal(engine.full_master(name), given[name])]
+    seen = step(engine)
+    return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), inexact
+
+
+@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(backend: str) -> None:
+    for told, found, inexact in run_ranks(flag, 2, backend, True):
+        assert found == [] and inexact == []
+        assert " compute=bfloat16 " in told and " accumulate=float32 reduce=float32 " in told
+        assert told.endswith(
+            {"native": "master=split state=float32", "fsdp2": "master=same state=float32"}[backend]
+        )
+        assert f"storage={'float32' if backend == 'fsdp2' else 'bfloat16'} " in told
+    for told, found, inexact in run_ranks(flag, 2, backend, False):
+        assert found == [] and inexact == []
+        columns = dict(word.split("=") for word in told.split()[2:])
+        assert {columns.pop("master"), columns.pop("logits")} == {"same", "-"}
+        assert set(columns.values()) == {"float32"}, told
+
+
+def updated(backend: str) -> dict[str, float]:
+    """How far a step is from torch's AdamW in fp64 on the same gradient, in ulps of fp32 at the weight."""
+    engine = make({**config(3, "bf16", gradient_clipping=0.0), "backend": backend}, GPT(tied=False, layers=1))
+    settings = engine.optimizer.param_groups[0]
+    before = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    engine.backward(engine(batch(0, engine.mesh.rank("data"))))
+    gradients = {name: engine.full_gradient(name) for name in before}
+    assert engine.step().updated
+    worst = 0.0
+    fractions = []
+    for name, start in before.items():
+        wanted = start.double().requires_grad_()
+        wanted.grad = gradients[name].double()
+        torch.optim.AdamW(
+            [wanted], lr=settings["lr"], betas=settings["betas"], weight_decay=settings["weight_decay"]
+        ).step()
+        after = engine.full_master(name)
+        spacing = torch.finfo(torch.float32).eps * start.abs().clamp_min(settings["lr"]).double()
+        worst = max(worst, float(((after.double() - wanted.detach()).abs() / spacing).max()))
+        fractions.append(float((after.bfloat16().float() != after).float().mean()))
+    return {"worst": worst, "not bf16": min(fractions)}
+
+
+@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+def test_an_update_under_bf16_is_one_of_fp32(backend: str) -> None:
+    for found in run_ranks(updated, 2, backend):
+        # Two roundings of the weight, one of the step, each half an ulp; the gradient's own is no part of it.
+        assert found["worst"] < 4, found
+        assert found["not bf16"] > 0.5, found
+
+
 # --- planted: each is found, by name --------------------------------------------------------------------
 
 
@@ -91,7 +151,7 @@ def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
     elif what == "grad":
         module = engine.module.get_submodule("layers.0.mlp.up")
         module.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
-            x, _Widened.apply(module.weight), module.bias
+            x, Widened.apply(module.weight), module.bias
         )
     elif what == "state":
         held = engine.updater._slices[row.segment]  # type: ignore[attr-defined]
@@ -110,7 +170,7 @@ def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
     return [(each.name, each.column, each.seen) for each in found], told
 
 
-class _Widened(torch.autograd.Function):
+class Widened(torch.autograd.Function):
     """A bf16 weight whose backward leaves fp32."""
 
     @staticmethod
@@ -128,3 +188,25 @@ def test_what_is_not_as_declared_is_found(what: str) -> None:
         assert ("layers.0.mlp.up.weight", what) in [(name, column) for name, column, _ in found]
         assert {column for _, column, _ in found} == {what}, found
         assert f"`{what}` must be " in told and "cells differ" in told
+
+
+def looked_away(backend: str) -> bool:
+    """Watched and not watched, the same bits; nothing of the observer stays behind."""
+    runs = []
+    for watch in (False, True):
+        engine = make(config(3, "bf16", 2, backend=backend), GPT(layers=1))
+        if watch:
+            step(engine)
+        else:
+            for micro in range(2):
+                engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
+                engine.step()
+        assert "update" not in vars(engine.updater) and "step" not in vars(engine.updater)
+        runs.append({row.name: engine.full_master(row.name) for row in engine.plan.rows})
+        engine.destroy()
+    return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+def test_looking_changes_nothing(backend: str) -> None:
+    assert all(run_ranks(looked_away, 2, backend))

@@ -22,17 +22,21 @@ ROOMS: dict[str, set[str]] = {
     "kernels": {"dtypes", "errors"},
     "comm": {"dtypes", "errors", "mesh"},
     "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh"},
-    "engine": {"optim", "kernels", "comm", "plan", "policy", "report", "model", "dtypes", "errors", "mesh"},
-    "pipeline": {"engine", "errors"},
-    "backends": {"engine", "optim", "comm", "plan", "policy", "report", "errors"},
+    "experts": {"comm", "plan", "errors"},
+    "engine": {
+        *{"experts", "optim", "kernels", "comm", "plan", "policy", "report", "model"},
+        *{"dtypes", "errors", "mesh"},
+    },
+    "pipeline": {"engine", "comm", "plan", "policy", "report", "errors"},
+    "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors"},
     "io": {
         *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "mesh", "record"},
     },
-    "audit": {"engine", "comm", "plan", "policy", "dtypes", "errors"},
+    "audit": {"backends", "engine", "comm", "plan", "policy", "dtypes", "errors"},
     "api": {
         *{"backends", "io", "config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim"},
-        *{"dtypes", "errors"},
+        *{"pipeline", "dtypes", "errors"},
     },
     "train": {
         *{"api", "audit", "config", "engine", "io", "comm", "plan", "policy", "report", "model"},
@@ -41,7 +45,19 @@ ROOMS: dict[str, set[str]] = {
     "deepspeed": {
         *{"api", "io", "config", "engine", "comm", "optim", "plan", "policy", "dtypes", "errors"},
     },
-    "cli": {"train", "api", "io", "config", "model", "plan", "policy", "report", "errors", "mesh"},
+    "cli": {
+        "train",
+        "api",
+        "pipeline",
+        "io",
+        "config",
+        "model",
+        "plan",
+        "policy",
+        "report",
+        "errors",
+        "mesh",
+    },
 }
 """Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""
 

@@ -202,6 +202,7 @@ PLANTED = {
     "pins_hold_everywhere": lambda p: with_columns(p, gate(p), compute=DType.BF16),
     "nothing_narrows_silently": lambda p: with_update(p, 0, master=Master.SPLIT, grad=DType.FP32),
     "axes_follow_the_stage": lambda p: with_update(p, 0, axis=""),
+    "experts_are_divided": lambda p: with_row(p, 0, parts=2),
     "every_cell_says_why": lambda p: with_columns(p, 0, why=()),
     "units_are_in_order": lambda p: replace(p, units=(replace(p.units[0], name="x"), *p.units[1:])),
 }

@@ -130,7 +130,7 @@ def table(plan: Plan, observed: Observed) -> list[Cell]:
             declared=said,
             seen=seen,
             parameters=len(rows),
-            numel=sum(row.numel for row in rows),
+            numel=sum(row.whole_numel for row in rows),
             example=rows[0].name,
             verdict=judged,
         )
@@ -167,7 +167,7 @@ def _most_first(plan: Plan, observed: Observed, column: Column) -> str:
     weights: dict[str, int] = {}
     for row in plan.rows:
         for what in _sorted(observed.seen(row.name, column)):
-            weights[what] = weights.get(what, 0) + row.numel
+            weights[what] = weights.get(what, 0) + row.whole_numel
     return ",".join(sorted(weights, key=lambda what: (-weights[what], what))) or "-"
 
 

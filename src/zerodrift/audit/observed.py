@@ -12,10 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 Column = Literal["storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state"]
 """Those of the plan that a step shows; `export` is seen in the exported file."""
 
-LOGITS = "logits"
+
+def name(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass

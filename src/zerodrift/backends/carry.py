@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.collectives import Collectives
+from zerodrift.backends.sends import Sends
 from zerodrift.comm.fold import Sum
 from zerodrift.policy.nouns import Reduce
 
@@ -25,8 +25,8 @@ from zerodrift.policy.nouns import Reduce
 class Gather:
     """`torch.distributed.fsdp`'s `AllGather`."""
 
-    def __init__(self, comm: Collectives) -> None:
-        self._comm = comm
+    def __init__(self, sends: Sends) -> None:
+        self._sends = sends
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -34,14 +34,14 @@ class Gather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
-        self._comm.all_gather(output_tensor, input_tensor, "shard")
+        self._sends.all_gather(output_tensor, input_tensor, "shard")
 
 
 class ReduceScatter:
     """`torch.distributed.fsdp`'s `ReduceScatter`. Not called where the shard axis has one rank."""
 
-    def __init__(self, comm: Collectives, reduce: Reduce, before: float) -> None:
-        self._comm, self._reduce, self._before = comm, reduce, before
+    def __init__(self, sends: Sends, reduce: Reduce, before: float) -> None:
+        self._sends, self._reduce, self._before = sends, reduce, before
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -56,35 +56,33 @@ class ReduceScatter:
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise AssertionError(f"fully_shard asks for {op}, and was told to divide by nothing")
-        over_shards(self._comm, output_tensor, input_tensor, self._reduce, self._before)
+        over_shards(self._sends, output_tensor, input_tensor, self._reduce, self._before)
 
 
-def over_shards(
-    comm: Collectives, out: torch.Tensor, full: torch.Tensor, reduce: Reduce, before: float
-) -> None:
+def over_shards(sends: Sends, out: torch.Tensor, full: torch.Tensor, reduce: Reduce, before: float) -> None:
     """This rank's slice of the ranks' sum. `full` is used up."""
     if before != 1.0:
         full.div_(before)
-    comm.reduce_scatter(out, full.to(reduce.wire.torch), "shard", Sum(reduce.sum.torch))
+    sends.reduce_scatter(out, full.to(reduce.wire.torch), "shard", Sum(reduce.sum.torch))
 
 
 @torch.no_grad()
-def over_replicas(comm: Collectives, flat: torch.Tensor, reduce: Reduce, before: float) -> None:
+def over_replicas(sends: Sends, flat: torch.Tensor, reduce: Reduce, before: float) -> None:
     """The sum over replicas of what was summed over shards, in place."""
-    if comm.mesh.size("replicate") == 1:
+    if sends.mesh.size("replicate") == 1:
         return
-    if before != 1.0 and comm.mesh.size("shard") == 1:
+    if before != 1.0 and sends.mesh.size("shard") == 1:
         flat.div_(before)
-    comm.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", Sum(reduce.sum.torch))
+    sends.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", Sum(reduce.sum.torch))
 
 
 def hook(
-    comm: Collectives, reduce: Reduce, before: float, wanted: Callable[[], bool]
+    sends: Sends, reduce: Reduce, before: float, wanted: Callable[[], bool]
 ) -> Callable[[torch.Tensor], None]:
     """For `set_all_reduce_hook`: sums over replicas during the backward, where that is `wanted`."""
 
     def sum_over_replicas(reduced: torch.Tensor) -> None:
         if wanted():
-            over_replicas(comm, reduced, reduce, before)
+            over_replicas(sends, reduced, reduce, before)
 
     return sum_over_replicas

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zerodrift.comm.mesh import Mesh
+from zerodrift.comm.mesh import AxisName, Mesh
 
 
 class Ground:
-    """The device mesh of an engine, with (replicate, shard) as its dimensions."""
+    """The device mesh of an engine, with (replicate, shard) as its dimensions, and (tensor) where parameters
+    were DTensors before."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._alone = not dist.is_initialized()
@@ -24,10 +25,11 @@ class Ground:
             backend = "nccl" if mesh.device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        sizes = (mesh.size("replicate"), mesh.size("shard"))
-        self.whole: DeviceMesh = init_device_mesh(
-            mesh.device.type, sizes, mesh_dim_names=("replicate", "shard")
-        )
+        axes: list[AxisName] = ["replicate", "shard"]
+        if mesh.size("tensor") > 1:
+            axes.append("tensor")
+        sizes = tuple(mesh.size(axis) for axis in axes)
+        self.whole: DeviceMesh = init_device_mesh(mesh.device.type, sizes, mesh_dim_names=tuple(axes))
         self.shard: DeviceMesh = self.whole["shard"]
 
     def stop(self) -> None:

@@ -83,6 +83,9 @@ class FsdpEngine:
         self.updater: TensorUpdater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             self.updater = TensorUpdater(plan, self.units, optimizer, originals)
+        self.group_of = {} if self.updater is None else self.updater.group_of
+        self.held = None
+        """What a pipeline has; there is none on this backend."""
         self.schedule = steps.schedule(plan, self.optimizer, schedule)
         self.scaler = scale.Scaler(policy.loss_scale)
         self.passes.watcher = Watcher(self._is_last, self._backward_ended, self._backward_failed)
@@ -200,9 +203,8 @@ class FsdpEngine:
                 group.release()  # what is gathered is of the old values
             self.passes.flush()
             gradients = [(member.row.name, member.gradient()) for member in self._trained]
-            norm = scale.global_norm(
-                (gradient for _, gradient in gradients), self.comm, self.unscale, self.passes.checksum
-            )
+            counted = (g for m, (_, g) in zip(self._trained, gradients, strict=True) if m.counts(self.mesh))
+            norm = scale.global_norm(counted, self.comm, self.unscale, self.passes.checksum)
             self.passes.checksum = 0
             self.grad_norm = norm.value
             skip = not norm.finite
@@ -261,6 +263,12 @@ class FsdpEngine:
 
     def pieces(self) -> Iterator[TensorPiece]:
         """What this rank owns: for `Shards`."""
+        if self.mesh.size("tensor") > 1:
+            raise UnsupportedError(
+                "`checkpoint`: can be written and read where parameters are plain tensors; got DTensors over "
+                f"{self.mesh.size('tensor')} ranks. Take whole values out of `engine.gathered()` or "
+                "`engine.full_master(name)`."
+            )
         return pieces(self)
 
     def spread(self) -> None:

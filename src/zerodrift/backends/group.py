@@ -28,8 +28,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerodrift.backends import carry
-from zerodrift.backends.cut import Cut, padded_to
+from zerodrift.backends.cut import Cut, padded_to, whole_of
+from zerodrift.backends.sends import Sends
+from zerodrift.backends.spread import Spread
 from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.mesh import Mesh
 from zerodrift.engine.unit import in_backward, mark_inputs, tensors_in
 from zerodrift.plan.groups import Group
 from zerodrift.plan.table import Row
@@ -47,6 +50,8 @@ class Member:
     """A DTensor over the shard axis: storage, what the optimizer updates."""
     full: nn.Parameter
     """In the compute dtype, gathered: what the module computes with. It has memory only while it is used."""
+    spread: Spread | None
+    """How it is a DTensor of the user's, of which `row` and `cut` are the local part."""
 
     def storage(self) -> torch.Tensor:
         """`[cut.numel]`: this rank's part of storage, as a view."""
@@ -57,6 +62,35 @@ class Member:
         if self.sharded.grad is None:
             self.sharded.grad = torch.zeros_like(self.sharded)
         return local(self.sharded.grad).view(-1)
+
+    def waiting(self) -> torch.Tensor:
+        """`[row.shape]`: this rank's gradient that was not reduced; zeros where there is none."""
+        grad = self.full.grad
+        if grad is None:
+            grad = torch.zeros_like(self.full, dtype=self.full.grad_dtype)
+        if self.spread is None:
+            return grad
+        if not isinstance(grad, DTensor):
+            raise AssertionError(f"{self.row.name} has a plain gradient")
+        return grad.redistribute(placements=self.spread.placements).to_local()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.row.shape if self.spread is None else self.spread.shape
+
+    def whole(self, mine: torch.Tensor, comm: Collectives) -> torch.Tensor:
+        """The whole parameter, of which `mine` is `[cut.numel]` on each rank."""
+        here = whole_of(self.cut, mine, comm)
+        return here if self.spread is None else self.spread.whole(here)
+
+    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+        """`[cut.numel]`: this rank's part of a whole tensor that every rank has."""
+        return self.cut.of(whole if self.spread is None else self.spread.mine(whole))
+
+    def counts(self, mesh: Mesh) -> bool:
+        """Whether this rank's part is in sums over all ranks that have parts: each part is, once."""
+        return mesh.rank("tensor") == 0 or (self.spread is not None and self.spread.divided)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +121,8 @@ class LiveGroup:
         self.modules = modules
         """`FSDPModule`s, of which the first stands for the group."""
         self.members: list[Member] = []
-        self._comm = comm
+        self.sends = Sends(comm)
+        self._mesh = comm.mesh
         self._before = before
         self.owes = False
         """Whether gradients of this step were summed over shards and not over replicas."""
@@ -132,9 +167,9 @@ class LiveGroup:
     def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
         """See [Note: replicas]."""
         update = self.spec.kind.update
-        if update is None or self._comm.mesh.size("replicate") == 1:
+        if update is None or self._mesh.size("replicate") == 1:
             return None
-        return carry.hook(self._comm, update[2], self._before, lambda: self._shares)
+        return carry.hook(self.sends, update[2], self._before, lambda: self._shares)
 
     # --- one backward -----------------------------------------------------------------------------------
 
@@ -171,18 +206,15 @@ class LiveGroup:
         if not self.waits or update is None:
             return
         self.waits = False
-        ranks = self._comm.mesh.size("shard")
+        ranks = self._mesh.size("shard")
         for member in self.trained:
-            grad = member.full.grad
-            if grad is None:
-                grad = torch.zeros_like(member.full, dtype=member.full.grad_dtype)
-            full = padded_to(grad.reshape(-1), member.cut.chunk * ranks).clone()
+            full = padded_to(member.waiting().reshape(-1), member.cut.chunk * ranks).clone()
             out = full
             if ranks > 1:
                 out = full.new_empty(member.cut.chunk)
-                carry.over_shards(self._comm, out, full, update[2], self._before)
+                carry.over_shards(self.sends, out, full, update[2], self._before)
             if self.shared:
-                carry.over_replicas(self._comm, out, update[2], self._before)
+                carry.over_replicas(self.sends, out, update[2], self._before)
             member.gradient().add_(out[: member.cut.numel])
             member.full.grad = None
         self.owes = not self.shared
@@ -190,14 +222,14 @@ class LiveGroup:
     def sum_over_replicas(self) -> None:
         """What the hook could not."""
         update = self.spec.kind.update
-        if not self.owes or update is None or self._comm.mesh.size("replicate") == 1:
+        if not self.owes or update is None or self._mesh.size("replicate") == 1:
             return
         self.owes, self.shared = False, True
         trained = self.trained
         flat = torch.cat([member.gradient() for member in trained])
         # In the accumulate dtype, which storage holds exactly.
         summed = flat.to(update[1].torch)
-        carry.over_replicas(self._comm, summed, update[2], self._before)
+        carry.over_replicas(self.sends, summed, update[2], self._before)
         for member, part in zip(trained, summed.split([m.cut.numel for m in trained]), strict=True):
             member.gradient().copy_(part)
 

@@ -10,7 +10,7 @@ Invariant: afterwards every parameter of the plan is a DTensor in exactly one gr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from zerodrift.backends.carry import Gather, ReduceScatter
 from zerodrift.backends.cut import cut
 from zerodrift.backends.device_mesh import Ground
 from zerodrift.backends.group import LiveGroup, Member
+from zerodrift.backends.spread import Spread, local_part, require_neighbours, spread_of
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.engine import place as placing
@@ -35,19 +36,14 @@ from zerodrift.plan.table import Plan, Row
 Places = dict[str, tuple[tuple[nn.Module, str], ...]]
 """Row name -> where the parameter hangs."""
 
+Spreads = Mapping[str, Spread | None]
+"""Row name -> how the parameter is a DTensor of the user's."""
+
 
 def make_groups(plan: Plan, model: nn.Module, comm: Collectives) -> list[LiveGroup]:
     """The groups of a plan, in its order, with their modules."""
     problems = Problems()
     modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            problems.add(
-                name,
-                "must be a plain tensor: the mesh of a plan has no axis for what a DTensor is spread over",
-                f"a DTensor over {parameter.device_mesh}",
-                "Build the model without tensor parallelism.",
-            )
     found = [
         LiveGroup(number, spec, [modules[path] for path in spec.paths], comm, plan.policy.averaging.before)
         for number, spec in enumerate(_with_forward(plan, modules, problems))
@@ -67,24 +63,30 @@ def shard(
 ) -> list[Any]:
     """Put the model's parameters into the groups; returns the handles of our hooks."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    placing.check(plan, model, parameters, sources)
+    placing.check(plan, model, {name: local_part(held) for name, held in parameters.items()}, sources)
     placing.tie(plan, model, parameters)
+    require_neighbours(model, comm.mesh)
     places = _places(plan, model)
+    spreads = {row.name: spread_of(parameters[row.name]) for row in plan.rows}
+    whole = {row.name: parameters[row.name] for row in plan.rows}  # what no group has yet
     handles = []
     for group in sorted(live, key=_depth, reverse=True):
         rows = [plan.rows[row] for row in group.spec.rows]
-        held = {row.name: parameters[row.name] for row in rows}
-        _fill(rows, held, comm, sources)
+        held = {row.name: whole.pop(row.name) for row in rows}
+        values = _fill(rows, held, comm, sources)
+        for row in rows:
+            _hang(held[row.name], values[row.name], spreads[row.name], places[row.name])
         handles += group.watch(passes)
-        _apply(plan, group, held, comm, ground)
+        _apply(plan, group, whole.values(), ground)
         handles += group.mark(passes)
-        for parameter in held.values():
-            placing.let_go(parameter)
+        for name, parameter in held.items():
+            if spreads[name] is None:
+                placing.let_go(parameter)
     with together(comm):
         buffers = placing.read_buffers(plan, comm, sources)
     placing.place_buffers(plan, model, comm, buffers)
     for group in live:
-        _gather_once(plan, group, places, comm)
+        _gather_once(plan, group, places, spreads, comm)
     _require_all(plan, live)
     return handles
 
@@ -160,7 +162,9 @@ class _Whole:
 
 
 @torch.no_grad()
-def _fill(rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectives, sources: Sources) -> None:
+def _fill(
+    rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectives, sources: Sources
+) -> dict[str, torch.Tensor]:
     """The values of a group's parameters, whole, in the storage dtype, on the device. Of one that comes
     from a source a rank fills only what it will keep."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
@@ -180,18 +184,30 @@ def _fill(rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectiv
                     sources.rows[row.name].fill(row.name, mine.start, out)
     for row in rows:
         if row.name not in sources.rows:
-            placing.give(row, held[row.name], wholes[row.name], comm)
-        placing.let_go(held[row.name])
-        held[row.name].data = wholes[row.name].values
+            placing.give(row, local_part(held[row.name]), wholes[row.name], comm)
+    return {name: whole.values for name, whole in wholes.items()}
 
 
-def _apply(
-    plan: Plan, group: LiveGroup, held: Mapping[str, nn.Parameter], comm: Collectives, ground: Ground
+def _hang(
+    parameter: nn.Parameter,
+    values: torch.Tensor,
+    spread: Spread | None,
+    places: tuple[tuple[nn.Module, str], ...],
 ) -> None:
-    """Call `fully_shard`, and set what has no place in its arguments."""
+    """Give a parameter its values; one that is a DTensor makes room for another object."""
+    if spread is None:
+        placing.let_go(parameter)
+        parameter.data = values
+        return
+    other = nn.Parameter(spread.of(values), requires_grad=parameter.requires_grad)
+    for module, attribute in places:
+        module._parameters[attribute] = other
+
+
+def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], ground: Ground) -> None:
+    """Call `fully_shard`, and set what has no place in its arguments. `others` are parameters of groups that
+    are yet to come."""
     kind, keep = group.spec.kind, plan.policy.sharding.keep_gathered
-    mine = {id(parameter) for parameter in held.values()}
-    others = {p for module in group.modules for p in module.parameters() if id(p) not in mine}
     root = plan.units[group.spec.unit].name == ""
     made = fully_shard(
         group.modules if len(group.modules) > 1 else group.modules[0],
@@ -202,22 +218,22 @@ def _apply(
             reduce_dtype=kind.update[1].torch if kind.update else None,
             cast_forward_inputs=False,
         ),
-        ignored_params={p for p in others if not isinstance(p, DTensor)},
+        ignored_params=set(others),
     )
     group.modules = made if isinstance(made, list) else [made]
     first = group.modules[0]
     first.set_gradient_divide_factor(1.0)
     first.set_force_sum_reduction_for_comms(True)
-    first.set_custom_all_gather(Gather(comm))  # type: ignore[arg-type]
+    first.set_custom_all_gather(Gather(group.sends))  # type: ignore[arg-type]
     if kind.update is not None:
-        carrier = ReduceScatter(comm, kind.update[2], plan.policy.averaging.before)
+        carrier = ReduceScatter(group.sends, kind.update[2], plan.policy.averaging.before)
         first.set_custom_reduce_scatter(carrier)  # type: ignore[arg-type]
     hook = group.all_reduce_hook()
     if hook is not None:
         first.set_all_reduce_hook(hook)
 
 
-def _gather_once(plan: Plan, group: LiveGroup, places: Places, comm: Collectives) -> None:
+def _gather_once(plan: Plan, group: LiveGroup, places: Places, spreads: Spreads, comm: Collectives) -> None:
     """The parameters of a group in both forms. Without it torch would make the gathered ones in the first
     forward, and a rank that skips a group would not have them when it is reduced."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
@@ -228,7 +244,8 @@ def _gather_once(plan: Plan, group: LiveGroup, places: Places, comm: Collectives
         full = _hanging(places[row.name])
         if row.columns.update is not None:
             full.grad_dtype = row.columns.update.accumulate.dtype.torch
-        group.members.append(Member(row, cut(row.shape, ranks, rank), places[row.name], parameter, full))
+        mine, spread = cut(row.shape, ranks, rank), spreads[row.name]
+        group.members.append(Member(row, mine, places[row.name], parameter, full, spread))
     group.modules[0].reshard()
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerodrift.backends.cut import whole_of
 from zerodrift.backends.group import Member
 from zerodrift.errors import ModelError, UnsupportedError, did_you_mean
 
@@ -57,7 +56,7 @@ class TensorValues:
 
     def _show(self, member: Member) -> nn.Parameter:
         compute = member.row.columns.compute.torch
-        whole = whole_of(member.cut, member.storage().to(compute), self._engine.comm)
+        whole = member.whole(member.storage().to(compute), self._engine.comm)
         parameter = nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
         hang(member, parameter)
         return parameter
@@ -67,22 +66,22 @@ class TensorValues:
         found = hanging(member)
         values = shown if found is None or found is member.sharded else found
         values = values.detach().to(shown.dtype).contiguous()
-        self._engine.comm.broadcast(values.view(-1), 0, "data")
-        storage, mine = member.storage(), member.cut.of(values)
+        self._engine.comm.broadcast(values.view(-1), 0, "world")
+        storage, mine = member.storage(), member.mine(values)
         storage.copy_(torch.where(storage.to(mine.dtype) == mine, storage, mine.to(storage.dtype)))
 
     # --- masters ----------------------------------------------------------------------------------------
 
     def master(self, name: str) -> torch.Tensor:
         member = self._member(name)
-        return whole_of(member.cut, member.storage().float(), self._engine.comm)
+        return member.whole(member.storage().float(), self._engine.comm)
 
     @torch.no_grad()
     def set_master(self, name: str, value: torch.Tensor) -> None:
         member = self._member(name)
         for group in self._engine.units:
             group.release()
-        member.storage().copy_(member.cut.of(value))
+        member.storage().copy_(member.mine(value))
 
     # --- gradients --------------------------------------------------------------------------------------
 
@@ -91,8 +90,8 @@ class TensorValues:
         member = self._trained(name)
         self._engine.passes.flush()
         if member.sharded.grad is None:
-            return torch.zeros(member.row.shape, device=member.storage().device)
-        whole = whole_of(member.cut, member.gradient().float(), self._engine.comm)
+            return torch.zeros(member.shape, device=member.storage().device)
+        whole = member.whole(member.gradient().float(), self._engine.comm)
         return whole * self._engine.unscale
 
     @torch.no_grad()
@@ -101,15 +100,14 @@ class TensorValues:
         self._engine.passes.flush()
         if member.sharded.grad is None:
             raise UnsupportedError(f"`{name}`: must have a gradient to replace; got none in this step.")
-        member.gradient().copy_(member.cut.of(value / self._engine.unscale))
+        member.gradient().copy_(member.mine(value / self._engine.unscale))
 
     # --- moments ----------------------------------------------------------------------------------------
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         member = self._trained(name)
         return {
-            key: whole_of(member.cut, part.float(), self._engine.comm)
-            for key, part in self._moments(member).items()
+            key: member.whole(part.float(), self._engine.comm) for key, part in self._moments(member).items()
         }
 
     @torch.no_grad()
@@ -121,7 +119,7 @@ class TensorValues:
                 f"`{name}`: must have optimizer state {key!r}; got {', '.join(held) or 'none yet'}. "
                 f"State is there after the first step."
             )
-        held[key].copy_(member.cut.of(value))
+        held[key].copy_(member.mine(value))
 
     def _moments(self, member: Member) -> dict[str, torch.Tensor]:
         updater = self._engine.updater

@@ -1,9 +1,10 @@
 """Every collective that zerodrift makes. The only file that calls torch.distributed's.
 
-An operation is what the plan says it is (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`);
-`record` lists the calls in those words. How it is carried differs by backend: on gloo by messages between
-pairs of ranks, on NCCL by its all-gather and all-to-all. Sums are never left to either: the parts travel
-in the wire dtype and `fold` adds them. Which buffers move, and when, is the engine's affair.
+An operation is what the plan says it is (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`), or an
+`all_to_all` of rows, whose sizes the data decides; `record` lists the calls in those words. How it is
+carried differs by backend: on gloo by messages between pairs of ranks, on NCCL by its all-gather and
+all-to-all. Sums are never left to either: the parts travel in the wire dtype and `fold` adds them. Which
+buffers move, and when, is the engine's affair.
 
 Invariant: a result depends on the values, the rank order and the dtypes, never on the carrier; and a rank
 that is missing surfaces as RankError with the operation, the axis and the rank that was waited for.
@@ -40,7 +41,7 @@ from zerodrift.errors import RankError
 T = TypeVar("T")
 
 Carrier = Literal["pairs", "native"]
-Op = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 
 CHUNK = 2 << 20
 """Bytes of one message of a reduction; below it the messages cost more than they save."""
@@ -218,6 +219,34 @@ class Collectives:
         if line.group is not None and flat.numel():
             moved = flat.view(torch.uint8)  # as in `_start`
             _issue("broadcast", line, dist.broadcast, moved, group=line.group, group_src=source)
+
+    def all_to_all(
+        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: AxisName
+    ) -> torch.Tensor:
+        """Rows to other ranks: the first `send[0]` of `rows` `[rows, width]` to rank 0 of the axis, and so
+        on. What arrives, `receive[0]` from rank 0 first. Every rank knows what comes: `receive` is what the
+        others call `send`. Recorded with the elements that this rank gives."""
+        line = self.mesh.axis(axis)
+        if rows.dim() != 2 or not rows.is_contiguous() or rows.shape[0] != sum(send):
+            raise AssertionError(f"rows {tuple(rows.shape)} for {list(send)}")
+        self._note("all_to_all", rows, axis, None)
+        if line.group is None:
+            return rows.clone()
+        arrived = rows.new_empty(sum(receive), rows.shape[1])
+        going, coming = rows.split(list(send)), arrived.split(list(receive))
+        if self.carrier == "pairs":
+            post = _Post("all_to_all", line, rows.shape[1] * rows.itemsize, 0)
+            for to, source in post.turns:
+                if receive[source]:
+                    post.receive(coming[source], source)
+                if send[to]:
+                    post.send(going[to], to)
+            coming[line.rank].copy_(going[line.rank])
+            post.finish()
+        else:
+            call, flat = dist.all_to_all_single, (arrived.view(torch.uint8), rows.view(torch.uint8))
+            _issue("all_to_all", line, call, *flat, list(receive), list(send), group=line.group)
+        return arrived
 
     def all_gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Every rank's small Python value, in rank order. Pickled; not recorded."""

@@ -15,7 +15,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, get_args
 
@@ -25,8 +25,13 @@ import torch.distributed as dist
 from zerodrift.errors import MeshError, Problems, RankError
 from zerodrift.mesh import MeshShape
 
-AxisName = Literal["shard", "replicate", "pipeline", "data", "world"]
-"""`data` is shard x replicate: the ranks that see different data. `world` is all of them."""
+AxisName = Literal[
+    "shard", "replicate", "pipeline", "data", "world", "expert", "expert_shard", "ends", "tensor"
+]
+"""`data` is shard x replicate: the ranks that see different data. `world` is all of them. `expert` and
+`expert_shard` are a shard group folded: ranks with different experts, and ranks that share the same. `tensor`
+are the ranks of one user's DTensor, which see the same data. `ends` are the first and the last stage of a
+pipeline."""
 
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 
@@ -291,7 +296,10 @@ def _axes(
 
 
 def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:
-    """The world ranks on the axis through `rank`; `shard` is numbered fastest, `pipeline` slowest."""
+    """The world ranks on the axis through `rank`; `tensor` is numbered fastest, then `shard`, and `pipeline`
+    slowest."""
+    if shape.tensor > 1 and axis != "world":
+        return _spread(shape, rank, axis)
     stage = rank - rank % shape.data
     match axis:
         case "shard":
@@ -305,6 +313,28 @@ def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:
             return range(stage, stage + shape.data)
         case "world":
             return range(shape.world)
+        case "tensor":
+            return range(rank, rank + 1)
+        case "ends":
+            line = range(rank % shape.data, shape.world, shape.data)
+            ends = range(line[0], line[-1] + 1, max(1, line[-1] - line[0]))
+            return ends if rank in ends else range(rank, rank + 1)
+        case "expert":
+            first = rank - rank % shape.expert
+            return range(first, first + shape.expert)
+        case "expert_shard":
+            first = rank - rank % shape.shard
+            return range(first + rank % shape.expert, first + shape.shard, shape.expert)
+
+
+def _spread(shape: MeshShape, rank: int, axis: AxisName) -> range:
+    """The same where each rank of the other axes is `shape.tensor` neighbours."""
+    place = rank % shape.tensor
+    if axis == "tensor":
+        return range(rank - place, rank - place + shape.tensor)
+    line = _line(replace(shape, tensor=1), rank // shape.tensor, axis)
+    first, last = (number * shape.tensor + place for number in (line.start, line.stop))
+    return range(first, last, line.step * shape.tensor)
 
 
 def _group(ranks: range, timeout: timedelta) -> dist.ProcessGroup:

@@ -275,7 +275,10 @@ OFFLOAD = Section(
     "Offload",
     (
         _used("zero_optimization.offload_optimizer.device", "where `master` and `state` rest: none or cpu"),
-        _used("zero_optimization.offload_optimizer.pin_memory", "page-locked host memory"),
+        _ignored(
+            "zero_optimization.offload_optimizer.pin_memory",
+            "what travels is page-locked, and the rest never leaves the host",
+        ),
         _refused(
             "zero_optimization.offload_optimizer.ratio",
             "master and state rest in host memory wholly or not at all",

@@ -1,8 +1,8 @@
 """Every key a user may write that zerodrift uses, in both dialects, as typed blocks.
 
-Ours is `precision`, `sharding`, `pipeline` and `backend`; the other blocks are DeepSpeed's own keys with
-DeepSpeed's spelling. They mix freely in one file. A DeepSpeed key that is not here is in the table of
-`config/deepspeed.py`, as ignored or refused. Nothing is decided in this room: `Config` is what was
+Ours is `precision`, `sharding`, `pipeline`, `experts` and `backend`; the other blocks are DeepSpeed's own
+keys with DeepSpeed's spelling. They mix freely in one file. A DeepSpeed key that is not here is in the table
+of `config/deepspeed.py`, as ignored or refused. Nothing is decided in this room: `Config` is what was
 written, checked for types, and `policy` says what it means.
 
 Invariant: `None` means "not written" and "auto" means that the user wrote "auto". No other default
@@ -167,7 +167,33 @@ class Pipeline(Block):
     """Pipeline parallelism."""
 
     stages: Positive
-    """Number of pipeline stages; 1 is none."""
+    """Ranks that a model is cut over, one stage each; 1 is none."""
+    schedule: (
+        Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] | None
+    ) = None
+    """The order of forwards and backwards: a schedule of `torch.distributed.pipelining`. Default `1f1b`, and
+    `gpipe` with fewer micro-batches than stages."""
+    micro_batches: Positive | None = None
+    """Micro-batches per optimizer step: another name of `gradient_accumulation_steps`."""
+    chunks: Positive | None = None
+    """Pieces of the model on each rank, for the schedules that interleave several. Default 2 for those, 1 for
+    `gpipe` and `1f1b`."""
+    split: Literal["layers", "cost"] | None = None
+    """What the pieces have the same of: `layers`, or the `cost` of their matrix products. Default
+    `layers`."""
+    weight_grads: Literal["queue", "autograd"] | None = None
+    """Who forms the weight gradients that `interleaved-zero-bubble`, `zbv` and `dualpipev` put off: our
+    `queue`, in the dtype of accumulation, or torch's second pass of `autograd`. Default `queue`."""
+
+
+class Experts(Block):
+    """Expert parallelism: ranks of a shard group hold different experts, to which tokens travel."""
+
+    ranks: Positive
+    """Over how many ranks the experts of a layer are spread; divides those of a shard group. 1 is none."""
+    parameters: tuple[str, ...] | None = None
+    """Globs on the names of parameters that stack one expert after the other in their first dimension.
+    Default `*.experts.*`."""
 
 
 class Bf16(Block):
@@ -233,8 +259,6 @@ class OffloadOptimizer(Block):
 
     device: Literal["none", "cpu"] | None = None
     """`cpu` keeps master and state in host memory and updates there."""
-    pin_memory: Flag | None = None
-    """Page-locked host memory, for overlap."""
 
 
 class ZeroOptimization(Block):
@@ -279,6 +303,8 @@ class Config(Block):
     """Our sharding block."""
     pipeline: Pipeline | None = None
     """Our pipeline block."""
+    experts: Experts | None = None
+    """Our experts block."""
     backend: Literal["native", "fsdp2"] | None = None
     """Who executes the plan. Default native."""
 

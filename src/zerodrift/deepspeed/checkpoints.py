@@ -2,7 +2,8 @@
 
 A folder has a folder per tag and a file `latest`, as with DeepSpeed; what is in a tag's folder loads on any
 number of ranks, at any stage. As in DeepSpeed the client state is rank 0's, and everybody gets it back; it
-is made of plain values, because loading a checkpoint runs no code that is in it.
+is made of plain values, because loading a checkpoint runs no code that is in it. What DeepSpeed itself saved
+is loaded too, by way of `foreign.py`.
 
 Invariant: what `load` was told to leave alone is as it was before.
 """
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerodrift.deepspeed.foreign import Foreign, as_ours, is_foreign
 from zerodrift.deepspeed.utils import logger
-from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.errors import UnsupportedError
 from zerodrift.io import checkpoint_state as states
-from zerodrift.io.checkpoint_folder import Folder
+from zerodrift.io.checkpoint import Checkpoints, Loaded
+from zerodrift.io.checkpoint_differences import Allowed
+from zerodrift.io.checkpoint_folder import LATEST, Folder
 from zerodrift.io.checkpoint_manifest import SHARED
-from zerodrift.io.deepspeed_files import is_deepspeed
 
 if TYPE_CHECKING:
     from zerodrift.deepspeed.engine import DeepSpeedEngine
@@ -43,6 +46,12 @@ class Wanted:
     schedule: bool
     counts: bool
     """Steps, samples."""
+    strict: bool = True
+    """Whether names must be the same on both sides."""
+
+    @property
+    def allow(self) -> tuple[Allowed, ...]:
+        return () if self.strict else ("model", "buffers")
 
 
 def save(
@@ -51,6 +60,7 @@ def save(
     tag: str | None,
     client: Mapping[str, Any],
     latest: bool,
+    frozen: bool = True,
 ) -> bool:
     """Everything, under a tag; `latest` names it afterwards where that is wanted."""
     if not folder:
@@ -60,7 +70,7 @@ def save(
     counts = {"micro_steps": engine.micro_steps, "global_samples": engine.global_samples}
     state = {"client": client, "counts": counts}
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    engine.checkpoints_in(folder).save(tag, state, latest=latest)
+    engine.checkpoints_in(folder).save(tag, state, latest=latest, frozen=frozen)
     if below.mesh.rank() == 0:
         script = Path(folder) / "zero_to_fp32.py"
         script.write_text(SCRIPT, encoding="utf-8")
@@ -73,38 +83,58 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """The path and the client state; two Nones where there is no `latest` and no tag was asked for."""
     below = engine.running
-    found = _look(folder) if below.mesh.rank() == 0 else None
-    named, foreign = below.comm.broadcast_object(found, 0)
-    if foreign:
-        raise CheckpointError(
-            f"`{os.fspath(folder)}`: must hold checkpoints of zerodrift; got DeepSpeed's. Convert it once "
-            f"with `zerodrift convert`, which keeps masters, moments and counts."
-        )
+    lead = below.mesh.rank() == 0
+    path = Path(folder)
+    theirs, named = below.comm.broadcast_object(
+        (is_foreign(path, tag), Folder(path).latest()) if lead else None, 0
+    )
+    if theirs:
+        with as_ours(below.comm, folder, tag) as found:
+            return _load_theirs(engine, found, wanted)
     if tag is None and not named:
         logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", os.fspath(folder))
         return None, None
-    parts = engine.checkpoints_in(folder)
+    loaded = _load(engine, engine.checkpoints_in(folder), str(tag or named), wanted, wanted.allow)
+    client = loaded.client or {}
+    _count(engine, wanted, client.get("counts", {}))
+    return str(loaded.path), dict(client.get("client", {}))
+
+
+def _load(
+    engine: DeepSpeedEngine, parts: Checkpoints, tag: str, wanted: Wanted, allow: tuple[Allowed, ...]
+) -> Loaded:
+    below = engine.running
     schedule = below.schedule.state_dict() if below.schedule is not None and not wanted.schedule else None
-    loaded = parts.load(str(tag or named), parts="all" if wanted.optimizer else "weights")
+    loaded = parts.load(tag, parts="all" if wanted.optimizer else "weights", allow=allow)
+    for difference in loaded.differences:
+        if difference.what == "model":
+            logger.warning("%s: %s", loaded.path, difference)
     if not wanted.optimizer:
         _without_optimizer(engine, states.read_state(loaded.path / SHARED), wanted)
     elif schedule is not None:
         below.schedule.load_state_dict(schedule)
-    client = loaded.client or {}
+    return loaded
+
+
+def _load_theirs(
+    engine: DeepSpeedEngine, found: Foreign, wanted: Wanted
+) -> tuple[str | None, dict[str, Any] | None]:
+    """What DeepSpeed itself saved."""
+    below = engine.running
+    parts = Checkpoints(below, found.folder, quiet=True)
+    _load(engine, parts, LATEST, wanted, (*wanted.allow, *found.without))
+    if wanted.schedule and found.schedule is not None and below.schedule is not None:
+        below.schedule.load_state_dict(dict(found.schedule))
+    _count(engine, wanted, {"global_samples": found.samples})
+    return found.home, dict(found.client)
+
+
+def _count(engine: DeepSpeedEngine, wanted: Wanted, counts: Mapping[str, int]) -> None:
     if wanted.counts:
-        counts = client.get("counts", {})
-        engine.micro_steps = counts.get(
-            "micro_steps", engine.global_steps * engine.gradient_accumulation_steps()
-        )
-        engine.global_samples = counts.get("global_samples", engine.global_steps * engine.train_batch_size())
+        steps = engine.global_steps
+        engine.micro_steps = counts.get("micro_steps", steps * engine.gradient_accumulation_steps())
+        engine.global_samples = counts.get("global_samples", steps * engine.train_batch_size())
     engine.tell()
-    return str(loaded.path), dict(client.get("client", {}))
-
-
-def _look(folder: str | os.PathLike[str]) -> tuple[str, bool]:
-    """What `latest` names, and whether DeepSpeed itself saved here."""
-    path = Path(folder)
-    return Folder(path).latest(), path.is_dir() and is_deepspeed(path)
 
 
 def _without_optimizer(engine: DeepSpeedEngine, shared: Mapping[str, Any], wanted: Wanted) -> None:

@@ -436,9 +436,11 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Everything that a resume needs, for any number of ranks and any stage. Frozen parameters are part
-        of it also with `exclude_frozen_parameters`."""
-        return checkpoints.save(self, save_dir, tag, client_state, save_latest)
+        """Everything that a resume needs, for any number of ranks and any stage. Without frozen parameters it
+        loads with `load_module_strict=False`."""
+        return checkpoints.save(
+            self, save_dir, tag, client_state, save_latest, frozen=not exclude_frozen_parameters
+        )
 
     def load_checkpoint(
         self,
@@ -450,13 +452,14 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Back to where `save_checkpoint` was; returns the path and the client state, or two Nones. The names
-        must be the model's whatever `load_module_strict` says."""
+        """Back to where `save_checkpoint` was, ours or DeepSpeed's own; returns the path and the client
+        state, or two Nones. Without `load_module_strict`, what only one side has is left alone."""
         checkpoints.refuse_custom(custom_load_fn)
         wanted = checkpoints.Wanted(
             optimizer=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             counts=not load_module_only,
+            strict=load_module_strict,
         )
         return checkpoints.load(self, load_dir, tag, wanted)
 

@@ -24,13 +24,16 @@ from zerodrift.comm.mesh import Mesh
 from zerodrift.engine import compute, scale, shards, statistics, steps
 from zerodrift.engine.attached import Attached
 from zerodrift.engine.grads import Gradients, Watcher
+from zerodrift.engine.held import Held
 from zerodrift.engine.place import Sources, place
 from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
 from zerodrift.engine.walk import Walk
-from zerodrift.errors import RankError, UnsupportedError
+from zerodrift.errors import RankError
+from zerodrift.experts.dispatch import spread_experts
 from zerodrift.optim.update import Updater, make_updater
+from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
 from zerodrift.report.explain import Explanation, explain
 from zerodrift.report.updates import UpdateReport
@@ -83,12 +86,9 @@ class Engine:
     ) -> None:
         if plan.policy.backend != "native":
             raise AssertionError(f"a plan for backend {plan.policy.backend}")
-        if plan.mesh.pipeline > 1:
-            raise UnsupportedError(
-                "`pipeline`: can be planned but not yet run; got it in the plan. Remove it, or set "
-                "`pipeline.stages: 1`."
-            )
         self.plan = plan
+        self.part = part(plan, mesh.rank("pipeline"))
+        """What this rank executes of the plan: all of it, but for a pipeline."""
         self.module = model
         self.mesh = mesh
         self.comm = Collectives(mesh)
@@ -99,20 +99,30 @@ class Engine:
         self._pools = Pools(keep=not policy.sharding.free_accumulator)
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
-            self.segments, self.units, masters = place(plan, model, self.comm, self._pools, sources)
+            self.segments, self.units, masters = place(self.part, model, self.comm, self._pools, sources)
         self._walk = Walk(self.units)
         self.gradients = Gradients(self._walk, policy.averaging.before)
-        self._precision = compute.Precision(plan, mesh.device)
-        self._handles = [handle for unit in self.units for handle in unit.attach(self.gradients)]
-        self._handles += compute.attach(model, compute.boundaries(plan, model))
+        self.precision = compute.Precision(plan, mesh.device)
+        """How forwards and backwards are entered."""
+        self._handles: list[Any] = []
+        self.held: Held | None = None
+        """Set where a pipeline's schedule runs the parts of the model; see `held.py`."""
+        if plan.policy.pipeline is None:
+            self._handles += [handle for unit in self.units for handle in unit.attach(self.gradients)]
+            self._handles += compute.attach(model, compute.boundaries(plan, model))
+        else:
+            self.held = Held(self.part, self.units, self.gradients)
         self._handles += guard(model, self.segments)
+        self._handles += spread_experts(self.part, model, self.comm)
         self.attached = Attached(model, self.segments)
         self._handles += self.attached.attach()
         self._trained = [segment for segment in self.segments if segment.update is not None]
         self.updater: Updater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             owned = [segment.piece(masters.pop(segment.number)) for segment in self._trained]
-            self.updater = make_updater(plan, owned, optimizer, originals)
+            self.updater = make_updater(self.part, owned, optimizer, originals)
+        self.group_of = self._groups_of_all()
+        """Row name -> its parameter group, of the rows that the optimizer was given, on every stage."""
         self.schedule = steps.schedule(plan, self.optimizer, schedule)
         self.scaler = scale.Scaler(policy.loss_scale)
         self.gradients.watcher = Watcher(self._is_last, self._backward_ended, self._backward_failed)
@@ -132,15 +142,21 @@ class Engine:
         self.beside: Beside | None = None
         """What else the ranks are doing; at most one thing at a time."""
 
+    def _groups_of_all(self) -> Mapping[str, int]:
+        mine = {} if self.updater is None else dict(self.updater.group_of)
+        stages = self.comm.all_gather_object(mine, "pipeline")
+        return {name: group for stage in stages for name, group in stage.items()}
+
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in the plan's precision."""
-        self._require_open()
+        self.require_open()
+        self._require_whole("call")
         self.attached.check()
-        args, kwargs = self._precision.inputs(args, kwargs)
+        args, kwargs = self.precision.inputs(args, kwargs)
         try:
-            with self._precision.forward():
+            with self.precision.forward():
                 return self.module(*args, **kwargs)
         except RankError:
             raise  # there is nobody to finish with what is under way
@@ -155,10 +171,11 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
-        self._require_open()
+        self.require_open()
+        self._require_whole("backward")
         before = self._micro_batches
         try:
-            with self._precision.backward():
+            with self.precision.backward():
                 self.scale(loss).backward(**kwargs)
             if self._micro_batches == before:
                 self.gradients.end_unseen()
@@ -192,9 +209,26 @@ class Engine:
             unit.forget()
         self._scaled = False
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raise if it was destroyed."""
         if self._closed:
             raise steps.closed()
+
+    def _require_whole(self, what: str) -> None:
+        if self.held is not None:
+            raise steps.is_driven(what)
+
+    # Of a pipeline, whose schedule runs micro-batches in an order of its own; see `held.py`.
+
+    def end_step(self, micro_batches: int) -> StepResult:
+        """All micro-batches of a step have ended: update."""
+        self._micro_batches = micro_batches
+        self._scaled = False
+        return self.step()
+
+    def abandon_step(self) -> None:
+        """Something was raised in a schedule: the step starts anew."""
+        self._backward_failed()
 
     @property
     def micro_batches(self) -> int:
@@ -223,7 +257,7 @@ class Engine:
         """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
         if self.updater is None:
             raise steps.needs_optimizer()
-        self._require_open()
+        self.require_open()
         self.attached.check()
         lr, loss_scale = self.updater.learning_rates(), self.scaler.scale
         if self._micro_batches == 0:
@@ -236,8 +270,11 @@ class Engine:
             self.gradients.flush()
             if self.mesh.size("replicate") > 1:
                 self.gradients.sum_over_replicas()
+            if self.held is not None:
+                self.held.sum_over_ends(self.comm)
             unscale = self.unscale
-            gradients = [segment.reduced for segment in self._trained if segment.reduced is not None]
+            counted = [segment for segment in self._trained if segment.spec.lead]
+            gradients = [segment.reduced for segment in counted if segment.reduced is not None]
             norm = scale.global_norm(gradients, self.comm, unscale, self._walk.checksum)
             self._walk.checksum = 0
             self.grad_norm = norm.value

@@ -15,7 +15,7 @@ waits for the step's last micro-batch, or in `reduced`; no `param.grad` is left 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,6 +94,11 @@ class Gradients:
             self.ledger.detach()
         self._late = late
         self.ledger = None if late is None else Ledger(self._segments())
+
+    def count(self) -> None:
+        """From now on what arrives is counted."""
+        if self.ledger is None:
+            self.ledger = Ledger(self._segments())
 
     def open(self) -> None:
         """Let what is added to `param.grad` between backwards land in place, where there is a place."""
@@ -205,6 +210,20 @@ class Gradients:
             if segment.has_loose_gradients or segment.waits or self._late is not None:
                 self._land(segment)
                 self._send(segment)
+        self._finish(0)
+
+    def land_in_place(self, segments: Iterable[FlatSegment]) -> None:
+        """Give segments that have landed nothing their buffers, zero, and let every gradient be added there:
+        for backwards that end in no order, or in several parts."""
+        for segment in segments:
+            segment.collect_gradients()
+            segment.open_gradients()
+
+    def reduce(self, segments: Iterable[FlatSegment]) -> None:
+        """Reduce what has landed of segments, now."""
+        for segment in segments:
+            self._land(segment)
+            self._send(segment)
         self._finish(0)
 
     def sum_over_replicas(self) -> None:

@@ -44,6 +44,8 @@ class Ledger:
                 self._names[parameter] = row.name
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._eager))
         self._found: list[dict[str, Arrival]] = [{}]
+        self._now = 0
+        """The micro-batch whose backward is under way."""
         self._left: dict[torch.Tensor, int] = {}
         """Parameter -> where the gradient was after the last arrival."""
         self._replaced: set[torch.Tensor] = set()
@@ -53,15 +55,27 @@ class Ledger:
 
     def late(self, parameter: torch.Tensor, micro_batch: int) -> None:
         """A queue has added a gradient that belongs to a micro-batch of this step, counted from 0."""
-        while len(self._found) <= micro_batch:
-            self._found.append({})
         self._count(parameter, late=1, micro_batch=micro_batch)
 
-    def _count(self, parameter: torch.Tensor, eager: int = 0, late: int = 0, micro_batch: int = -1) -> None:
+    @property
+    def now(self) -> int:
+        """The micro-batch whose backward is under way."""
+        return self._now
+
+    def turn_to(self, micro_batch: int) -> None:
+        """Gradients that come at once belong to this micro-batch from now on."""
+        self._now = micro_batch
+
+    def _count(
+        self, parameter: torch.Tensor, eager: int = 0, late: int = 0, micro_batch: int | None = None
+    ) -> None:
         name = self._names.get(parameter)
         if name is None or parameter.grad is None:
             return
-        found = self._found[micro_batch]
+        number = self._now if micro_batch is None else micro_batch
+        while len(self._found) <= number:
+            self._found.append({})
+        found = self._found[number]
         before = found.get(name, Arrival())
         found[name] = replace(before, eager=before.eager + eager, late=before.late + late)
         self._look(parameter)
@@ -76,7 +90,7 @@ class Ledger:
             self._replaced.add(parameter)
 
     def next_micro_batch(self) -> None:
-        self._found.append({})
+        self.turn_to(self._now + 1)
 
     def check(self, segment: FlatSegment) -> None:
         """Before a segment's gradients are collected: what was counted must be there."""
@@ -96,11 +110,13 @@ class Ledger:
     def arrivals(self) -> list[dict[str, Arrival]]:
         """Per micro-batch of this step that has ended, name -> what arrived; a parameter that got nothing is
         not there."""
-        return [dict(found) for found in self._found[:-1]]
+        missing = max(0, self._now - len(self._found))
+        return [dict(found) for found in (*self._found[: self._now], *({},) * missing)]
 
     def clear(self) -> None:
         """A new step."""
         self._found = [{}]
+        self._now = 0
         self._left.clear()
         self._replaced.clear()
 

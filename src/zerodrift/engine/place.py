@@ -30,6 +30,7 @@ from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model import recipe
+from zerodrift.model.spread import is_spread
 from zerodrift.optim.split import split
 from zerodrift.plan.layout import round_up
 from zerodrift.plan.table import ALIGNMENT, Plan, Row
@@ -107,8 +108,10 @@ def check(plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], 
         parameter = parameters.get(row.name)
         if parameter is None:
             problems.add(row.name, "must be a parameter of the model, as planned", "no such parameter")
-        elif tuple(parameter.shape) != row.shape:
-            problems.add(row.name, f"must have shape {list(row.shape)}", str(list(parameter.shape)))
+        elif is_spread(parameter):
+            problems.add(row.name, "must be a plain tensor on the native backend", "a DTensor", _SPREAD)
+        elif tuple(parameter.shape) != row.whole_shape:
+            problems.add(row.name, f"must have shape {list(row.whole_shape)}", str(list(parameter.shape)))
         elif parameter.is_meta and row.name not in sources.rows:
             problems.add(row.name, "must hold values", "the meta device", _BUILD)
         elif from_torch(parameter.dtype) is not row.source:
@@ -119,6 +122,7 @@ def check(plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], 
     problems.raise_as(ModelError)
 
 
+_SPREAD = "Set `backend: fsdp2`, or build the model without tensor parallelism."
 _BUILD = "Build the model on a real device, or inside `zerodrift.empty()`."
 
 
@@ -170,7 +174,7 @@ class Rest:
         low, high = max(share.start, row.offset), min(share.stop, row.offset + row.numel)
         if low >= high:
             return
-        where, start = slice(low, high), low - row.offset
+        where, start = slice(low, high), low - row.offset + self.segment.first_of(row)
         storage = self._of(self.storage, where)
         exact = from_torch(source.exact(row.name))
         if self.master is None or (self._split and exact is not None and DType.BF16.holds(exact)):
@@ -238,10 +242,10 @@ def exchange(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> Non
         return
     if flat.numel() % segment.ranks == 0:
         moved = flat.view(torch.uint8)  # nothing is computed on the way, and gloo knows few dtypes
-        comm.all_gather(moved, segment.slice_of(moved), "shard")
+        comm.all_gather(moved, segment.slice_of(moved), segment.axis)
         return
     for rank in range(segment.ranks):
-        comm.broadcast(flat[share_of(segment, rank)], rank, "shard")
+        comm.broadcast(flat[share_of(segment, rank)], rank, segment.axis)
 
 
 class Keeps(Protocol):
@@ -258,10 +262,13 @@ def give(row: Row, parameter: nn.Parameter, rest: Keeps, comm: Collectives) -> N
         delattr(parameter, ELSEWHERE)
     flat = (parameter.detach() if elsewhere is None else elsewhere()).reshape(-1)
     device = comm.mesh.device
-    for first in range(0, row.numel, WINDOW):
+    own = comm.mesh.rank("expert") * row.numel if row.parts > 1 else 0
+    for first in range(0, row.whole_numel, WINDOW):
         values = flat[first : first + WINDOW].to(device, copy=True)
         comm.broadcast(values, 0, "data")
-        rest.give(row.offset + first, values)
+        low, high = max(first, own), min(first + values.numel(), own + row.numel)
+        if low < high:
+            rest.give(row.offset + low - own, values[low - first : high - first])
 
 
 def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: Keeps, comm: Collectives) -> None:
@@ -279,7 +286,7 @@ def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: Keeps, comm: Collecti
         batch.clear()
 
     for row, parameter in pairs:
-        alone = row.numel >= WINDOW or hasattr(parameter, ELSEWHERE)
+        alone = row.numel >= WINDOW or row.parts > 1 or hasattr(parameter, ELSEWHERE)
         waiting = sum(other.numel for other, _ in batch)
         if alone or waiting + row.numel > WINDOW or (batch and batch[0][1].dtype is not parameter.dtype):
             send()

@@ -16,10 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.mesh import AxisName
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.errors import NonFiniteError, RankError
 from zerodrift.kernels import squares
 from zerodrift.policy.nouns import LossScale
+
+AXES: tuple[AxisName, ...] = ("shard", "tensor")
+"""Whose ranks hold different parts of a gradient."""
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -97,8 +101,8 @@ class Norm:
 
 
 def global_norm(gradients: Iterable[torch.Tensor], comm: Collectives, unscale: float, order: int = 0) -> Norm:
-    """One small collective; the one place of a step where the host waits for the device. `gradients` are the
-    flat slices of this rank.
+    """One small collective, and one more over the stages of a pipeline; the one place of a step where the
+    host waits for the device. `gradients` are the flat slices of this rank.
 
     `order` is a checksum of the units that this rank has gathered since the last step, in their order. Where
     another rank has another, weights of different units may have been mixed: RankError.
@@ -108,10 +112,15 @@ def global_norm(gradients: Iterable[torch.Tensor], comm: Collectives, unscale: f
     for gradient in gradients:
         squares.digits(squares.block_square_sums(gradient), places)
     summed[-1] = order
-    ranks = comm.mesh.size("shard")
-    if ranks > 1:
-        summed = comm.all_reduce_sum(summed, "shard")
-    if int(summed[-1]) != ranks * order:
+    ranks = 1
+    for axis in AXES:
+        if comm.mesh.size(axis) > 1:
+            summed = comm.all_reduce_sum(summed, axis)
+            ranks *= comm.mesh.size(axis)
+    summed[-1] = int(summed[-1]) != ranks * order
+    if comm.mesh.size("pipeline") > 1:
+        summed = comm.all_reduce_sum(summed, "pipeline")
+    if int(summed[-1]):
         raise RankError(
             "`units`: must be used in the same order on every rank; got different orders in this step. A "
             "unit that only some ranks run, such as an expert without tokens, cannot be gathered by itself: "
@@ -124,9 +133,11 @@ def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives,
     """Names of parameters with a NaN or an infinity in their gradient, on any rank. `parts` are what this
     rank has of each gradient, in the order of the plan, which is the same on every rank."""
     mine = [(place, name) for place, (name, part) in enumerate(parts) if not torch.isfinite(part).all()]
-    everywhere = comm.all_gather_object(mine, "shard")
-    found = dict.fromkeys(name for _, name in sorted({entry for rank in everywhere for entry in rank}))
-    return list(found)[:limit]
+    for axis in AXES:
+        mine = sorted({entry for rank in comm.all_gather_object(mine, axis) for entry in rank})
+    found = dict.fromkeys(name for _, name in mine)
+    stages = comm.all_gather_object(list(found)[:limit], "pipeline")
+    return list(dict.fromkeys(name for names in stages for name in names))[:limit]
 
 
 def parts_of(segments: Iterable[FlatSegment]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -98,8 +98,11 @@ class FlatSegment:
         whole = self.update is None or not self.update.accumulate.axis
         self._landing_pool = pools.sums if whole else pools.spare
         self._sum_pool = pools.spare if whole else pools.sums
-        self.ranks = comm.mesh.size("shard")
-        self.rank = comm.mesh.rank("shard")
+        self.axis = spec.axis
+        """The ranks that share the segment."""
+        self.ranks = comm.mesh.size(self.axis)
+        self.rank = comm.mesh.rank(self.axis)
+        self._part = comm.mesh.rank("expert")
         columns = spec.columns
         self.sharded = columns.storage.axis != "" and self.ranks > 1
         device = comm.mesh.device
@@ -173,6 +176,10 @@ class FlatSegment:
         count = flat.numel() // self.ranks
         return flat[self.rank * count : (self.rank + 1) * count]
 
+    def first_of(self, row: Row) -> int:
+        """Where in the whole parameter the row of this rank begins: an element of its flattening."""
+        return self._part * row.numel if row.parts > 1 else 0
+
     @staticmethod
     def view(flat: torch.Tensor, row: Row) -> torch.Tensor:
         """A row's values inside a `[padded]` buffer, in the row's shape."""
@@ -193,7 +200,7 @@ class FlatSegment:
             target = self.full
             if columns.gather is not columns.compute:
                 target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
-            self._gathering = self._comm.start_all_gather(target, self.storage, "shard")
+            self._gathering = self._comm.start_all_gather(target, self.storage, self.axis)
             return True
 
     def finish_gather(self) -> None:
@@ -326,7 +333,7 @@ class FlatSegment:
         if self.reduced is None:
             raise AssertionError("unreachable")
         how = Sum(reduce.sum.torch, add=not first)
-        return self._comm.start_reduce_scatter(self.reduced, flat, "shard", how)
+        return self._comm.start_reduce_scatter(self.reduced, flat, self.axis, how)
 
     def _place_of_sum(self, flat: torch.Tensor) -> torch.Tensor:
         """Where the sum goes: a slice of its own, or at stage 0 its place among what will be gathered."""
@@ -367,7 +374,7 @@ class FlatSegment:
         whole = self._whole
         if whole is None:
             whole = self._landing_pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
-        self._comm.all_gather(whole, self.reduced, "shard")
+        self._comm.all_gather(whole, self.reduced, self.axis)
         return whole
 
     def give_back(self, whole: torch.Tensor) -> None:
@@ -407,13 +414,14 @@ class FlatSegment:
         """What the optimizer gets; `initial` is the first master of `owned`."""
         whole = self.owned.numel() == self.spec.padded
         start = 0 if whole else self.rank * self.owned.numel()
-        return Owned(self.number, self.spec, tuple(self.rows), self.owned, initial, start)
+        rows = tuple(self.rows)
+        return Owned(self.number, self.spec, rows, self.owned, initial, start, self._part)
 
     def spread(self) -> Handle:
         """After the update: storage that is whole gets the other ranks' slices."""
         if self.update is None or self.ranks == 1 or self.sharded or not self.update.axis:
             return Handle()
-        return self._comm.start_all_gather(self.storage, self.owned, "shard")
+        return self._comm.start_all_gather(self.storage, self.owned, self.axis)
 
     def changed(self) -> None:
         """The values are others now: a backward through a graph that used the old ones must raise, as it

@@ -11,13 +11,13 @@ after `spread` what is visible is the masters that were filled, rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from zerodrift.comm.mesh import AxisName, Mesh
+from zerodrift.comm.mesh import Mesh
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.plan.table import ALIGNMENT, Row
 
@@ -59,7 +59,7 @@ class Span:
         return self.place.stop - self.place.start
 
     def part(self, flat: torch.Tensor) -> Part:
-        return Part(self.row.name, self.row.shape, self.start, flat[self.place])
+        return Part(self.row.name, self.row.whole_shape, self.start, flat[self.place])
 
 
 class Piece:
@@ -74,12 +74,13 @@ class Piece:
         self._updater = None if segment.update is None else updater
         self._storage = segment.storage if segment.update is None else segment.owned
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
-        self.held = tuple(_spans(segment.rows, start, start + self.numel, start))
+        self.held = tuple(_spans(segment, start, start + self.numel, start))
         """All that this rank holds."""
         index, copies = copy
         blocks = self.numel // ALIGNMENT
         low, high = (ALIGNMENT * (blocks * n // copies) for n in (index, index + 1))
-        self.share = tuple(_spans(segment.rows, start + low, start + high, start))
+        mine = _spans(segment, start + low, start + high, start) if segment.spec.lead else ()
+        self.share = tuple(mine)
         """The part of it that no other rank reads."""
 
     @property
@@ -215,13 +216,16 @@ def spread(engine: Engine) -> None:
 def _copy(segment: FlatSegment, mesh: Mesh) -> tuple[int, int]:
     """(which, of how many): ranks that hold the same piece."""
     sliced = segment.sharded if segment.update is None else bool(segment.update.axis)
-    axis: AxisName = "replicate" if sliced else "data"
-    return mesh.rank(axis), mesh.size(axis)
+    replica, replicas = mesh.rank("replicate"), mesh.size("replicate")
+    if sliced:
+        return replica, replicas
+    return replica * segment.ranks + segment.rank, replicas * segment.ranks
 
 
-def _spans(rows: Collection[Row], low: int, high: int, origin: int) -> Iterator[Span]:
+def _spans(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
     """What lies of each row in `[low, high)` of the segment, for a piece that begins at `origin`."""
-    for row in rows:
+    for row in segment.rows:
         first, last = max(row.offset, low), min(row.offset + row.numel, high)
         if first < last:
-            yield Span(row, first - row.offset, slice(first - origin, last - origin))
+            start = segment.first_of(row) + first - row.offset
+            yield Span(row, start, slice(first - origin, last - origin))

@@ -46,9 +46,12 @@ def collect(engine: Engine) -> UpdateReport:
     sums = [_sums(segment, row, held[segment.number].blocks) for segment, row in rows]
     table = torch.stack(sums) if sums else torch.zeros(0, COUNTS + 2 * PLACES, dtype=torch.int64)
     sharded = torch.tensor([bool(segment.update and segment.update.axis) for segment, _ in rows])
+    divided = torch.tensor([row.parts > 1 for _, row in rows])
     if engine.mesh.size("shard") > 1 and sharded.any():
         # All rows of a plan have their masters alike, whole or sharded.
         table = engine.comm.all_reduce_sum(table, "shard")
+    elif divided.any():
+        table[divided] = engine.comm.all_reduce_sum(table[divided], "expert")
     lines = [_line(row, numbers) for (_, row), numbers in zip(rows, table.cpu(), strict=True)]
     order = {row.name: place for place, row in enumerate(engine.plan.rows)}
     return UpdateReport(engine.global_steps, tuple(sorted(lines, key=lambda line: order[line.name])))
@@ -67,4 +70,4 @@ def _sums(segment: FlatSegment, row: Row, blocks: torch.Tensor) -> torch.Tensor:
 def _line(row: Row, numbers: torch.Tensor) -> UpdateLine:
     moved, unseen, lost, underflow = numbers[:COUNTS].tolist()
     change, weight = (math.sqrt(squares.total(part)) for part in numbers[COUNTS:].split(PLACES))
-    return UpdateLine(row.name, row.numel, moved, unseen, lost, underflow, change, weight)
+    return UpdateLine(row.name, row.whole_numel, moved, unseen, lost, underflow, change, weight)

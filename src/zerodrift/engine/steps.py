@@ -41,6 +41,21 @@ def closed() -> UnsupportedError:
     return UnsupportedError("`engine`: must not be used after `destroy`. Make another one.")
 
 
+def is_driven(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"`{what}`: must not be called on one rank's part of a pipeline, whose schedule runs it. Call "
+        f"`step` of what `initialize_pipeline` returned, with the micro-batches of a step."
+    )
+
+
+def require_whole_model(held: object | None, what: str, todo: str) -> None:
+    """For what needs all of a model on every group of data ranks; `held` is that of an engine."""
+    if held is not None:
+        raise UnsupportedError(
+            f"`{what}`: must be called where ranks hold a whole model; got one stage of a pipeline. {todo}"
+        )
+
+
 def unscaled(plan: Plan) -> UnsupportedError:
     """A backward that the loss scale was left out of."""
     return UnsupportedError(

@@ -34,7 +34,8 @@ class Values:
         self, names: Iterable[str] | None = None, write: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Parameters by name, full, in their compute dtype. With `write`, rank 0's values at the end of the
-        context become everybody's, masters included."""
+        context become everybody's, masters included. Of experts that are spread over ranks, these are a
+        rank's own, and the first rank's that has the same."""
         rows = {name: self._row(name) for name in (self._all_names() if names is None else names)}
         segments = {segment.number: segment for segment, _ in rows.values()}
         kept = {number for number, segment in segments.items() if segment.is_full}
@@ -68,7 +69,11 @@ class Values:
         with torch.no_grad():
             for row in rows:
                 shown = segment.view(segment.full, row).clone()
-                self._engine.comm.broadcast(shown.view(-1), 0, "data")
+                if row.parts == 1:
+                    self._engine.comm.broadcast(shown.view(-1), 0, "data")
+                else:  # of the first rank that has the same experts
+                    self._engine.comm.broadcast(shown.view(-1), 0, segment.axis)
+                    self._engine.comm.broadcast(shown.view(-1), 0, "replicate")
                 place = segment.view(whole, row)
                 if not torch.equal(segment.at_rest(place).to(shown.dtype), shown):
                     place.copy_(shown)
@@ -78,13 +83,13 @@ class Values:
 
     def master(self, name: str) -> torch.Tensor:
         segment, row = self._row(name)
-        return segment.view(self._whole_master(segment), row).clone()
+        return self._all_of(row, segment.view(self._whole_master(segment), row))
 
     def set_master(self, name: str, value: torch.Tensor) -> None:
         segment, row = self._row(name)
         whole = self._whole_master(segment)
         with torch.no_grad():
-            segment.view(whole, row).copy_(value)
+            segment.view(whole, row).copy_(self._part_of(segment, row, value))
         segment.release()
         self._set_whole_master(segment, whole)
 
@@ -115,11 +120,11 @@ class Values:
         segment, row = self._trained_row(name)
         self._engine.gradients.flush()
         if segment.reduced is None:
-            return torch.zeros(row.shape, device=segment.storage.device)
+            return torch.zeros(row.whole_shape, device=segment.storage.device)
         whole = segment.whole_gradient()
         found = segment.view(whole, row).float() * self._engine.unscale
         segment.give_back(whole)
-        return found
+        return self._all_of(row, found)
 
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
         segment, row = self._trained_row(name)
@@ -128,7 +133,8 @@ class Values:
             raise UnsupportedError(f"`{name}`: must have a gradient to replace; got none in this step.")
         whole = segment.whole_gradient()
         with torch.no_grad():
-            segment.view(whole, row).copy_(value / self._engine.unscale)
+            part = self._part_of(segment, row, value)
+            segment.view(whole, row).copy_(part / self._engine.unscale)
             if segment.reduced is not whole:
                 segment.reduced.copy_(segment.slice_of(whole))
         segment.give_back(whole)
@@ -138,7 +144,10 @@ class Values:
     def state(self, name: str) -> dict[str, torch.Tensor]:
         segment, row = self._trained_row(name)
         flats = self._states(segment)
-        return {key: segment.view(self._whole(segment, flat), row).clone() for key, flat in flats.items()}
+        return {
+            key: self._all_of(row, segment.view(self._whole(segment, flat), row))
+            for key, flat in flats.items()
+        }
 
     def set_state(self, name: str, key: str, value: torch.Tensor) -> None:
         segment, row = self._trained_row(name)
@@ -150,7 +159,7 @@ class Values:
             )
         whole = self._whole(segment, flats[key])
         with torch.no_grad():
-            segment.view(whole, row).copy_(value)
+            segment.view(whole, row).copy_(self._part_of(segment, row, value))
         updater.set_state(segment.number, key, segment.owned_of(whole))
 
     def _states(self, segment: FlatSegment) -> dict[str, torch.Tensor]:
@@ -159,7 +168,9 @@ class Values:
         if updater is None:
             return {}
         mine = updater.states(segment.number)
-        keys = dict.fromkeys(key for keys in self._engine.comm.all_gather_object(list(mine)) for key in keys)
+        keys = dict.fromkeys(
+            key for keys in self._engine.comm.all_gather_object(list(mine), "data") for key in keys
+        )
         empty = torch.zeros_like(segment.owned, dtype=torch.float32)
         return {key: mine.get(key, empty) for key in keys}
 
@@ -170,16 +181,32 @@ class Values:
         if owned.numel() == segment.spec.padded:
             return owned.clone()
         whole = owned.new_empty(segment.spec.padded)
-        self._engine.comm.all_gather(whole, owned, "shard")
+        self._engine.comm.all_gather(whole, owned, segment.axis)
         return whole
 
+    def _all_of(self, row: Row, part: torch.Tensor) -> torch.Tensor:
+        """The whole parameter, as a copy: a stack of experts from all ranks that have some of them."""
+        if row.parts == 1:
+            return part.clone()
+        whole = part.new_empty(row.whole_shape)
+        self._engine.comm.all_gather(whole.view(-1), part.reshape(-1), "expert")
+        return whole
+
+    @staticmethod
+    def _part_of(segment: FlatSegment, row: Row, value: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a whole value."""
+        if row.parts == 1:
+            return value
+        first = segment.first_of(row)
+        return value.reshape(-1)[first : first + row.numel].view(row.shape)
+
     def _all_names(self) -> list[str]:
-        return [row.name for row in self._engine.plan.rows]
+        return [row.name for row in self._engine.part.rows]
 
     def _row(self, name: str) -> tuple[FlatSegment, Row]:
-        row = self._engine.plan.row(name)
+        row = self._engine.part.row(name)
         if row is None:
-            known = [name for row in self._engine.plan.rows for name in row.names]
+            known = [name for row in self._engine.part.rows for name in row.names]
             raise ModelError(f"`{name}`: must be a parameter of the model. {did_you_mean(name, known)}")
         return self._engine.segments[row.segment], row
 

@@ -115,9 +115,12 @@ class Checkpoints:
 
     # --- save ---------------------------------------------------------------------------------------------
 
-    def save(self, tag: str | None = None, client: Any = None, *, latest: bool = True) -> None:
+    def save(
+        self, tag: str | None = None, client: Any = None, *, latest: bool = True, frozen: bool = True
+    ) -> None:
         """Save the run as it stands between two steps, under `tag` or the step's number. `client` is what
-        the caller wants back on this rank: where its data is, what it has counted."""
+        the caller wants back on this rank: where its data is, what it has counted. Without `frozen`
+        parameters, those come from where they came from: such a checkpoint loads with `allow=("model",)`."""
         engine, comm = self._engine, self._comm
         self._require_between_steps("save")
         self.wait()
@@ -132,14 +135,13 @@ class Checkpoints:
             return contents.own_state(engine, client, apart), counters
 
         own, counters = everywhere(comm, prepare)
-        ranks = comm.gather_object((counters, mine[1] == first))
+        ranks = comm.gather_object(contents.told(engine, counters, mine[1] == first, digests))
         head = None
 
         def summarize() -> Head | None:
             if comm.mesh.rank():
                 return None
-            every = contents.merged([found for found, _ in ranks])
-            return contents.head(engine, self.run, named, every, all(same for _, same in ranks))
+            return contents.head(engine, self.run, named, ranks, frozen)
 
         head = everywhere(comm, summarize)
         under_way = Save(comm, self._folder, named, self.run, latest)
@@ -147,9 +149,9 @@ class Checkpoints:
         if self._asynchronous:
             self._pending = (under_way, head)
             engine.beside = self
-            under_way.start(lambda: Job(contents.copied(engine), name, own))
+            under_way.start(lambda: Job(contents.copied(engine, frozen), name, own))
         else:
-            under_way.write(Job(contents.items(engine), name, own))
+            under_way.write(Job(contents.items(engine, frozen), name, own))
             self._say_saved(under_way.finish(head, self._keep))
 
     def wait(self) -> None:
@@ -237,7 +239,12 @@ class Checkpoints:
         """Everything but the tensors, compared with the run."""
         engine, now = self._engine, contents.running(self._engine)
         table, plan = read_entries(path), read_plan(path)
-        check_model(table, engine.plan, str(path))
+        strict = "model" not in without
+        apart = check_model(table, engine.plan, str(path), strict)
+        if not strict:
+            known = {name for row in engine.plan.rows for name in row.names}
+            table = tuple(entry for entry in table if known & set(entry.names))
+            without -= set() if apart else {"model"}
         shared = states.read_state(path / SHARED)
         rank, ranks = self._comm.mesh.rank(), self._comm.mesh.size("world")
         own = states.read_state(path / states.own_file(rank)) if manifest.ranks == ranks else None
@@ -245,6 +252,8 @@ class Checkpoints:
         if "buffers" not in without:
             here = contents.shapes(dict(states.buffers(engine.module)))
             saved = contents.shapes(shared["buffers"])
+            if engine.held is not None:
+                saved = {name: shape for name, shape in saved.items() if name in here}  # of this stage
             problems += check_buffers(saved, here, contents.persistent(engine.module))
         if parts == "all":
             for word, found in check_meaning(manifest, table, shared, now).items():
@@ -257,7 +266,7 @@ class Checkpoints:
         else:
             without |= {"optimizer", "groups", "schedule", "loss_scale"}
         _raise(problems)
-        said = differences(manifest, table, plan, now)
+        said = [*apart, *differences(manifest, table, plan, now)]
         if own is None:
             said.append(Difference("random numbers", f"of {manifest.ranks} ranks", "as they are"))
             if not shared["alike"]:

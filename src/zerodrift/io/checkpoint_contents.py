@@ -8,8 +8,10 @@ whatever the stage, the number of ranks and the master scheme of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,21 @@ from zerodrift.optim.schedules import SCHEDULES
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
     from zerodrift.optim.update import Counters
+    from zerodrift.plan.table import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank tells rank 0 for the head."""
+
+    counters: Counters
+    alike: bool
+    """Whether the client's state is rank 0's."""
+    moments: dict[str, tuple[str, ...]]
+    """Of a stage of a pipeline: the moments that its parameters have."""
+    buffers: dict[str, torch.Tensor]
+    """Of a stage: those that rank 0 has not."""
+
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 
@@ -34,41 +51,67 @@ VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 # --- out --------------------------------------------------------------------------------------------------
 
 
-def items(engine: Engine) -> Iterator[Item]:
-    """This rank's share of weights and moments, one segment at a time."""
+def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
+    """This rank's share of weights and moments, one segment at a time; of `frozen` parameters too."""
     shards = Shards(engine)
+    saved = {row.name for row in _saved(engine, frozen)}
     for part in shards.weights():
-        yield _item(weight_key(part.name), part)
+        if part.name in saved:
+            yield _item(weight_key(part.name), part)
     for key, part in shards.moments():
         yield _item(moment_key(key, part.name), part)
 
 
-def copied(engine: Engine) -> list[Item]:
+def copied(engine: Engine, frozen: bool = True) -> list[Item]:
     """The same in host memory of its own, to be written while the engine goes on."""
     return [
-        Item(item.key, item.numel, item.start, item.values.to("cpu", copy=True)) for item in items(engine)
+        Item(item.key, item.numel, item.start, item.values.to("cpu", copy=True))
+        for item in items(engine, frozen)
     ]
+
+
+def _saved(engine: Engine, frozen: bool) -> list[Row]:
+    return [row for row in engine.plan.rows if frozen or row.columns.update is not None]
 
 
 def _item(key: str, part: Part) -> Item:
     return Item(key, part.numel, part.start, part.values)
 
 
-def entries(engine: Engine, counters: Counters) -> tuple[Entry, ...]:
-    """The table of parameters."""
-    updater = engine.updater
+def told(engine: Engine, counters: Counters, alike: bool, known: Collection[str]) -> Told:
+    """By this rank; `known` are the buffers that rank 0 has."""
+    if engine.held is None or engine.mesh.rank("data"):
+        return Told(counters, alike, {}, {})
+    updater, rows = engine.updater, [row for row in engine.part.rows if row.columns.update is not None]
+    moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
+    found = states.buffers(engine.module)
+    return Told(counters, alike, moments, {name: buffer.cpu() for name, buffer in found if name not in known})
+
+
+def entries(
+    engine: Engine,
+    counters: Counters,
+    frozen: bool = True,
+    elsewhere: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> tuple[Entry, ...]:
+    """The table of parameters; of `frozen` ones too. `elsewhere` has the moments of those on other stages."""
+    updater, group_of = engine.updater, engine.group_of
     found = []
-    for row in engine.plan.rows:
+    for row in _saved(engine, frozen):
         trained = updater is not None and row.columns.update is not None
         dtype = DType.FP32 if trained else row.columns.storage.dtype
-        group = updater.group_of.get(row.name, -1) if updater is not None and trained else -1
+        group = group_of.get(row.name, -1) if trained else -1
         moments = updater.moment_names(row.name, counters) if updater is not None and trained else ()
-        found.append(Entry(row.names, row.shape, dtype.value, group, moments))
+        moments = elsewhere.get(row.name, moments)
+        found.append(Entry(row.names, row.whole_shape, dtype.value, group, moments))
     return tuple(found)
 
 
-def head(engine: Engine, run: str, tag: str, counters: Counters, alike: bool) -> Head:
-    """What rank 0 adds. `alike` says that the client's state is the same on every rank."""
+def head(engine: Engine, run: str, tag: str, ranks: Sequence[Told], frozen: bool = True) -> Head:
+    """What rank 0 adds, of what all ranks told; with `frozen` parameters or without."""
+    counters, alike = merged([each.counters for each in ranks]), all(each.alike for each in ranks)
+    moments = {name: names for each in ranks for name, names in each.moments.items()}
+    rows = _saved(engine, frozen)
     plan, updater = engine.plan, engine.updater
     manifest = Manifest(
         run=run,
@@ -87,14 +130,16 @@ def head(engine: Engine, run: str, tag: str, counters: Counters, alike: bool) ->
         loss_scale=engine.scaler.scale,
         lr=() if updater is None else updater.learning_rates(),
         ranks=plan.mesh.world,
-        parameters=len(plan.rows),
-        elements=sum(row.numel for row in plan.rows),
+        parameters=len(rows),
+        elements=sum(row.whole_numel for row in rows),
         files=(),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
+    for each in ranks:
+        shared["buffers"] = {**each.buffers, **shared["buffers"]}
     return Head(
         manifest,
-        entries(engine, counters),
+        entries(engine, counters, frozen, moments),
         plan.to_json(),
         states.packed(shared, "optimizer, schedule and buffers"),
     )
@@ -113,7 +158,7 @@ def running(engine: Engine) -> Running:
     return Running(
         engine.plan,
         "" if updater is None else updater.kind,
-        {} if updater is None else updater.group_of,
+        engine.group_of,
         states.groups(engine),
         schedule_name(engine),
         VERSIONS,
@@ -133,15 +178,17 @@ def merged(ranks: Sequence[Counters]) -> Counters:
 
 def fill(engine: Engine, reader: Reader, table: Sequence[Entry], counters: Counters | None) -> None:
     """Weights, and with `counters` the optimizer's state, into what this rank owns. `Shards.spread` is still
-    to be called."""
+    to be called. What is not in the table keeps its values, and its moments begin at zero."""
     by_name = {name: entry for entry in table for name in entry.names}
     if counters is not None and engine.updater is not None:
         engine.updater.set_counters(counters)
     for piece in Shards(engine).pieces():
         values = piece.zeros()
+        there = [span for span in piece.held if span.row.name in by_name]
+        if len(there) < len(piece.held):
+            values.copy_(piece.weights())
         wanted = [
-            Wanted(weight_key(by_name[span.row.name].name), span.start, values[span.place])
-            for span in piece.held
+            Wanted(weight_key(by_name[span.row.name].name), span.start, values[span.place]) for span in there
         ]
         reader.read(wanted)
         piece.set_weights(values)
@@ -151,13 +198,14 @@ def fill(engine: Engine, reader: Reader, table: Sequence[Entry], counters: Count
 
 
 def _fill_moments(piece: Held, reader: Reader, by_name: Mapping[str, Entry]) -> None:
-    keys = dict.fromkeys(key for span in piece.held for key in by_name[span.row.name].moments)
+    there = [span for span in piece.held if span.row.name in by_name]
+    keys = dict.fromkeys(key for span in there for key in by_name[span.row.name].moments)
     for key in keys:
         values = piece.zeros()
         reader.read(
             [
                 Wanted(moment_key(key, entry.name), span.start, values[span.place])
-                for span in piece.held
+                for span in there
                 if key in (entry := by_name[span.row.name]).moments
             ]
         )

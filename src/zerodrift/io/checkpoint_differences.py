@@ -17,8 +17,9 @@ from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean
 from zerodrift.io.checkpoint_manifest import Entry, Manifest
 from zerodrift.plan.table import Plan, Row
 
-Allowed = Literal["optimizer", "groups", "schedule", "loss_scale", "buffers"]
-"""Differences that are refused unless they are allowed; what they are about then stays as the run has it."""
+Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buffers"]
+"""Differences that are refused unless they are allowed; what they are about then stays as the run has it.
+`model`: parameters that only one side has; of those on both sides shapes and ties must agree all the same."""
 
 SHOWN = 20
 """Names that an error or a note lists; the rest is a number."""
@@ -68,8 +69,9 @@ def check_allowed(allow: Collection[Allowed]) -> frozenset[Allowed]:
 # --- the model --------------------------------------------------------------------------------------------
 
 
-def check_model(entries: Sequence[Entry], plan: Plan, where: str) -> None:
-    """The checkpoint must be of this model: the same parameters, shapes and ties."""
+def check_model(entries: Sequence[Entry], plan: Plan, where: str, strict: bool = True) -> list[Difference]:
+    """The checkpoint must be of this model: the same parameters, shapes and ties. Unless `strict`, those
+    that only one side has are returned."""
     problems = Problems()
     known = {name: entry for entry in entries for name in entry.names}
     missing: list[str] = []
@@ -77,18 +79,25 @@ def check_model(entries: Sequence[Entry], plan: Plan, where: str) -> None:
         found = known.get(row.name)
         if found is None:
             missing.append(row.name)
-        elif found.shape != row.shape:
-            problems.add(row.name, f"must have shape {list(row.shape)}", str(list(found.shape)))
+        elif found.shape != row.whole_shape:
+            problems.add(row.name, f"must have shape {list(row.whole_shape)}", str(list(found.shape)))
         elif set(found.names) != set(row.names):
             must = f"must be one parameter under the names {', '.join(row.names)}"
             problems.add(row.name, must, ", ".join(found.names), "Tie as the saved model did.")
     here = {name for row in plan.rows for name in row.names}
     extra = [entry.name for entry in entries if not here & set(entry.names)]
-    if missing:
-        problems.add(where, "must hold every parameter of the model", f"no {_list(missing)}")
-    if extra:
-        problems.add(where, "must hold no parameter that the model does not have", _list(extra))
+    todo = "`allow=('model',)` loads what both have."
+    if missing and strict:
+        problems.add(where, "must hold every parameter of the model", f"no {_list(missing)}", todo)
+    if extra and strict:
+        problems.add(where, "must hold no parameter that the model does not have", _list(extra), todo)
     problems.raise_as(CheckpointError, f"`{where}` is of another model")
+    told = (("missing", missing, "they stay as they are"), ("more", extra, "they are not read"))
+    return [
+        Difference("model", f"{len(names)} parameters {what}", _list(names), effect)
+        for what, names, effect in told
+        if names
+    ]
 
 
 def _list(names: Sequence[str]) -> str:
@@ -213,6 +222,7 @@ def _readable(plan: dict[str, Any]) -> Plan | None:
 def _trained(entries: Sequence[Entry], plan: Plan) -> list[Difference]:
     found = []
     rows = {name: row for row in plan.rows for name in row.names}
+    entries = [entry for entry in entries if entry.name in rows]
     kept = [e.name for e in entries if e.moments and rows[e.name].columns.update is None]
     if kept:
         found.append(Difference("trained", f"{len(kept)} parameters", "frozen", "their moments are dropped"))

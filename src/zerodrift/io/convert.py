@@ -108,7 +108,7 @@ def convert(
         _check(found, module)
     if to == "safetensors":
         return _to_safetensors(found, target, asked, module, folder, shown)
-    return _to_checkpoint(found, target, shown)
+    return to_checkpoint(found, target, shown)
 
 
 def _model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
@@ -248,7 +248,8 @@ def _documents(path: Path, files: tuple[File, ...], model: nn.Module | None, fol
 # --- to our checkpoint ------------------------------------------------------------------------------------
 
 
-def _to_checkpoint(source: Source, target: Path, shown: bool) -> Converted:
+def to_checkpoint(source: Source, target: Path, shown: bool = False) -> Converted:
+    """A source as a checkpoint of ours, in a folder that holds none yet."""
     trained = source.trained or Trained(0, 0, "", 0, (), None, "", None, "fp32", 0, 1, None)
     folder, tag = Folder(target), automatic(trained.step)
     with said(target):

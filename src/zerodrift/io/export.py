@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from zerodrift.dtypes import TRAINING_DTYPES, DType, parse, widest
+from zerodrift.engine import steps
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, ConfigError
 from zerodrift.io.checkpoint import everywhere
@@ -70,6 +71,8 @@ def export(
 
     `dtype` replaces the `export` column of every floating parameter that is not pinned.
     """
+    todo = "Save a checkpoint, and `zerodrift convert` it."
+    steps.require_whole_model(engine.held, "export", todo)
     begin = time.monotonic()
     comm, rank = engine.comm, engine.mesh.rank()
     target = Path(folder).expanduser()
@@ -152,7 +155,7 @@ def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[st
             continue
         row = plan.row(name)
         if row is not None and name == saved_name(row, model):
-            shapes[name], dtypes[name] = row.shape, _dtype_of(row, dtype)
+            shapes[name], dtypes[name] = row.whole_shape, _dtype_of(row, dtype)
         elif row is None and kept and name in buffers:
             shapes[name], dtypes[name] = buffers[name].shape, buffers[name].storage
     return shapes, dtypes
@@ -215,7 +218,7 @@ def _write(engine: Engine, path: Path, files: tuple[File, ...]) -> None:
                     if sink.dtype(name) is not span.row.columns.storage.dtype:
                         flat = wide = piece.weights() if wide is None else wide
                     before = sink.written
-                    sink.write(name, span.row.shape, span.start, span.part(flat).values)
+                    sink.write(name, span.row.whole_shape, span.start, span.part(flat).values)
                     bar(sink.written - before)
             if engine.mesh.rank() == 0:
                 for name, buffer in engine.module.named_buffers():

@@ -26,6 +26,7 @@ from zerodrift.model import recipe
 from zerodrift.model.document import listed
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
+from zerodrift.model.spread import is_spread
 from zerodrift.plan.table import Plan
 
 TODO = (
@@ -53,6 +54,7 @@ class First:
         with together(comm):
             spec, files = describe(model), None
             if weights is not None:
+                _require_plain(model)
                 files = Files.open(weights, model, wanted(spec.parameters, spec.buffers, model), strict)
                 spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
             found.append(First(model, spec, files, comm))
@@ -92,6 +94,15 @@ class First:
     def finish(self) -> LoadedWeights | None:
         """Close the files; what was read. A call of all ranks."""
         return None if self.files is None else self.files.finish(self.model, self.comm)
+
+
+def _require_plain(model: nn.Module) -> None:
+    spread = [name for name, parameter in model.named_parameters() if is_spread(parameter)]
+    if spread:
+        raise ModelError(
+            f"`weights`: can be read where parameters are plain tensors; got DTensors: {listed(spread)}. "
+            f"Load them into the model before `parallelize_module`."
+        )
 
 
 def _require(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:

@@ -52,8 +52,10 @@ def wanted(
     left_out = transient(model)
     found = []
     for parameter in parameters:
-        dtype = parameter.source if isinstance(parameter, Row) else parameter.dtype
-        found.append(Wanted(parameter.names, parameter.shape, dtype))
+        if isinstance(parameter, Row):
+            found.append(Wanted(parameter.names, parameter.whole_shape, parameter.source))
+        else:
+            found.append(Wanted(parameter.names, parameter.shape, parameter.dtype))
     for buffer in buffers:
         if buffer.name not in left_out:
             dtype = buffer.storage if isinstance(buffer, BufferRow) else buffer.dtype

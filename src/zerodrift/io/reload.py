@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerodrift.comm.together import together
+from zerodrift.engine import steps
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.shards import Held, Piece, Shards
 from zerodrift.io.matching import Strict, wanted
@@ -31,6 +32,7 @@ def load_weights(
     `strict` is as in `initialize`. A call of all ranks. What is wrong with the files is found before
     anything is replaced; if reading fails later, weights are partly replaced and the error says so.
     """
+    steps.require_whole_model(engine.held, "load_weights", "Pass `weights` to `initialize_pipeline`.")
     comm, plan, model = engine.comm, engine.plan, engine.module
     shown = engine.mesh.rank() == 0 and not quiet
     files: Files | None = None
@@ -71,7 +73,8 @@ def _replace(engine: Engine, files: Files, piece: Piece) -> None:
         for row in segment.rows:
             low, high = max(row.offset, mine.start), min(row.offset + row.numel, mine.stop)
             if low < high and files.holds(row.name):
-                files.fill(row.name, low - row.offset, values[low - start : high - start])
+                first = segment.first_of(row) + low - row.offset
+                files.fill(row.name, first, values[low - start : high - start])
     exchange(segment, values, engine.comm)
     if piece.updated:
         piece.set_weights(values)

@@ -94,7 +94,7 @@ def open_source(
     if path.is_dir() and Folder(path).tags():
         return _ours(Folder(path).find(tag or LATEST))
     if path.is_dir() and (tag or is_deepspeed(path)):
-        return _deepspeed(open_deepspeed(path, tag, trust), optimizer)
+        return from_deepspeed(open_deepspeed(path, tag, trust), optimizer)
     if path.is_file() or safetensors.holds(path):
         return _safetensors(path, model)
     raise CheckpointError(
@@ -155,7 +155,8 @@ def _chunks(reader: Reader, key: str) -> Iterator[Run]:
 # --- DeepSpeed's ------------------------------------------------------------------------------------------
 
 
-def _deepspeed(found: DeepSpeedCheckpoint, optimizer: str) -> Source:
+def from_deepspeed(found: DeepSpeedCheckpoint, optimizer: str = "") -> Source:
+    """`optimizer` is what the moments mean, where the checkpoint does not say it rightly."""
     entries = tuple(
         Entry(
             (saved.name, *saved.aliases),

@@ -7,9 +7,10 @@
 // tensors arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
 //
 // The definition of every number is `optim/updates.py`, `optim/rounding.py`, `optim/blockwise.py` and
-// `kernels/squares.py`; this file equals them bit for bit. Three things make that hold: the compiler may not contract a*b+c on its own
-// (-ffp-contract=off), `fused` contracts exactly where torch's own kernels were seen to (ZERODRIFT_FMA_*, set
-// by `kernels/probe.py`), and every sum has a fixed order within its block.
+// `kernels/squares.py`; this file equals them bit for bit. Three things make that hold: the compiler may not
+// contract a*b+c on its own (-ffp-contract=off), products and sums are contracted exactly where torch's own
+// kernels were seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`), and every sum has a fixed order within
+// its block.
 //
 // Invariant: an element's result depends on its own values, its group and its block's key: never on where a
 // slice begins, on the number of threads, or on alignment.
@@ -17,7 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -257,11 +258,6 @@ constexpr uint32_t INFINITY_BITS = 0x7F800000u;
 constexpr uint32_t LEAST_SCALE = (127u - 96u) << 23;     // 2^-96
 constexpr uint32_t LARGEST_SCALE = (127u + 126u) << 23;  // 2^126
 
-void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Code& code, int n) {
-  const float* __restrict value = code.value;
-  for (int i = 0; i < n; ++i) out[i] = value[in[i]] * scale;
-}
-
 // The largest magnitude, within what a scale may be; compared as integers, so a NaN is the largest of all.
 float block_scale(const float* __restrict in, int n) {
   uint32_t most = 0;
@@ -274,15 +270,146 @@ float block_scale(const float* __restrict in, int n) {
   return value(most < LARGEST_SCALE ? most : LARGEST_SCALE);
 }
 
+#if defined(__AVX512F__)
+
+// [Note: tables in registers] With 512-bit vectors a lookup among 32 numbers is one instruction, and a gather
+// is sixteen loads. So the values of a code are looked up 32 at a time and the right ones kept; and a decade
+// is found by the exponent of a number: no binade has two bounds in it, so 32 binades tell the decade but for
+// one comparison. The arithmetic is that of the plain loops below, operation by operation.
+constexpr int BINADES = 32;  // from 2^-31 to 1; the lowest bound is 1e-7
+
+struct Table {
+  alignas(64) float value[256];
+  alignas(64) float bound[BINADES];  // the one in this binade, or one that nothing reaches
+  alignas(64) int32_t base[BINADES];  // how many bounds are below this binade
+  alignas(64) float start[16];
+  alignas(64) float steep[16];
+
+  explicit Table(const Code& code) {
+    std::memcpy(value, code.value, sizeof(value));
+    for (int i = 0; i < BINADES; ++i) {
+      const float low = std::ldexp(1.0f, i - 31), high = 2.0f * low;
+      bound[i] = 2.0f;
+      base[i] = 0;
+      for (int level = 0; level < LEVELS; ++level) {
+        const float at = code.bound[level];
+        if (at < low) base[i] += 1;
+        if (at >= low && at < high) bound[i] = at;
+      }
+    }
+    for (int level = 0; level < LEVELS; ++level) {
+      start[level] = start[level + LEVELS] = code.start[level];
+      steep[level] = steep[level + LEVELS] = code.steep[level];
+    }
+  }
+};
+
+// A block in vectors of 16. What is left at its end goes by way of a buffer, which is faster than masks: some
+// processors do not forward a masked store to the load behind it.
+template <class In, class Out, class Step>
+void in_sixteens(Out* __restrict out, const In* __restrict in, int n, Step step) {
+  int i = 0;
+  for (; i + 16 <= n; i += 16) step(out + i, in + i, i);
+  if (i == n) return;
+  In from[16] = {0};
+  Out to[16];
+  std::memcpy(from, in + i, sizeof(In) * (n - i));
+  step(to, from, i);
+  std::memcpy(out + i, to, sizeof(Out) * (n - i));
+}
+
+inline __m512 find32(const float* table, __m512i index) {
+  return _mm512_permutex2var_ps(_mm512_load_ps(table), index, _mm512_load_ps(table + 16));
+}
+
+inline __m512 find128(const float* table, __m512i index) {
+  const __mmask16 bit5 = _mm512_test_epi32_mask(index, _mm512_set1_epi32(32));
+  const __mmask16 bit6 = _mm512_test_epi32_mask(index, _mm512_set1_epi32(64));
+  const __m512 low = _mm512_mask_blend_ps(bit5, find32(table, index), find32(table + 32, index));
+  const __m512 high = _mm512_mask_blend_ps(bit5, find32(table + 64, index), find32(table + 96, index));
+  return _mm512_mask_blend_ps(bit6, low, high);
+}
+
+template <bool SIGNED>
+void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
+  const __m512 factor = _mm512_set1_ps(scale);
+  in_sixteens(out, in, n, [&](float* to, const uint8_t* from, int) {
+    const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    __m512 found = find128(table.value, code);
+    const __mmask16 bit7 = _mm512_test_epi32_mask(code, _mm512_set1_epi32(128));
+    if (SIGNED) {
+      const __m512i bits = _mm512_castps_si512(found);
+      found = _mm512_castsi512_ps(_mm512_mask_xor_epi32(bits, bit7, bits, _mm512_set1_epi32(INT32_MIN)));
+    } else {
+      found = _mm512_mask_blend_ps(bit7, found, find128(table.value + 128, code));
+    }
+    _mm512_storeu_ps(to, _mm512_mul_ps(found, factor));
+  });
+}
+
+// HALF: which half of a random word rounds this moment; see [Note: random bits]. There are words for a block.
+template <bool SIGNED, int HALF>
+float encode(uint8_t* __restrict out, const float* __restrict in, const Table& table,
+             const uint32_t* __restrict words, int n) {
+  const float scale = block_scale(in, n);
+  const __m512 inverse = _mm512_set1_ps(scale > 0.0f ? 1.0f / scale : 0.0f);
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const __m512i unit = _mm512_set1_epi32(1), largest = _mm512_set1_epi32(0x7FFFFFFF);
+  const __m512i top = _mm512_set1_epi32(SIGNED ? 127 : 255), lower = _mm512_set1_epi32(0xFFFF);
+  const __m512 start = _mm512_load_ps(table.start), steep = _mm512_load_ps(table.steep);
+  const __m512i low = _mm512_load_si512(table.base), high = _mm512_load_si512(table.base + 16);
+  const bool least = !SIGNED && scale != 0.0f;  // what is there is never stored as nothing
+  in_sixteens(out, in, n, [&](uint8_t* to, const float* from, int i) {
+    const __m512i u = _mm512_loadu_si512(from);
+    const __m512i magnitude = _mm512_and_si512(u, largest);
+    __m512 part = _mm512_mul_ps(_mm512_castsi512_ps(magnitude), inverse);
+    // A NaN is 1 as well.
+    part = _mm512_mask_mov_ps(one, _mm512_cmp_ps_mask(part, one, _CMP_LE_OQ), part);
+    // Exponents from 96 on; a lookup takes the last five bits, of which 96 has none.
+    const __m512i binade =
+        _mm512_max_epi32(_mm512_srli_epi32(_mm512_castps_si512(part), 23), _mm512_set1_epi32(127 - 31));
+    const __mmask16 above = _mm512_cmp_ps_mask(part, find32(table.bound, binade), _CMP_GT_OQ);
+    __m512i level = _mm512_permutex2var_epi32(low, binade, high);
+    level = _mm512_mask_add_epi32(level, above, level, unit);
+    const __m512i first = _mm512_sub_epi32(_mm512_sllv_epi32(unit, level), unit);
+    const __m512i word = _mm512_loadu_si512(words + i);
+    const __m512i drawn = HALF ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, lower);
+    const __m512 share = _mm512_mul_ps(_mm512_cvtepi32_ps(drawn), _mm512_set1_ps(0x1p-16f));
+    const __m512 inside = _mm512_mul_ps(_mm512_sub_ps(part, _mm512_permutexvar_ps(level, start)),
+                                        _mm512_permutexvar_ps(level, steep));
+    __m512i found = _mm512_add_epi32(first, _mm512_cvttps_epi32(_mm512_add_ps(inside, share)));
+    found = _mm512_min_epi32(found, top);
+    const __mmask16 something = _mm512_test_epi32_mask(magnitude, magnitude);
+    if (least) found = _mm512_mask_max_epi32(found, something, found, unit);
+    if (SIGNED) {
+      const __mmask16 number = _mm512_cmple_epu32_mask(magnitude, _mm512_set1_epi32(INFINITY_BITS));
+      const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(u, 24), _mm512_set1_epi32(128));
+      found = _mm512_mask_or_epi32(found, number, found, sign);
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(found));
+  });
+  return scale;
+}
+
+#else
+
+using Table = Code;
+
+template <bool SIGNED>
+void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
+  const float* __restrict value = table.value;
+  for (int i = 0; i < n; ++i) out[i] = value[in[i]] * scale;
+}
+
 // HALF: which half of a random word rounds this moment; see [Note: random bits].
 template <bool SIGNED, int HALF>
-float encode(uint8_t* __restrict out, const float* __restrict in, const Code& code,
+float encode(uint8_t* __restrict out, const float* __restrict in, const Table& table,
              const uint32_t* __restrict words, int n) {
   constexpr int TOP = SIGNED ? 127 : 255;
   const float scale = block_scale(in, n);
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   const int least = !SIGNED && scale != 0.0f;  // what is there is never stored as nothing
-  const Code c = code;
+  const Code c = table;
   for (int i = 0; i < n; ++i) {
     const uint32_t u = bits(in[i]);
     const uint32_t magnitude = u & 0x7FFFFFFFu;
@@ -306,6 +433,8 @@ float encode(uint8_t* __restrict out, const float* __restrict in, const Code& co
   }
   return scale;
 }
+
+#endif
 
 // ------------------------------------------------------------------------------------------ the arithmetic
 
@@ -544,7 +673,8 @@ const float* last_moment(float* buffer, const Update& u, int64_t block, int64_t 
   if (last == nullptr) return nullptr;
   if (u.state_kind != STATE_8BIT) return widen(buffer, last, u.state_kind == STATE_FP32 ? FP32 : BF16, at, n);
   const float scale = (second ? u.scale2 : u.scale1)[block];
-  decode(buffer, static_cast<const uint8_t*>(last) + at, scale, u.codes[second], n);
+  const float* value = u.codes[second].value;
+  for (int i = 0; i < n; ++i) buffer[i] = value[static_cast<const uint8_t*>(last)[at + i]] * scale;
   return buffer;
 }
 
@@ -574,44 +704,57 @@ void account(double* out, const Before& before, const Update& u, const float* p,
   out[5] = sum_of_squares(before.weight, n);
 }
 
+struct Coded : Wide {};
+
+// What a state needs beside its moments, made once per update: for 8-bit codes, their tables.
+template <class Moment>
+struct Tables {
+  explicit Tables(const Update&) {}
+};
+
+template <>
+struct Tables<Coded> {
+  const Table first, second;
+  explicit Tables(const Update& u) : first(u.codes[0]), second(u.codes[1]) {}
+};
+
 // The moments of a block, where an update finds and leaves them: in memory, or in fp32 buffers between 8-bit
 // codes.
 template <class Moment>
 struct Moments {
   using Type = typename Moment::Type;
   Type *m, *v;
-  Moments(const Update& u, int64_t, int64_t at, int)
+  Moments(const Update& u, const Tables<Moment>&, int64_t, int64_t at, int)
       : m(u.moment1 == nullptr ? nullptr : static_cast<Type*>(u.moment1) + at),
         v(u.moment2 == nullptr ? nullptr : static_cast<Type*>(u.moment2) + at) {}
-  void store(const Update&, int64_t, int64_t, const uint32_t*, int) {}
+  void store(const Update&, const Tables<Moment>&, int64_t, int64_t, const uint32_t*, int) {}
 };
-
-struct Coded : Wide {};
 
 template <>
 struct Moments<Coded> {
   float *m = nullptr, *v = nullptr;
   alignas(64) float first[BLOCK], second[BLOCK];
-  Moments(const Update& u, int64_t block, int64_t at, int n) {
+  Moments(const Update& u, const Tables<Coded>& tables, int64_t block, int64_t at, int n) {
     if (u.moment1 != nullptr) {
       m = first;
-      decode(m, static_cast<const uint8_t*>(u.moment1) + at, u.scale1[block], u.codes[0], n);
+      decode<true>(m, static_cast<const uint8_t*>(u.moment1) + at, u.scale1[block], tables.first, n);
     }
     if (u.moment2 != nullptr) {
       v = second;
-      decode(v, static_cast<const uint8_t*>(u.moment2) + at, u.scale2[block], u.codes[1], n);
+      decode<false>(v, static_cast<const uint8_t*>(u.moment2) + at, u.scale2[block], tables.second, n);
     }
   }
-  void store(const Update& u, int64_t block, int64_t at, const uint32_t* words, int n) {
+  void store(const Update& u, const Tables<Coded>& tables, int64_t block, int64_t at, const uint32_t* words,
+             int n) {
     if (m != nullptr)
-      u.scale1[block] = encode<true, 0>(static_cast<uint8_t*>(u.moment1) + at, m, u.codes[0], words, n);
+      u.scale1[block] = encode<true, 0>(static_cast<uint8_t*>(u.moment1) + at, m, tables.first, words, n);
     if (v != nullptr)
-      u.scale2[block] = encode<false, 1>(static_cast<uint8_t*>(u.moment2) + at, v, u.codes[1], words, n);
+      u.scale2[block] = encode<false, 1>(static_cast<uint8_t*>(u.moment2) + at, v, tables.second, words, n);
   }
 };
 
 template <class Moment>
-void update_block(const Update& u, int64_t block) {
+void update_block(const Update& u, const Tables<Moment>& tables, int64_t block) {
   const int64_t at = block * BLOCK;
   const int n = static_cast<int>(u.numel - at < BLOCK ? u.numel - at : BLOCK);
   const Group& h = u.table[u.groups == nullptr ? 0 : u.groups[block]];
@@ -625,17 +768,17 @@ void update_block(const Update& u, int64_t block) {
     random_words(buffer, u.keys[block], u.stochastic, n);
     words = buffer;
   }
-  Moments<Moment> moments(u, block, at, n);
+  Moments<Moment> moments(u, tables, block, at, n);
   if (u.statistics == nullptr) {
     advance<Moment, false>(u, h, {p, moments.m, moments.v, g, nullptr, words, n});
-    moments.store(u, block, at, words, n);
+    moments.store(u, tables, block, at, words, n);
     store_visible(u, p, at, n);
     return;
   }
   Before before;
   remember(before, u, p, g, at, n);
   advance<Moment, true>(u, h, {p, moments.m, moments.v, g, before.wanted, words, n});
-  moments.store(u, block, at, words, n);
+  moments.store(u, tables, block, at, words, n);
   store_visible(u, p, at, n);
   account(u.statistics + STATISTICS * block, before, u, p, block, at, n);
 }
@@ -649,9 +792,10 @@ template <class Moment>
 void update_all(const Update& u) {
   const int64_t blocks = (u.numel + BLOCK - 1) / BLOCK;
   const int count = workers(u.numel, u.threads);
+  const Tables<Moment> tables(u);
   (void)count;
 #pragma omp parallel for schedule(static) num_threads(count) if (count > 1)
-  for (int64_t block = 0; block < blocks; ++block) update_block<Moment>(u, block);
+  for (int64_t block = 0; block < blocks; ++block) update_block<Moment>(u, tables, block);
 }
 
 }  // namespace

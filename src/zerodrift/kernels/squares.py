@@ -18,7 +18,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from zerodrift.kernels import native
+from zerodrift.kernels import device, native
 from zerodrift.kernels.native import BLOCK
 
 LANES = 16
@@ -41,6 +41,8 @@ def block_square_sums(flat: Tensor, out: Tensor | None = None) -> Tensor:
     blocks = -(-flat.numel() // BLOCK)
     if out is None:
         out = torch.empty(blocks, dtype=torch.float64, device=flat.device)
+    if flat.numel() and flat.is_contiguous() and device.works(flat.device):
+        return device.squares(flat, out)
     built = native.library() if flat.device.type == "cpu" else None
     if built is None or not flat.is_contiguous():
         return out.copy_(reference_square_sums(flat))

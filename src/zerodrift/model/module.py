@@ -17,6 +17,7 @@ from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.document import listed
 from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+from zerodrift.model.spread import local_shape
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,7 @@ def _parameter(group: _Shared, classes: dict[str, str]) -> ParameterSpec:
     paths = [name.rpartition(".")[0] for name in group.names]
     return ParameterSpec(
         names=tuple(group.names),
-        shape=tuple(first.shape),
+        shape=local_shape(first),
         dtype=_known(first.dtype),
         owners=tuple(Owner(path, classes[path]) for path in paths),
         trained=any(parameter.requires_grad for parameter in group.parameters),

@@ -27,7 +27,7 @@ from zerodrift.optim.reference import Step
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, rooms
-from zerodrift.optim.update import Counters, Owned, scheme_of
+from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
 from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
 from zerodrift.plan.table import ALIGNMENT, Plan
 from zerodrift.policy.nouns import Recipe
@@ -104,10 +104,13 @@ class FlatUpdater:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
 
     @torch.no_grad()
-    def update(self, gradients: Mapping[int, torch.Tensor], multiplier: float) -> None:
+    def update(
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
+    ) -> None:
         step = Step(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number, gradient in gradients.items():
             update(self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number))
+            written(number)
         self._steps += 1
         # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.11 to 2.13).
         self.groups._opt_called = True  # type: ignore[attr-defined]
@@ -205,6 +208,8 @@ def keys_of(piece: Owned) -> torch.Tensor:
         if span.stop > span.start:
             first, last = span.start // ALIGNMENT, -(-span.stop // ALIGNMENT)
             inside = (piece.start + span.start - row.offset) // ALIGNMENT
+            if row.parts > 1:
+                inside += piece.part * -(-row.numel // ALIGNMENT)
             keys[first:last] = block_keys(parameter_key(row.name), inside, last - first)
     return keys.to(piece.storage.device)
 

@@ -1,10 +1,15 @@
-"""The step of a slice, as fast as there is a way: one compiled pass over memory on a CPU, or the reference.
+"""The step of a slice, as fast as there is a way: one compiled pass over memory, or the reference.
 
-Chooses the path, checks what compiled code cannot, and hands addresses over. The arithmetic is defined by
-`updates` and `reference`; `kernels/native.cpp` repeats it.
+Chooses the path by where the slice lies: `kernels/native.cpp` on a CPU, Triton's programs (`optim/device.py`)
+on a GPU, the reference where neither can be built. For the first it checks what compiled code cannot, and
+hands addresses over. The arithmetic is defined by `updates` and `reference`, which the others repeat.
 
-Invariant: both paths leave the same bits, so which one ran never shows in a result. (The bits of a NaN are
-the one exception: any NaN equals any other.)
+Invariant: on a CPU both paths leave the same bits, and a GPU's programs leave them too. (The bits of a NaN
+are the one exception: any NaN equals any other.) See [Note: bits on a GPU] for what is left.
+
+[Note: bits on a GPU] The reference on a GPU is torch's own kernels there, which contract and order a few
+operations otherwise than those on a CPU (`addcdiv` multiplies after it divides), so it may differ by an ulp
+from the programs, and from itself on a CPU. `Root.TORCH` is a correctly rounded root on a GPU, as torch's is.
 """
 
 from __future__ import annotations
@@ -16,20 +21,15 @@ import logging
 import torch
 from torch import Tensor
 
-from zerodrift.kernels import native
+from zerodrift.kernels import device, native
 from zerodrift.kernels.probe import vector_root
-from zerodrift.optim import blockwise
+from zerodrift.optim import blockwise, kinds
+from zerodrift.optim.device import update_on_device
 from zerodrift.optim.reference import Step, check_step, reference_update
 from zerodrift.optim.rounding import step_key
-from zerodrift.optim.schemes import Rounding, Scheme, Slice
+from zerodrift.optim.schemes import Scheme, Slice
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.updates import Algorithm, Coefficients, Root, coefficients
-from zerodrift.policy.nouns import Master, State
-
-_MASTERS = {Master.FP32: 0, Master.SPLIT: 1, Master.SAME: 2}
-_STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2, State.EIGHT_BIT: 3}
-_ROUNDINGS = {Rounding.EVEN: 0, Rounding.AWAY: 1}
-_ALGORITHMS = {Algorithm.ADAMW: 0, Algorithm.ADAM: 0, Algorithm.SGD: 1, Algorithm.LION: 2}
+from zerodrift.optim.updates import Algorithm, Root
 
 _log = logging.getLogger("zerodrift")
 
@@ -68,15 +68,21 @@ def update(
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     built = compiled_for(of.storage.device, step)
-    if built is None or not gradient.is_contiguous():
+    if not gradient.is_contiguous():
         reference_update(scheme, of, gradient, step, statistics)
-    elif of.numel:
-        _update_compiled(built, scheme, of, gradient, step, statistics)
+    elif built is not None:
+        if of.numel:
+            _update_compiled(built, scheme, of, gradient, step, statistics)
+    elif device.works(of.storage.device):
+        if of.numel:
+            update_on_device(scheme, of, gradient, step, statistics)
+    else:
+        reference_update(scheme, of, gradient, step, statistics)
 
 
-def compiled_for(device: torch.device, step: Step) -> native.Library | None:
-    """The compiled kernels, where they can run this step on this device."""
-    if device.type != "cpu":
+def compiled_for(where: torch.device, step: Step) -> native.Library | None:
+    """The compiled CPU kernels, where they can run this step on this device."""
+    if where.type != "cpu":
         return None
     if _needs_torch_root(step) and vector_root() is None:
         _tell_once_about_roots()
@@ -107,7 +113,7 @@ def _update_compiled(
     check_step(scheme, of, gradient, step)
     if of.groups is not None and not _within(of.groups, len(step.hypers)):
         raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {of.groups.unique().tolist()}")
-    table = _table(step)
+    table = kinds.table(step)
     root = vector_root() if _needs_torch_root(step) else None
     moments = [moment.data_ptr() for moment in of.moments] + [None, None]
     scales = [scale.data_ptr() for scale in of.scales] + [None, None]
@@ -130,10 +136,10 @@ def _update_compiled(
         statistics=_address(statistics.blocks if statistics is not None else None),
         grad_type=native.TYPES[gradient.dtype],
         storage_type=native.TYPES[of.storage.dtype],
-        master_kind=_MASTERS[scheme.master],
-        rounding=_ROUNDINGS[scheme.rounding],
-        state_kind=_STATES[scheme.state],
-        algorithm=_ALGORITHMS[step.algorithm],
+        master_kind=kinds.MASTERS[scheme.master],
+        rounding=kinds.ROUNDINGS[scheme.rounding],
+        state_kind=kinds.STATES[scheme.state],
+        algorithm=kinds.ALGORITHMS[step.algorithm],
         threads=torch.get_num_threads(),
     )
     built.update(ctypes.addressof(call))
@@ -146,14 +152,3 @@ def _within(groups: Tensor, count: int) -> bool:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _table(step: Step) -> Tensor:
-    """fp32, a row of coefficients per group; the sign of the first takes the multiplier in."""
-    fields = tuple(Coefficients.__dataclass_fields__)
-    groups = [coefficients(step.algorithm, hyper) for hyper in step.hypers]
-    table = torch.tensor(
-        [[getattr(group, field) for field in fields] for group in groups], dtype=torch.float32
-    )
-    table[:, 0] *= torch.as_tensor(step.multiplier, dtype=torch.float32)
-    return table

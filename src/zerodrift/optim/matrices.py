@@ -26,7 +26,7 @@ from zerodrift.optim.flat import FlatUpdater, Groups, check_numbers, keys_of
 from zerodrift.optim.muon import Numbers
 from zerodrift.optim.schemes import Scheme, Slice
 from zerodrift.optim.statistics import Statistics, account, rooms
-from zerodrift.optim.update import Counters, Owned, scheme_of
+from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
 from zerodrift.optim.updates import Algorithm, Root
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Recipe
@@ -72,14 +72,18 @@ class MuonUpdater:
         return self._rest.learning_rates()
 
     @torch.no_grad()
-    def update(self, gradients: Mapping[int, torch.Tensor], multiplier: float) -> None:
-        self._rest.update({n: g for n, g in gradients.items() if n not in self._pieces}, multiplier)
+    def update(
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
+    ) -> None:
+        rest = {number: gradients[number] for number in gradients if number not in self._pieces}
+        self._rest.update(rest, multiplier, written)
         self._steps += 1
         numbers = _numbers(self.groups.param_groups[MUON])
-        for number, gradient in gradients.items():
+        for number in gradients:
             if number in self._pieces:
                 for row in self._pieces[number].rows:
-                    self._update_row(number, row, gradient, numbers, multiplier)
+                    self._update_row(number, row, gradients[number], numbers, multiplier)
+                written(number)
 
     def _update_row(
         self, number: int, row: Row, gradient: torch.Tensor, numbers: Numbers, multiplier: float

@@ -9,15 +9,15 @@ Invariant: after `update`, owned storage is the master rounded once to the stora
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from zerodrift.errors import UnsupportedError
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.transfers import SideStreams, Transfers
 from zerodrift.plan.table import Plan, Row, Segment
 
 
@@ -36,6 +36,8 @@ class Owned:
     high ones storage holds. Without a master of its own: storage itself."""
     start: int
     """Where the piece begins in the segment."""
+    part: int = 0
+    """Which of its parts, of a row that is in several (`Row.parts`)."""
 
     def without_values(self) -> Owned:
         """The same piece, for whoever has taken the values and must not keep them alive."""
@@ -61,6 +63,14 @@ Counters = dict[str, dict[str, Any]]
 under `""` what holds for all. Numbers, strings, None and tensors."""
 
 
+Written = Callable[[int], None]
+"""Told the number of a piece as soon as its storage holds what an update makes of it."""
+
+
+def unheard(number: int) -> None:
+    """A `Written` for whoever waits for no single piece."""
+
+
 class Updater(Protocol):
     """An optimizer as the engine sees it."""
 
@@ -82,8 +92,11 @@ class Updater(Protocol):
     def learning_rates(self) -> tuple[float, ...]:
         """Of each parameter group, now."""
 
-    def update(self, gradients: Mapping[int, torch.Tensor], multiplier: float) -> None:
-        """One step. Flat gradients of owned pieces by segment number; each is multiplied once, in fp32."""
+    def update(
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
+    ) -> None:
+        """One step. Flat gradients of owned pieces by segment number; each is multiplied once, in fp32.
+        A gradient may be asked for until its piece is `written`, and not after it."""
 
     def master(self, number: int) -> torch.Tensor:
         """The fp32 values of an owned piece; a copy."""
@@ -116,16 +129,32 @@ def make_updater(
     owned: Sequence[Owned],
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[int, str],
+    transfers: Transfers | None = None,
 ) -> Updater:
     """The updater for a plan. `optimizer` is the caller's, over the model's own parameters, whose names
-    `names` gives by `id`; without one the plan's `optimizer` block is built."""
+    `names` gives by `id`; without one the plan's `optimizer` block is built.
+
+    What a plan offloads goes by way of `transfers`: unless told, by streams of the device, and nowhere from a
+    CPU, whose memory it is in anyway. Told so, a CPU is treated as if the host were elsewhere.
+    """
+    from zerodrift.optim import offload
+
+    device = owned[0].storage.device if owned else torch.device("cpu")
+    if not plan.policy.sharding.offload or (transfers is None and device.type == "cpu"):
+        return _make(plan, owned, optimizer, names)
+    way = transfers or SideStreams(device)
+    return offload.Offloaded(owned, lambda held: _make(plan, held, optimizer, names), way)
+
+
+def _make(
+    plan: Plan,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer | None,
+    names: Mapping[int, str],
+) -> Updater:
+    """The updater of pieces where they are."""
     from zerodrift.optim import flat, matrices, views
 
-    if plan.policy.sharding.offload and any(piece.storage.is_cuda for piece in owned):
-        raise UnsupportedError(
-            "`zero_optimization.offload_optimizer.device`: cpu can be planned but not yet run on "
-            "a GPU. Remove it."
-        )
     if optimizer is None:
         if plan.policy.optimizer is None:
             raise AssertionError("neither an optimizer nor a recipe for one")

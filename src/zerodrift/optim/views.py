@@ -24,7 +24,7 @@ from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, account, rooms
-from zerodrift.optim.update import Counters, Owned, scheme_of
+from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
 from zerodrift.plan.table import ALIGNMENT, Plan, Row
 from zerodrift.policy.nouns import Master, State
 
@@ -101,7 +101,9 @@ class TorchViews:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
 
     @torch.no_grad()
-    def update(self, gradients: Mapping[int, torch.Tensor], multiplier: float) -> None:
+    def update(
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
+    ) -> None:
         ready: dict[int, torch.Tensor] = {}
         for number, flat in gradients.items():
             wide = flat if flat.dtype is torch.float32 else flat.float()
@@ -126,6 +128,7 @@ class TorchViews:
                 self._account(number, span, parameter, before[number], ready[number])
         for number in ready:
             self._close(number)
+            written(number)
 
     def _account(
         self,
@@ -313,4 +316,5 @@ def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
 def _is_whole(row: Row, plan: Plan) -> bool:
     """Whether one rank owns all of a row: by its placement, or because nothing is cut."""
     update = row.columns.update
-    return update is None or update.placement == "whole" or update.axis == "" or plan.mesh.shard == 1
+    cut = plan.slices(plan.segments[row.segment]) > 1
+    return update is None or update.placement == "whole" or update.axis == "" or not cut

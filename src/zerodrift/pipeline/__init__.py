@@ -1,5 +1,7 @@
-"""Pipelines: so far weight gradients that are formed later, which is what zero-bubble schedules need."""
+"""Pipelines: a model cut over ranks under torch's schedules, and weight gradients that are formed later."""
 
+from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
+from zerodrift.pipeline.run import BatchResult, PipelineEngine
 
-__all__ = ["WeightQueue", "defer_weight_grads"]
+__all__ = ["BatchResult", "Parts", "PipelineEngine", "WeightQueue", "defer_weight_grads"]

@@ -70,12 +70,19 @@ class WeightQueue:
         self._ended = 0
         """Micro-batches of this step that have ended."""
         self._gradients: Gradients | None = None
-        """Of the engine that the module belongs to: it ends micro-batches and counts what arrives."""
+        """Of the engine that the module belongs to: it counts what arrives."""
+        self._scheduled = False
+        """Whether a schedule's backwards end micro-batches; else the engine does, where there is one."""
         self._handles: list[Any] = []
 
     def __len__(self) -> int:
         """Weight gradients that wait."""
         return len(self._open) + sum(map(len, self._closed))
+
+    @property
+    def ended(self) -> int:
+        """Micro-batches of this step that have ended."""
+        return self._ended
 
     def put(
         self,
@@ -124,7 +131,7 @@ class WeightQueue:
     def dw_builder(self) -> Callable[[], None]:
         """What `torch.distributed.pipelining` takes as a stage's `dw_builder`: called when a micro-batch's
         backward is over, returns what its W action calls."""
-        if self._gradients is None:
+        if self._gradients is None or self._scheduled:
             self.end_micro_batch()
         mine = self._closed[-1] if self._closed else []
         return lambda: self._form_all(mine)
@@ -135,9 +142,9 @@ class WeightQueue:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._gradients is not None:
+        if self._gradients is not None and not self._scheduled:
             self._gradients.expect(None)
-            self._gradients = None
+        self._gradients = None
 
     def _form_all(self, waiting: list[Late]) -> None:
         if waiting and self._gradients is not None:
@@ -196,6 +203,13 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
     if not isinstance(what, nn.Module):
         what.gradients.expect(queue)
         queue._gradients = what.gradients
+    return queue
+
+
+def defer_in_piece(piece: nn.Module, gradients: Gradients, limit: int | None = None) -> WeightQueue:
+    """The queue of a piece of a pipeline, whose schedule forms what waits; `gradients` counts it."""
+    queue = defer_weight_grads(piece, limit)
+    queue._gradients, queue._scheduled = gradients, True
     return queue
 
 

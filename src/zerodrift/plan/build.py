@@ -16,12 +16,14 @@ from zerodrift.dtypes import DType, lost
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
-from zerodrift.plan import check
+from zerodrift.plan import check, stages
+from zerodrift.plan.experts import own_experts, require_experts
 from zerodrift.plan.groups import groups
 from zerodrift.plan.layout import Members, find_units, group, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import Columns, Master, Policy, Recipe, Share
 from zerodrift.policy.parameters import ColumnsOf
+from zerodrift.policy.pipelining import V_SHAPED
 from zerodrift.policy.rules import require_matches
 
 
@@ -30,10 +32,14 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     if not model.parameters:
         raise ModelError(f"`{model.source}`: must have parameters; got none. Is it the right file?")
     columns = _columns(policy, model)
+    require_experts(model, columns, mesh.expert)
     rows: list[Row] = []
     units: list[Unit] = []
     segments: list[Segment] = []
-    for members in find_units(model, policy.sharding.units, mesh.pipeline):
+    pieces = stages.pieces(policy.pipeline, mesh)
+    split = "layers" if policy.pipeline is None else policy.pipeline.split
+    for members in find_units(model, policy.sharding.units, pieces, split):
+        stages.require_ends(policy.pipeline, mesh, members, model)
         _add_unit(members, model, columns, mesh, rows, units, segments)
     plan = Plan(
         source=model.source,
@@ -72,12 +78,14 @@ def _add_unit(
     """One unit: its parameters grouped by columns, each group one segment."""
     unit = len(units)
     first_row, first_segment = len(rows), len(segments)
-    for indices in group(members.parameters, columns):
-        parameters = [model.parameters[index] for index in indices]
+    for indices in stages.apart(group(members.parameters, columns), members.copies):
         shared = columns[indices[0]]
+        parts = mesh.expert if shared.parallel else 1
+        parameters = [own_experts(model.parameters[index], parts) for index in indices]
         sliced = shared.storage.axis != "" or shared.update is not None
         placement = "sliced" if shared.update is None else shared.update.placement
-        packed = pack(parameters, mesh.shard if sliced else 1, placement)
+        slices = mesh.shard // parts
+        packed = pack(parameters, slices if sliced else 1, placement)
         number = len(segments)
         start = len(rows)
         for parameter, index, offset in zip(parameters, indices, packed.offsets, strict=True):
@@ -91,10 +99,12 @@ def _add_unit(
                     unit=unit,
                     segment=number,
                     offset=offset,
+                    parts=parts,
                 )
             )
         numbers = tuple(sorted(range(start, len(rows)), key=lambda number: rows[number].offset))
-        segments.append(Segment(unit, shared, numbers, packed.numel, packed.padded))
+        copies = members.copies.get(indices[0], ())
+        segments.append(Segment(unit, shared, numbers, packed.numel, packed.padded, copies))
     units.append(
         Unit(
             members.name,
@@ -171,11 +181,21 @@ def _notes(
             "this source has no module classes, so no parameter counts as a safe module of autocast: plan "
             "from the module or an HF config to see them"
         )
-    across = [r for r in rows if len(r.names) > 1 and units[r.unit].name == ""]
-    if len({unit.stage for unit in units}) > 1 and across:
-        yield f"{_count(across)} tied across pipeline stages: each stage that uses one holds a copy"
+    across = [rows[index] for segment in segments if segment.copies for index in segment.rows]
+    if across and policy.pipeline is not None and policy.pipeline.schedule not in V_SHAPED:
+        yield (
+            f"{_count(across)} tied across the pipeline: first and last stage hold a copy, whose gradients "
+            f"are added once per step"
+        )
     yield from _large_units(policy, rows, units, shard)
     yield from _padding(segments, shard)
+    divided = [row for row in rows if row.parts > 1]
+    if divided:
+        yield (
+            f"{_count(divided)} stack experts that are spread over {divided[0].parts} ranks: tokens travel "
+            f"to their experts and back, forward and backward, which depends on the data and is not in the "
+            f"bill"
+        )
 
 
 def _padding(segments: list[Segment], shard: int) -> Iterable[str]:

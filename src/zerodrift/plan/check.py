@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from zerodrift.dtypes import DType
+from zerodrift.plan.stages import pieces
 from zerodrift.plan.table import ALIGNMENT, Plan
 from zerodrift.policy.nouns import COLUMNS, OPTIONS, Master
 
@@ -71,7 +72,7 @@ def slices_are_equal_blocks(plan: Plan) -> Iterator[str]:
     """A slice never cuts a block of ALIGNMENT elements."""
     for number, segment in enumerate(plan.segments):
         sliced = segment.columns.storage.axis != "" or segment.columns.update is not None
-        multiple = ALIGNMENT * (plan.mesh.shard if sliced else 1)
+        multiple = ALIGNMENT * (plan.slices(segment) if sliced else 1)
         if segment.padded % multiple:
             yield f"segment {number} has {segment.padded} elements, not a multiple of {multiple}"
 
@@ -81,7 +82,7 @@ def no_slice_cuts_what_is_whole(plan: Plan) -> Iterator[str]:
     for number, segment in enumerate(plan.segments):
         if not segment.whole:
             continue
-        each = segment.padded // plan.mesh.shard
+        each = segment.padded // plan.slices(segment)
         for row in (plan.rows[index] for index in segment.rows if plan.rows[index].numel):
             update = row.columns.update
             matrices = update is not None and update.placement == "matrices"
@@ -158,6 +159,17 @@ def axes_follow_the_stage(plan: Plan) -> Iterator[str]:
             yield f"{row.name}: accumulate is sharded exactly where every micro-batch is reduced"
 
 
+def experts_are_divided(plan: Plan) -> Iterator[str]:
+    """What is divided over the expert axis says so in its columns, and by how much in its row."""
+    for row in plan.rows:
+        if row.parts != (plan.mesh.expert if row.columns.parallel else 1):
+            yield f"{row.name} is in {row.parts} parts on an expert axis of {plan.mesh.expert}"
+        if row.columns.parallel and not row.shape:
+            yield f"{row.name} has no dimension to be divided"
+    if plan.mesh.shard % plan.mesh.expert:
+        yield f"an expert axis of {plan.mesh.expert} does not fold a shard axis of {plan.mesh.shard}"
+
+
 def every_cell_says_why(plan: Plan) -> Iterator[str]:
     for columns in {row.columns for row in plan.rows}:
         wanted = {column for column, text in columns.cells().items() if text != "-"}
@@ -170,7 +182,7 @@ def every_cell_says_why(plan: Plan) -> Iterator[str]:
 
 def units_are_in_order(plan: Plan) -> Iterator[str]:
     stages = [unit.stage for unit in plan.units]
-    if stages != sorted(stages) or set(stages) - set(range(plan.mesh.pipeline)):
+    if stages != sorted(stages) or set(stages) - set(range(pieces(plan.policy.pipeline, plan.mesh))):
         yield "units are not in order of pipeline stages"
     if plan.units and plan.units[0].name != "":
         yield "the root does not come first"
@@ -188,6 +200,7 @@ CHECKS: tuple[Check, ...] = (
     pins_hold_everywhere,
     nothing_narrows_silently,
     axes_follow_the_stage,
+    experts_are_divided,
     every_cell_says_why,
     units_are_in_order,
 )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.build import moments
 from zerodrift.plan.schedule import Collective, collectives
+from zerodrift.plan.stages import part
 from zerodrift.plan.table import ALIGNMENT, Plan, Segment, Unit
 from zerodrift.policy.nouns import Master, Placed, State, Update
 
@@ -101,31 +102,40 @@ class Cost:
 def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
     """The bill of the pipeline stage with the highest peak."""
     count = micro_batches or plan.policy.batch.accumulation
-    stages = range(max(unit.stage for unit in plan.units) + 1)
-    return max((_stage_cost(plan, stage, count) for stage in stages), key=lambda bill: bill.peak.total)
+    bills = [stage_cost(plan, stage, count) for stage in range(plan.mesh.pipeline)]
+    return max(bills, key=lambda bill: bill.peak.total)
 
 
-def _stage_cost(plan: Plan, stage: int, micro_batches: int) -> Cost:
-    units = [unit for unit in plan.units if unit.stage == stage]
-    segments = [plan.segments[number] for unit in units for number in unit.segments]
+def stage_cost(whole: Plan, stage: int, micro_batches: int) -> Cost:
+    """The bill of one rank at a place on the pipeline axis."""
+    plan = part(whole, stage)
+    units, segments = plan.units, plan.segments
     rest = _rest(plan, segments)
     return Cost(
         micro_batches=micro_batches,
         pipeline_stage=stage,
-        parameters=sum(segment.numel for segment in segments),
-        padding=sum(segment.padded - segment.numel for segment in segments),
-        whole_padding=sum(segment.padded - segment.numel for segment in segments if segment.whole),
+        parameters=sum(segment.numel * _parts(plan, segment) for segment in segments),
+        padding=sum(_padding(plan, segment) for segment in segments),
+        whole_padding=sum(_padding(plan, segment) for segment in segments if segment.whole),
         rest=rest,
         peak=_peak(plan, units, segments, rest, micro_batches),
-        traffic=_traffic(plan, stage, micro_batches),
+        traffic=_traffic(whole, stage, micro_batches),
     )
 
 
+def _parts(plan: Plan, segment: Segment) -> int:
+    """How many such segments a shard group has, each with other experts."""
+    return plan.mesh.shard // plan.slices(segment)
+
+
+def _padding(plan: Plan, segment: Segment) -> int:
+    return (segment.padded - segment.numel) * _parts(plan, segment)
+
+
 def _rest(plan: Plan, segments: Sequence[Segment]) -> Rest:
-    shard = plan.mesh.shard
     storage = accumulate = master = state = 0
     for segment in segments:
-        columns, update = segment.columns, segment.columns.update
+        columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
         storage += _held(segment, columns.storage, shard)
         if update is None:
             continue
@@ -169,7 +179,7 @@ def _gathered(plan: Plan, unit: Unit) -> int:
     for number in unit.segments:
         segment = plan.segments[number]
         columns = segment.columns
-        if columns.storage.axis:
+        if columns.storage.axis and plan.slices(segment) > 1:
             total += segment.padded * columns.gather.size
             total += segment.padded * columns.compute.size if columns.compute is not columns.gather else 0
         elif columns.storage.dtype is not columns.compute:
@@ -184,7 +194,7 @@ def _sums(plan: Plan, segment: Segment, micro_batches: int) -> int:
     one reduction or where every rank updates the whole. At stage 0 the slice is formed in its place in the
     whole, if the wire has the accumulator's dtype.
     """
-    update, shard = segment.columns.update, plan.mesh.shard
+    update, shard = segment.columns.update, plan.slices(segment)
     if update is None:
         raise AssertionError("a frozen segment has no accumulator")
     whole = segment.padded * update.accumulate.dtype.size
@@ -193,7 +203,9 @@ def _sums(plan: Plan, segment: Segment, micro_batches: int) -> int:
     if not update.axis:
         in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
         return whole if in_place else whole + whole // shard
-    return whole // shard + (whole if _waits(update, micro_batches) else 0)
+    # A pipeline's gradients land in place all through a step, whichever micro-batch they are of.
+    waits = _waits(update, micro_batches) or plan.policy.pipeline is not None
+    return whole // shard + (whole if waits else 0)
 
 
 def _waits(update: Update, micro_batches: int) -> bool:
@@ -210,7 +222,7 @@ def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
             continue
         update = segment.columns.update
         total += segment.numel * update.accumulate.dtype.size
-        if plan.mesh.shard > 1 and update.axis and not _waits(update, micro_batches):
+        if plan.slices(segment) > 1 and update.axis and not _waits(update, micro_batches):
             total += segment.padded * update.accumulate.dtype.size * (REDUCTIONS if unit.name else 1)
     return total
 
@@ -218,7 +230,7 @@ def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
 def _wire_buffers(plan: Plan, segment: Segment) -> int:
     """What a reduction receives, the copy that it sends where the wire is another dtype, and its sum where
     that is added to what is there."""
-    update, shard = segment.columns.update, plan.mesh.shard
+    update, shard = segment.columns.update, plan.slices(segment)
     if update is None or shard == 1:
         return 0
     received = segment.padded * (shard - 1) // shard * update.reduce.wire.size
@@ -242,7 +254,13 @@ def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
 
 def sent(call: Collective, mesh: MeshShape) -> int:
     """Bytes that one rank sends for a collective carried by a ring."""
-    ranks = {"shard": mesh.shard, "replicate": mesh.replicate}[call.axis]
+    ranks = {
+        "shard": mesh.shard,
+        "replicate": mesh.replicate,
+        "expert_shard": mesh.expert_shard,
+        "pipeline": mesh.pipeline,
+        "ends": 2,
+    }[call.axis]
     passes = 2 if call.op == "all_reduce" else 1
     return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
 

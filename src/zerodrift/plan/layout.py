@@ -18,11 +18,13 @@ import fnmatch
 import heapq
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from zerodrift.errors import ConfigError, Problems, did_you_mean
 from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.plan.stages import even_by_cost, products
 from zerodrift.plan.table import ALIGNMENT
 from zerodrift.policy.nouns import Columns, Placement
 
@@ -45,10 +47,14 @@ class Members:
     parameters: tuple[int, ...]
     """Indices into `ModelSpec.parameters`."""
     stage: int
+    copies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of parameters that other pieces of a pipeline use too: which."""
 
 
-def find_units(model: ModelSpec, patterns: Sequence[str], stages: int) -> list[Members]:
-    """The units of a model in order of execution: per pipeline stage its root, then its blocks."""
+def find_units(
+    model: ModelSpec, patterns: Sequence[str], stages: int, split: Literal["layers", "cost"] = "layers"
+) -> list[Members]:
+    """The units of a model in order of execution: per piece of a pipeline its root, then its blocks."""
     block_of = _by_pattern(model, patterns) if patterns else _by_number(model)
     blocks: dict[str, list[int]] = {}
     rest: list[int] = []
@@ -59,15 +65,30 @@ def find_units(model: ModelSpec, patterns: Sequence[str], stages: int) -> list[M
             blocks.setdefault(block, []).append(index)
         else:
             rest.append(index)
-    stage_of = _stages(list(blocks), stages)
     first_block = min((members[0] for members in blocks.values()), default=0)
+    stage_of = _stages(list(blocks), stages)
+    if split == "cost" and stages > 1:
+        costs = [sum(map(products, (model.parameters[i] for i in block))) for block in blocks.values()]
+        ends = [i for i in rest if _root_stage(i, first_block, stages) or len(model.parameters[i].names) > 1]
+        sizes = even_by_cost(costs, stages, sum(products(model.parameters[i]) for i in ends))
+        stage_of = dict(zip(blocks, (s for s, size in enumerate(sizes) for _ in range(size)), strict=True))
     units = []
     for stage in range(stages):
         root = [i for i in rest if _root_stage(i, first_block, stages) == stage]
         if root or stage == 0:
-            units.append(Members("", tuple(root), stage))
+            copies = {i: _copies(model.parameters[i], stage, stages, block_of, stage_of) for i in root}
+            units.append(Members("", tuple(root), stage, {i: found for i, found in copies.items() if found}))
         units += [Members(name, tuple(m), stage) for name, m in blocks.items() if stage_of[name] == stage]
     return units
+
+
+def _copies(
+    parameter: ParameterSpec, home: int, stages: int, block_of: BlockOf, stage_of: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The other pieces that use a parameter by another of its names. A name outside of the blocks that is
+    not the first one belongs to what comes after the blocks: the head that is tied to an embedding."""
+    found = {stage_of.get(block_of(name), stages - 1) for name in parameter.names[1:]}
+    return tuple(sorted(found - {home}))
 
 
 def _root_stage(index: int, first_block: int, stages: int) -> int:

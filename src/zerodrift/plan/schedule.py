@@ -9,6 +9,11 @@ reverse order for the backward (unless it was kept), reduce each unit's gradient
 last, sum over replicas; then the norm; then the update and what it must send. In a backward one unit is
 gathered ahead, so its gather comes before the reduction of the unit that is being worked on.
 
+What depends on data is not in it: the tokens that travel to their experts and back.
+
+In a pipeline the forwards and backwards of several micro-batches are mixed; what is said here is then
+exact in number, and the gathers and reductions of micro-batches come in the order of the pipeline's schedule.
+
 Invariant: nothing here depends on data, so all ranks of a stage issue the same list.
 """
 
@@ -19,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.dtypes import DType
+from zerodrift.plan.stages import of_piece, part, pieces_of, shared_with_another
 from zerodrift.plan.table import Plan, Segment, Unit
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -38,28 +44,39 @@ class Collective:
     dtype: DType
     numel: int
     """Elements of the whole buffer: all slices together."""
-    axis: Literal["shard", "replicate"]
+    axis: Literal["shard", "replicate", "expert_shard", "pipeline", "ends"]
     sum: DType | None
     """The dtype of the sum, where there is one."""
     segment: int
-    """Index into `Plan.segments`; -1 for the norm."""
+    """Index into `Plan.segments`, of the rank's part in a pipeline; -1 for the norm."""
 
 
 def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iterator[Collective]:
-    """What the ranks of pipeline stage `stage` issue in one optimizer step, in order."""
+    """What the ranks of one place on the pipeline axis issue in one optimizer step, in order."""
     count = micro_batches or plan.policy.batch.accumulation
-    units = [unit for unit in plan.units if unit.stage == stage]
+    plan = part(plan, stage)
+    units = list(plan.units)
     for number in range(count):
-        yield from _micro_batch(plan, units, first=number == 0, last=number == count - 1)
+        yield from _micro_batch(plan, units, stage, first=number == 0, last=number == count - 1)
     if plan.mesh.replicate > 1:
         for unit in reduce_order(units):
             yield from _over_replicas(plan, unit)
+    for unit in units:
+        yield from _over_ends(plan, unit)
     yield from _boundary(plan, units)
 
 
-def _micro_batch(plan: Plan, units: list[Unit], *, first: bool, last: bool) -> Iterator[Collective]:
+def _micro_batch(
+    plan: Plan, units: list[Unit], stage: int, *, first: bool, last: bool
+) -> Iterator[Collective]:
     keep = plan.policy.sharding.keep_gathered
-    if first or keep != "step":
+    if plan.policy.pipeline is not None and keep != "step":
+        turns: tuple[Purpose, ...] = ("forward", "backward")
+        for purpose in turns:
+            for piece in pieces_of(plan, stage):
+                for unit in of_piece(plan, piece):
+                    yield from _gather(plan, unit, purpose)
+    elif first or keep != "step":
         for unit in units:
             yield from _gather(plan, unit, "forward")
     # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
@@ -95,52 +112,58 @@ def holds(outer: Unit, inner: Unit) -> bool:
 
 
 def _gather(plan: Plan, unit: Unit, purpose: Purpose) -> Iterator[Collective]:
-    if plan.mesh.shard == 1:
-        return
     for number, segment in _segments(plan, unit):
-        if segment.columns.storage.axis:
+        if segment.columns.storage.axis and plan.slices(segment) > 1:
             dtype = segment.columns.gather
-            yield Collective("all_gather", purpose, dtype, segment.padded, "shard", None, number)
+            yield Collective("all_gather", purpose, dtype, segment.padded, segment.axis, None, number)
 
 
 def _reduce(plan: Plan, unit: Unit, *, last: bool) -> Iterator[Collective]:
-    if plan.mesh.shard == 1:
-        return
     for number, segment in _segments(plan, unit):
         update = segment.columns.update
-        if update is None or not (last or update.reduce.when == "every"):
+        if update is None or not (last or update.reduce.when == "every") or plan.slices(segment) == 1:
             continue
         wire, total = update.reduce.wire, update.reduce.sum
-        yield Collective("reduce_scatter", "reduce", wire, segment.padded, "shard", total, number)
+        yield Collective("reduce_scatter", "reduce", wire, segment.padded, segment.axis, total, number)
 
 
 def _over_replicas(plan: Plan, unit: Unit) -> Iterator[Collective]:
     for number, segment in _segments(plan, unit):
         update = segment.columns.update
         if update is not None:
-            numel = segment.padded // plan.mesh.shard
+            numel = segment.padded // plan.slices(segment)
             wire, total = update.reduce.wire, update.reduce.sum
             yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
+
+
+def _over_ends(plan: Plan, unit: Unit) -> Iterator[Collective]:
+    """What is tied across the pipeline."""
+    for number, segment in _segments(plan, unit):
+        update = segment.columns.update
+        if update is not None and shared_with_another(plan, segment):
+            numel = segment.padded // plan.slices(segment)
+            dtype = update.accumulate.dtype
+            yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
 
 
 def _boundary(plan: Plan, units: list[Unit]) -> Iterator[Collective]:
     """After the last micro-batch: the norm, then what the update sends."""
     trained = [(n, s) for unit in units for n, s in _segments(plan, unit) if s.columns.update is not None]
-    if plan.mesh.shard == 1:
-        return
-    if trained:
+    if trained and plan.mesh.shard > 1:
         yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
+    if plan.mesh.pipeline > 1:
+        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "pipeline", DType.INT64, -1)
     for number, segment in trained:
-        update = segment.columns.update
-        if update is None:
+        update, axis = segment.columns.update, segment.axis
+        if update is None or plan.slices(segment) == 1:
             continue
         if not update.axis:
             # Every rank updates the whole parameter, so the reduced gradient goes to every rank.
             dtype = update.accumulate.dtype
-            yield Collective("all_gather", "update", dtype, segment.padded, "shard", None, number)
+            yield Collective("all_gather", "update", dtype, segment.padded, axis, None, number)
         elif not segment.columns.storage.axis:
             dtype = segment.columns.storage.dtype
-            yield Collective("all_gather", "update", dtype, segment.padded, "shard", None, number)
+            yield Collective("all_gather", "update", dtype, segment.padded, axis, None, number)
 
 
 def _segments(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment]]:

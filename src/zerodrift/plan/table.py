@@ -14,7 +14,7 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from zerodrift.dtypes import DType
 from zerodrift.mesh import MeshShape
@@ -33,6 +33,7 @@ class Row:
     names: tuple[str, ...]
     """Every name it has; more than one when tied."""
     shape: tuple[int, ...]
+    """On one rank: of its own experts where the parameter is divided over the expert axis."""
     source: DType
     """The dtype that the model or checkpoint holds it in."""
     klass: str
@@ -44,6 +45,8 @@ class Row:
     """Index into `Plan.segments`."""
     offset: int
     """First element within the segment; a multiple of ALIGNMENT."""
+    parts: int = 1
+    """Ranks of the expert axis that its first dimension is divided over."""
 
     @property
     def name(self) -> str:
@@ -51,7 +54,18 @@ class Row:
 
     @property
     def numel(self) -> int:
+        """On one rank."""
         return math.prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """In the model and in files."""
+        return self.shape if self.parts == 1 else (self.shape[0] * self.parts, *self.shape[1:])
+
+    @property
+    def whole_numel(self) -> int:
+        """In the model and in files."""
+        return self.numel * self.parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +95,11 @@ class Segment:
     numel: int
     """Elements that belong to parameters."""
     padded: int
-    """Elements allocated: a multiple of ALIGNMENT times the ranks of the shard axis."""
+    """Elements allocated: a multiple of ALIGNMENT times the ranks of its axis."""
+    copies: tuple[int, ...] = ()
+    """Other pieces of a pipeline that use its one parameter, which is tied; `plan/stages.py` says how."""
+    lead: bool = True
+    """Whether it counts in a norm and in a checkpoint; of copies on several ranks one does."""
 
     @property
     def whole(self) -> bool:
@@ -91,6 +109,11 @@ class Segment:
     @property
     def trained(self) -> bool:
         return self.columns.update is not None
+
+    @property
+    def axis(self) -> Literal["shard", "expert_shard"]:
+        """The ranks that share it: what it is gathered and reduced over."""
+        return "expert_shard" if self.columns.parallel else "shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +125,7 @@ class Unit:
     rows: tuple[int, ...]
     segments: tuple[int, ...]
     stage: int
-    """Pipeline stage, 0 without a pipeline."""
+    """Piece of a pipeline, 0 without one: a stage, or one of its `pipeline.chunks`."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +154,10 @@ class Plan:
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def slices(self, segment: Segment) -> int:
+        """Ranks that share a segment."""
+        return self.mesh.shard if segment.axis == "shard" else self.mesh.expert_shard
+
     def row(self, name: str) -> Row | None:
         """The row of a parameter, by any of its names."""
         index = self._index.get(name)
@@ -147,6 +174,7 @@ class Plan:
         def number(columns: Columns) -> int:
             return shared.setdefault(columns, len(shared))
 
+        divided = any(row.parts > 1 for row in self.rows)
         rows = [
             [
                 list(row.names),
@@ -157,11 +185,20 @@ class Plan:
                 row.unit,
                 row.segment,
                 row.offset,
+                *([row.parts] if divided else []),
             ]
             for row in self.rows
         ]
+        tied = any(segment.copies for segment in self.segments)
         segments = [
-            [segment.unit, number(segment.columns), list(segment.rows), segment.numel, segment.padded]
+            [
+                segment.unit,
+                number(segment.columns),
+                list(segment.rows),
+                segment.numel,
+                segment.padded,
+                *([list(segment.copies)] if tied else []),
+            ]
             for segment in self.segments
         ]
         return {
@@ -169,11 +206,11 @@ class Plan:
             "policy": encode(self.policy),
             "mesh": encode(self.mesh),
             "columns": [encode(columns) for columns in shared],
-            "row_fields": [*ROW_FIELDS],
+            "row_fields": [*ROW_FIELDS, *(["parts"] if divided else [])],
             "rows": rows,
             "buffers": encode(self.buffers),
             "units": encode(self.units),
-            "segment_fields": [*SEGMENT_FIELDS],
+            "segment_fields": [*SEGMENT_FIELDS, *(["copies"] if tied else [])],
             "segments": segments,
             "notes": list(self.notes),
         }
@@ -193,8 +230,8 @@ class Plan:
             buffers=decode(tuple[BufferRow, ...], data["buffers"]),
             units=decode(tuple[Unit, ...], data["units"]),
             segments=tuple(
-                Segment(unit, columns[number], tuple(rows), numel, padded)
-                for unit, number, rows, numel, padded in data["segments"]
+                Segment(unit, columns[number], tuple(rows), numel, padded, tuple(copies[0] if copies else ()))
+                for unit, number, rows, numel, padded, *copies in data["segments"]
             ),
             notes=tuple(data["notes"]),
         )

@@ -71,7 +71,11 @@ def sharding(
     )
     if offload:
         decisions.append(
-            Decision("offload", "master and state", "`zero_optimization.offload_optimizer.device`")
+            Decision(
+                "offload",
+                "master and state",
+                "`zero_optimization.offload_optimizer.device`: in host memory; the bill counts them too",
+            )
         )
     made = Sharding(stage, block.units or (), keep, free, offload)  # type: ignore[arg-type]
     return made, tuple(decisions)
@@ -177,6 +181,31 @@ def schedule(config: Config, numbers: Numbers, problems: Problems) -> Recipe | N
         )
         return None
     return Recipe(kind, numbers.params("scheduler.params", config.scheduler.params))
+
+
+EXPERTS = ("*.experts.*",)
+"""Where the models of `transformers` stack their experts."""
+
+
+def experts(
+    config: Config, mesh: MeshShape, averaging: Averaging, problems: Problems
+) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
+    """Which parameters are divided over the expert axis, where there is one."""
+    if mesh.expert == 1:
+        return (), ()
+    if averaging.before != 1.0:
+        problems.add(
+            "experts.ranks",
+            "must be left out where gradients are divided before they are reduced (`prescale_gradients`, "
+            "`gradient_predivide_factor`): those of experts pass fewer ranks",
+            str(mesh.expert),
+            "Remove one of the keys.",
+        )
+    written = config.experts.parameters if config.experts else None
+    why = "`experts.parameters`" if written else "default: where transformers stacks experts"
+    found = written or EXPERTS
+    value = f"{', '.join(found)} over {mesh.expert} ranks, sharded over {mesh.expert_shard}"
+    return found, (Decision("experts", value, f"`experts.ranks`; {why}"),)
 
 
 def batch_text(sizes: Batch, mesh: MeshShape) -> str:

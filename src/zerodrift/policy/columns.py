@@ -10,7 +10,7 @@ Invariant: `complete` is a pure function of its arguments, and what it returns n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zerodrift.dtypes import DType, lost
@@ -62,6 +62,8 @@ class Subject:
     dimensions: int
     not_hidden: str
     """Why Muon leaves it to AdamW unless told otherwise; `""` where it does not."""
+    expert: str = ""
+    """Why it is divided over the expert axis; `""` where it is not."""
 
 
 def complete(
@@ -74,7 +76,7 @@ def complete(
 ) -> Columns:
     """Every column of a parameter."""
     if not subject.source.is_floating:
-        return _kept(subject.source, output)
+        return _divided(_kept(subject.source, output), subject)
     fill = _Filler(asked, setting, subject, problems)
     storage = fill.storage()
     compute = fill.compute()
@@ -85,7 +87,14 @@ def complete(
     made = Columns(Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why)
     if setting.backend == "fsdp2":
         fully_shard.check_columns(made, fill.place, problems)
-    return made
+    return _divided(made, subject)
+
+
+def _divided(made: Columns, subject: Subject) -> Columns:
+    """The same columns, of a rank's own experts where the parameter is a stack of experts."""
+    if not subject.expert:
+        return made
+    return replace(made, parallel="expert", why=(*made.why, ("parallel", subject.expert)))
 
 
 def _kept(dtype: DType, output: Output) -> Columns:

@@ -62,6 +62,13 @@ def check_settings(config: Config, mesh: MeshShape, optimizer: Recipe | None, pr
             str(mesh.pipeline),
             "Use the native backend for a pipeline.",
         )
+    if mesh.expert > 1:
+        problems.add(
+            "experts.ranks",
+            "must be 1 or left out on backend fsdp2",
+            str(mesh.expert),
+            "Use the native backend for expert parallelism.",
+        )
     if optimizer is not None and optimizer.type in ("Lion", "Muon"):
         problems.add(
             "optimizer.type",

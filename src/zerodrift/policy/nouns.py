@@ -10,7 +10,7 @@ run without fp16 has no loss scale), never "to be filled in".
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zerodrift.dtypes import DType
@@ -94,8 +94,12 @@ between parameters only."""
 Share = Literal["", "Muon", "AdamW"]
 """Which part of an optimizer that treats parameters differently; `""` where it treats all alike."""
 
-OPTIONS = ("placement", "optimizer")
-"""What a trained parameter has beside its columns; shown where it is not as usual."""
+Parallel = Literal["", "expert"]
+"""`"expert"` where the first dimension of a parameter is divided over the ranks of the expert axis, before
+any column is sharded; every column is then of a rank's own experts."""
+
+OPTIONS = ("placement", "optimizer", "parallel")
+"""What a parameter has beside its columns; shown where it is not as usual."""
 
 Output = Literal["auto", "keep", "input"]
 """What a module returns whose parameters are all pinned: its own dtype, its input's, or (`auto`) its own if
@@ -154,11 +158,12 @@ class Columns:
     why: tuple[tuple[str, str], ...]
     """(column, reason), a pair for every column that the parameter has, in the order of COLUMNS, and for
     every option that it has, in the order of OPTIONS."""
+    parallel: Parallel = field(default="", metadata={"omitted": True})
 
     @property
     def layout(self) -> tuple[Any, ...]:
         """What rows of one segment must share: everything but the reasons, export and output."""
-        return (self.storage, self.gather, self.compute, self.update)
+        return (self.storage, self.gather, self.compute, self.update, self.parallel)
 
     def cells(self) -> dict[str, str]:
         """Column -> how it is written in tables; `-` where a frozen parameter has none."""
@@ -184,9 +189,9 @@ class Columns:
     def options(self) -> dict[str, str]:
         """Option -> its value, for those that are not as usual."""
         update = self.update
-        if update is None:
-            return {}
-        found = {"placement": update.placement, "optimizer": update.optimizer}
+        found: dict[str, str] = {"parallel": self.parallel}
+        if update is not None:
+            found = {"placement": update.placement, "optimizer": update.optimizer, **found}
         return {option: value for option, value in found.items() if value not in ("", "sliced")}
 
     def reasons(self) -> dict[str, str]:
@@ -204,6 +209,23 @@ class Decision:
     key: str
     value: str
     why: str
+
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
+"""The order of forwards and backwards in a pipeline; torch's names for it are in `pipeline/schedules.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelining:
+    """How a model is cut along the pipeline axis, and in which order its pieces run."""
+
+    schedule: Schedule
+    chunks: int
+    """Pieces on each rank; the model is cut into as many as that times the ranks of the axis."""
+    split: Literal["layers", "cost"]
+    """What the pieces have the same of."""
+    weight_grads: Literal["queue", "autograd"]
+    """Who forms the weight gradients that a schedule puts off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,3 +336,7 @@ class Policy:
     """(key, reason): written keys that do nothing here."""
     used: tuple[str, ...]
     """Written keys that decided something."""
+    experts: tuple[str, ...] = field(default=(), metadata={"omitted": True})
+    """Globs on parameters that are divided over the expert axis; empty without one."""
+    pipeline: Pipelining | None = field(default=None, metadata={"omitted": True})
+    """None without a pipeline."""

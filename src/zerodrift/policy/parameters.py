@@ -28,6 +28,7 @@ class ColumnsOf:
         self._rules = policy.rules
         self._base: rules.Demands = {column: (value, why) for column, value, why in policy.demands}
         self._safe = policy.safe
+        self._experts = policy.experts
         self._checkpoint = _Checkpoint(model.checkpoint)
         self._setting = Setting(
             policy.mode,
@@ -51,6 +52,7 @@ class ColumnsOf:
             self._checkpoint.dtype(parameter),
             len(parameter.shape),
             matrices.not_hidden(parameter) if self._setting.muon else "",
+            self._expert(parameter),
         )
         key = (tuple(asked.items()), output, pinned, subject)
         found = self._known.get(key)
@@ -58,6 +60,11 @@ class ColumnsOf:
             found = complete(asked, self._setting, subject, pinned, output, self.problems)
             self._known[key] = found
         return found
+
+    def _expert(self, parameter: ParameterSpec) -> str:
+        """The pattern that says that the parameter is a stack of experts."""
+        found = (p for p in self._experts if any(rules.glob(p)(name) for name in parameter.names))
+        return f"experts: '{pattern}'" if (pattern := next(found, "")) else ""
 
     def _is_safe(self, parameter: ParameterSpec) -> bool:
         """Low precision only if every module that owns the parameter is in the safe list."""

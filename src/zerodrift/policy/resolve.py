@@ -14,9 +14,9 @@ from typing import Literal
 from zerodrift import mesh as meshes
 from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
-from zerodrift.errors import ConfigError, Problems
+from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy import batch, choices, fully_shard, modes, rules
+from zerodrift.policy import batch, choices, fully_shard, modes, pipelining, rules
 from zerodrift.policy.nouns import Decision, Mode, Policy
 from zerodrift.policy.numbers import AutoValues, Numbers
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
@@ -25,8 +25,14 @@ SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.
 """Whose parameters autocast takes in the low dtype: DeepSpeed's default list."""
 
 
-def mesh_for(config: Config, world_size: int) -> MeshShape:
-    """The mesh that a config means on `world_size` ranks."""
+def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
+    """The mesh that a config means on `world_size` ranks. `tensor`: how many share a DTensor of the model."""
+    if world_size % tensor:
+        raise MeshError(
+            f"`world size`: must be a multiple of the {tensor} ranks that the model's DTensors are over; got "
+            f"{world_size}."
+        )
+    world_size //= tensor
     pipeline = config.pipeline.stages if config.pipeline else 1
     shard = config.zero_optimization.mics_shard_size or 0
     replicate = config.sharding.replicate or 0
@@ -37,7 +43,9 @@ def mesh_for(config: Config, world_size: int) -> MeshShape:
                 "replicates; got a hybrid mesh. Use stage 1, 2 or 3."
             )
         replicate = max(1, world_size // pipeline)
-    return meshes.fit(world_size, replicate, max(0, shard), pipeline)
+    expert = config.experts.ranks if config.experts else 1
+    shape = meshes.fit(world_size, replicate, max(0, shard), pipeline, expert)
+    return meshes.spread(shape, tensor)
 
 
 def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> Policy:
@@ -57,7 +65,9 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
     sizes, sizes_why = batch.arithmetic(
         numbers.whole(batch.TRAIN, config.train_batch_size),
         numbers.whole(batch.MICRO, config.train_micro_batch_size_per_gpu),
-        numbers.whole(batch.STEPS, config.gradient_accumulation_steps),
+        pipelining.micro_batches(
+            config, numbers.whole(batch.STEPS, config.gradient_accumulation_steps), problems
+        ),
         mesh.data,
         problems,
     )
@@ -66,8 +76,17 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
     scale = choices.loss_scale(config, mode, numbers)
     buffers, buffers_why = _buffers(config, problems)
     sharding, sharding_decisions = choices.sharding(config, stage, backend, problems)
+    pipeline, pipeline_decisions = pipelining.pipelining(config, mesh, sizes.accumulation, problems)
     safe = _safe_modules(config, mode)
     schedule = choices.schedule(config, numbers, problems)
+    experts, expert_decisions = choices.experts(config, mesh, averaging, problems)
+    if mesh.tensor > 1 and backend != "fsdp2":
+        problems.add(
+            "backend",
+            "must be fsdp2 for a model whose parameters are DTensors",
+            f"{backend}, and DTensors over {mesh.tensor} ranks",
+            "Set `backend: fsdp2`, or build the model without tensor parallelism.",
+        )
     if backend == "fsdp2":
         fully_shard.check_settings(config, mesh, optimizer, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
@@ -77,12 +96,14 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
         mode_decision,
         Decision("backend", backend, "`backend`" if config.backend else "default"),
         *sharding_decisions,
+        *pipeline_decisions,
         Decision("batch", choices.batch_text(sizes, mesh), sizes_why),
         Decision("gradient_clipping", f"{clip:g}" if clip else "off", clip_why),
         Decision("averaging", choices.averaging_text(averaging, mesh), averaging_why),
         choices.scale_decision(scale, mode, config),
         *_safe_decision(safe, config),
         *choices.update_decisions(optimizer, config),
+        *expert_decisions,
     )
     return Policy(
         mode=mode,
@@ -106,6 +127,8 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
         decisions=decisions,
         ignored=tuple((key.path, key.because) for key in config.keys if key.status == "ignored"),
         used=tuple(key.path for key in config.keys if key.status == "used"),
+        pipeline=pipeline,
+        experts=experts,
     )
 
 

@@ -104,7 +104,8 @@ def is_class(klass: str, wanted: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _glob(pattern: str) -> Callable[[str], re.Match[str] | None]:
+def glob(pattern: str) -> Callable[[str], re.Match[str] | None]:
+    """Asks whether a parameter name matches; `*` also crosses dots."""
     return re.compile(fnmatch.translate(pattern)).match
 
 
@@ -112,7 +113,7 @@ def matches(rule: Rule, name: str, owner: Owner) -> bool:
     """Whether a rule applies to a parameter under one of its names."""
     if rule.kind == "substring":
         return rule.pattern in name
-    if rule.pattern and not _glob(rule.pattern)(name):
+    if rule.pattern and not glob(rule.pattern)(name):
         return False
     return not rule.klass or is_class(owner.klass, rule.klass)
 

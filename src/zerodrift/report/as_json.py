@@ -14,16 +14,26 @@ from typing import Any
 
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Plan
+from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.support import StateCell, SupportCell
 from zerodrift.record import encode
 from zerodrift.report.explain import Explanation
 
 
-def plan_json(plan: Plan, cost: Cost) -> str:
-    """The plan, its digest and what it costs."""
+def plan_json(plan: Plan, cost: Cost, timeline: Timeline | None = None) -> str:
+    """The plan, its digest, what it costs, and the timeline of its pipeline where it has one."""
     totals = {"rest": cost.rest.total, "peak": cost.peak.total, "wire": cost.wire}
     bill = encode(cost) | {"totals": totals, "padding_ratio": cost.padding_ratio}
-    return _text({"digest": plan.digest, **plan.to_json(), "cost": bill})
+    document = {"digest": plan.digest, **plan.to_json(), "cost": bill}
+    if timeline is not None:
+        document["timeline"] = {
+            "ranks": [[str(action) for action in rank] for rank in timeline.ranks],
+            "starts": timeline.starts,
+            "length": timeline.length,
+            "bubble": timeline.bubble,
+            "most_alive": timeline.most_alive,
+        }
+    return _text(document)
 
 
 def explanation_json(found: Explanation, plan: Plan) -> str:

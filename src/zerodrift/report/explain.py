@@ -66,6 +66,11 @@ class Explanation:
     """What it has beside its columns, where that is not as usual: `placement`, `optimizer`."""
 
     @property
+    def divided(self) -> bool:
+        """Whether different ranks have different parts of it before anything is sharded."""
+        return any(cell.column == "parallel" for cell in self.options)
+
+    @property
     def sharded(self) -> tuple[str, ...]:
         """The columns that live in slices."""
         return tuple(cell.column for cell in self.cells if cell.value.endswith("/"))
@@ -83,8 +88,8 @@ def explain_row(plan: Plan, index: int) -> Explanation:
     values, words, why = row.columns.cells(), summary.spelled(row.columns), row.columns.reasons()
     return Explanation(
         names=row.names,
-        shape=row.shape,
-        numel=row.numel,
+        shape=row.whole_shape,
+        numel=row.whole_numel,
         source=str(row.source),
         klass=row.klass,
         kind=summary.kind(row.columns),
@@ -103,12 +108,14 @@ def explain_row(plan: Plan, index: int) -> Explanation:
 
 
 def _slices(plan: Plan, row: Row) -> tuple[Slice, ...]:
-    """Each rank owns one equal contiguous slice of the segment; this is the parameter's part of each."""
-    each = plan.segments[row.segment].padded // plan.mesh.shard
+    """Each rank owns one equal contiguous slice of the segment; this is the parameter's part of each, of its
+    own experts where these are spread."""
+    each = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment])
     found = []
     for rank in range(plan.mesh.shard):
-        start = max(rank * each - row.offset, 0)
-        stop = min((rank + 1) * each - row.offset, row.numel)
+        place, part = divmod(rank, row.parts)
+        start = max(place * each - row.offset, 0)
+        stop = min((place + 1) * each - row.offset, row.numel)
         if start < stop:
-            found.append(Slice(rank, start, stop))
-    return tuple(found)
+            found.append(Slice(rank, part * row.numel + start, part * row.numel + stop))
+    return tuple(sorted(found, key=lambda found: found.start))

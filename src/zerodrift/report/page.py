@@ -13,8 +13,9 @@ from importlib import resources
 
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Plan
+from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.nouns import COLUMNS, Columns
-from zerodrift.report import figures, summary
+from zerodrift.report import figures, stages, summary
 from zerodrift.report.frame import DIGEST_SHOWN
 from zerodrift.report.markup import Child, Markup, join, tag
 from zerodrift.report.rows import Line, Table
@@ -26,17 +27,20 @@ _FIGURES = frozenset(("shape", "elements", "bytes", "per parameter", "count"))
 """Headers of columns that hold figures."""
 
 
-def plan_page(plan: Plan, cost: Cost, table: Table) -> str:
-    """The whole plan, for a browser or a printer."""
-    return document(f"zerodrift plan: {plan.source}", [_head(plan), *plan_sections(plan, cost, table)])
+def plan_page(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None) -> str:
+    """The whole plan, for a browser or a printer; `timeline` is that of its pipeline, where it has one."""
+    parts = [_head(plan), *plan_sections(plan, cost, table, timeline)]
+    return document(f"zerodrift plan: {plan.source}", parts)
 
 
-def plan_sections(plan: Plan, cost: Cost, table: Table) -> list[Markup]:
+def plan_sections(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None) -> list[Markup]:
     """Everything below the head, for a page that shows more than a plan. Once per page: the script finds
     its places by their ids."""
+    pipeline = plan.policy.pipeline is not None
     return [
         _notes(plan),
         _section("Columns", _filter(table), _table(table), _marks(table, plan), id="columns"),
+        _section("Pipeline", *_pipeline(plan, timeline), id="pipeline") if pipeline else Markup(""),
         _section("Memory", _memory(plan, cost), id="memory"),
         _section("Wire", _wire(cost), id="wire"),
         _section("Why", _why(table), id="why"),
@@ -283,6 +287,19 @@ def _rect(left: float, width: float, color: str) -> Markup:
 
 
 # --- lists --------------------------------------------------------------------------------------------
+
+
+def _pipeline(plan: Plan, timeline: Timeline | None) -> list[Markup]:
+    listed = [
+        _listing(("what", "is"), stages.facts(plan, timeline)),
+        _listing(stages.HEADS, stages.ranks(plan, timeline)),
+    ]
+    if timeline is not None:
+        listed += [
+            _listing(("place", "order"), stages.order(timeline)),
+            tag("p", stages.LEGEND, class_="quiet"),
+        ]
+    return listed
 
 
 def _decisions(plan: Plan) -> Markup:

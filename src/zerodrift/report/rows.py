@@ -88,7 +88,8 @@ def single(plan: Plan, chosen: Sequence[int]) -> Table:
     numbers = _set_numbers(plan.rows)
     rows = [(index, plan.rows[index]) for index in chosen]
     lines = tuple(
-        Line(row.name, row.names[1:], row.shape, row.numel, (index,), numbers[index]) for index, row in rows
+        Line(row.name, row.names[1:], row.whole_shape, row.whole_numel, (index,), numbers[index])
+        for index, row in rows
     )
     return Table(_sets(plan.rows, numbers), lines)
 
@@ -127,7 +128,7 @@ def _sets(rows: Sequence[Row], numbers: Sequence[int]) -> tuple[ColumnSet, ...]:
     for row, number in zip(rows, numbers, strict=True):
         first.setdefault(number, row.columns)
         tensors[number] += 1
-        numel[number] += row.numel
+        numel[number] += row.whole_numel
     return tuple(
         ColumnSet(letter(number), columns, tensors[number], numel[number])
         for number, columns in first.items()
@@ -167,7 +168,7 @@ def _group(rows: Sequence[Row], set_numbers: Sequence[int]) -> tuple[Line, ...]:
         for text, numbers in splits:
             occurring[text].add(numbers)
         texts = tuple(text for text, _ in splits)
-        families[texts, row.shape, set_numbers[index]][splits[0][1]] = index
+        families[texts, row.whole_shape, set_numbers[index]][splits[0][1]] = index
     universe = _universe(occurring)
     lines = []
     for (texts, shape, number), found in families.items():

@@ -24,8 +24,9 @@ WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"
 OPTION_WORDS = {
     "whole": "whole: a rank's slice never ends inside of it",
     "matrices": "matrices: a rank's slice ends between two of its matrices only",
+    "expert": "expert: every rank of the expert axis has experts of its own, and its columns are of these",
 }
-"""`placement` in words."""
+"""`placement` and `parallel` in words."""
 
 OUTPUT = {
     "auto": "its own dtype if it holds one matrix, else its input's",
@@ -83,10 +84,10 @@ def _recipe(recipe: Recipe) -> str:
 
 
 def _parameters(plan: Plan) -> str:
-    total = sum(row.numel for row in plan.rows)
+    total = sum(row.whole_numel for row in plan.rows)
     text = f"{figures.elements(total)} in {several(len(plan.rows), 'tensor')}"
-    pinned = sum(row.numel for row in plan.rows if row.columns.pinned)
-    frozen = sum(row.numel for row in plan.rows if row.columns.update is None)
+    pinned = sum(row.whole_numel for row in plan.rows if row.columns.pinned)
+    frozen = sum(row.whole_numel for row in plan.rows if row.columns.update is None)
     parts = [
         f"{figures.elements(count)} {word}"
         for word, count in (("pinned", pinned), ("frozen", frozen))
@@ -151,7 +152,10 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
     updates = [item.columns.update for item in sets]
     found = []
     if any(text.endswith("/") for text in cells):
-        found.append(("/", f"sharded over {several(plan.mesh.shard, 'rank')}; without it whole on each"))
+        ranks = several(plan.mesh.shard, "rank")
+        if plan.mesh.expert > 1:
+            ranks += f", experts over {plan.mesh.expert_shard}"
+        found.append(("/", f"sharded over {ranks}; without it whole on each"))
     if any(">" in text for text in cells):
         found.append((">", "left of it the dtype on the wire, right of it the dtype of the sum"))
     if any(item.columns.pinned for item in sets):

@@ -20,8 +20,9 @@ from rich.text import Text
 
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Plan
+from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.nouns import COLUMNS
-from zerodrift.report import figures, summary
+from zerodrift.report import figures, stages, summary
 from zerodrift.report.explain import Explanation
 from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
 from zerodrift.report.rows import ColumnSet, Line, Table
@@ -40,8 +41,8 @@ _STYLES = (
 """Colour by dtype, so that a narrow cell among wide ones is seen before it is read."""
 
 
-def plan_text(plan: Plan, cost: Cost, table: Table, *, color: bool) -> str:
-    """The whole plan, for a person."""
+def plan_text(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None, *, color: bool) -> str:
+    """The whole plan, for a person; `timeline` is that of its pipeline, where it has one."""
     parts = [
         title("plan", plan.digest),
         pairs(summary.facts(plan)),
@@ -62,10 +63,21 @@ def plan_text(plan: Plan, cost: Cost, table: Table, *, color: bool) -> str:
         parts += [section("buffers"), grid(summary.buffers(plan), most=(40,), styles=("",))]
     if plan.policy.ignored:
         parts += [section("ignored keys"), grid(plan.policy.ignored, most=(46,), styles=("",))]
+    if plan.policy.pipeline is not None:
+        parts += [section("pipeline"), *_pipeline(plan, timeline)]
     parts += [section("cost", summary.basis(plan, cost)), *_cost(plan, cost)]
     if plan.notes:
         parts += [section("notes"), grid([("!", note) for note in plan.notes], (1,), ("bold yellow",))]
     return printed(parts, color)
+
+
+def _pipeline(plan: Plan, timeline: Timeline | None) -> list[RenderableType]:
+    """Who holds what, and the order in which it runs."""
+    held = [(place, *rest, pieces) for place, pieces, *rest in (stages.HEADS, *stages.ranks(plan, timeline))]
+    parts = [pairs(stages.facts(plan, timeline)), grid(held, (8, 8, 10, 10, 5), ("",) * 5)]
+    if timeline is not None:
+        parts += [grid(stages.order(timeline), (8,), ("",)), Text(stages.LEGEND, style="dim")]
+    return parts
 
 
 def rows_text(plan: Plan, table: Table, *, color: bool) -> str:
@@ -275,14 +287,16 @@ def _wire(cost: Cost) -> Iterable[RenderableType]:
         return
     yield Text("on the wire, sent by one rank per step", style="bold")
     table = Grid.grid(padding=(0, 2, 0, 0))
-    for width in (14, 9, 5, 9):
+    axis = max(9, *(len(line.axis) for line in cost.traffic))
+    length = _BAR + 9 - axis
+    for width in (14, 9, 5, axis):
         table.add_column(width=width, no_wrap=True)
     for width in (8, 9):
         table.add_column(width=width, justify="right", no_wrap=True)
-    table.add_column(width=_BAR, no_wrap=True)
+    table.add_column(width=length, no_wrap=True)
     most = max(line.bytes for line in cost.traffic)
     for line in cost.traffic:
-        bar = Text(_bar(line.bytes, most, _BAR), style="blue")
+        bar = Text(_bar(line.bytes, most, length), style="blue")
         row = (line.op, line.purpose, line.dtype, line.axis, f"x{line.count:,}", figures.size(line.bytes))
         table.add_row(*row, bar)
     table.add_row(Text("total", style="bold"), "", "", "", "", Text(figures.size(cost.wire), style="bold"))
@@ -297,7 +311,8 @@ def _bar(value: int, of: int, width: int) -> str:
 def _slices(found: Explanation) -> list[tuple[str, str]]:
     """What each rank owns; the middle of a long list is left out, not its ends."""
     if not found.sharded or found.shard == 1:
-        return [("slices", "none: whole on every rank")] if found.shard > 1 else []
+        whose = "on every rank" if not found.divided else "on the ranks that have its experts"
+        return [("slices", f"none: whole {whose}")] if found.shard > 1 else []
     lines = [
         f"rank {each.rank} of {found.shard}: elements {each.start:,} to {each.stop - 1:,}"
         for each in found.slices

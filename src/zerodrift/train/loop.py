@@ -201,13 +201,6 @@ class Loop:
         if not first or not self._run.check_precision:
             yield
             return
-        backend = self._engine.plan.policy.backend
-        if backend != "native":
-            self._display.say(
-                f"precision: backend={backend}, which is not looked at: the plan is what is declared"
-            )
-            yield
-            return
         with observe(self._engine, operations=not self._session.job.model.compile) as mine:
             yield
         seen = together(self._engine.comm.all_gather_object(mine))

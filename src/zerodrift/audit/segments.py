@@ -1,0 +1,152 @@
+"""Where the native engine keeps what `observe` looks at: in segments.
+
+Invariant: what is seen is a tensor's dtype or a recorded call; the plan only says which call was whose.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from zerodrift.audit.observed import Observed, name
+from zerodrift.comm.collectives import Recorded
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.plan.schedule import Collective, collectives
+from zerodrift.plan.table import Plan
+
+_REDUCES = {"shard": "reduce_scatter", "expert_shard": "reduce_scatter", "replicate": "all_reduce"}
+
+
+class Segments:
+    """A `Subject`: an engine of the native backend."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._held: dict[int, FlatSegment] = {}
+        for segment in engine.segments:
+            self._held[segment.full.untyped_storage()._cdata] = segment
+        self._starts = {s.number: [row.offset for row in s.rows] for s in engine.segments}
+
+    def owner(self, tensor: torch.Tensor) -> str | None:
+        segment = self._held.get(tensor.untyped_storage()._cdata)
+        if segment is None:
+            return None
+        number = bisect.bisect_right(self._starts[segment.number], tensor.storage_offset()) - 1
+        return segment.rows[number].name if number >= 0 else None
+
+    def trained(self) -> Mapping[int, str]:
+        return {
+            id(parameter): row.name
+            for segment in self._engine.segments
+            for row, parameter in zip(segment.rows, segment.parameters, strict=True)
+            if segment.update is not None
+        }
+
+    @contextlib.contextmanager
+    def watching(self, seen: Observed) -> Iterator[None]:
+        """Sees the flat gradients that the update reads, and what is sent."""
+        with self._engine.comm.record() as log, self._watching_update(seen):
+            yield
+        _sent(self._engine.plan, log, seen)
+
+    @contextlib.contextmanager
+    def _watching_update(self, seen: Observed) -> Iterator[None]:
+        updater: Any = self._engine.updater
+        if updater is None:
+            yield
+            return
+        update = updater.update
+
+        def watched(gradients: Mapping[int, torch.Tensor], *rest: Any) -> None:
+            update(_Read(gradients, see), *rest)
+
+        def see(number: int, flat: torch.Tensor) -> None:
+            for row in self._engine.segments[number].rows:
+                seen.see(row.name, "accumulate", name(flat.dtype))
+
+        updater.update = watched
+        try:
+            yield
+        finally:
+            del updater.update
+
+    def resting(self, seen: Observed) -> None:
+        updater = self._engine.updater
+        for segment in self._engine.segments:
+            master: torch.dtype | None = None
+            moments: tuple[torch.dtype, ...] = ()
+            if segment.update is not None and updater is not None:
+                master, moments = updater.resting(segment.number)
+            for row in segment.rows:
+                seen.see(row.name, "storage", name(segment.storage.dtype))
+                if segment.update is None or updater is None:
+                    continue
+                seen.see(row.name, "master", _master(master, segment.storage.dtype))
+                for dtype in moments:
+                    seen.see(row.name, "state", name(dtype))
+
+
+class _Read(Mapping[int, torch.Tensor]):
+    """Gradients by segment that are seen when they are asked for, which may be what makes them."""
+
+    def __init__(
+        self, gradients: Mapping[int, torch.Tensor], see: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        self._gradients, self._see = gradients, see
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        found = self._gradients[number]
+        self._see(number, found)
+        return found
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._gradients
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._gradients)
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+
+def _master(held: torch.dtype | None, storage: torch.dtype) -> str:
+    """The plan's word for what is held beyond storage."""
+    if held is None:
+        return "same"
+    split = storage is torch.bfloat16 and held.itemsize == 2 and not held.is_floating_point
+    return "split" if split else name(held)
+
+
+# --- what was sent ------------------------------------------------------------------------------------
+
+
+def _sent(plan: Plan, log: list[Recorded], seen: Observed) -> None:
+    """Reductions come in the plan's order, so the nth is the plan's nth. Gathers come when they are needed
+    and are told by their size: where it fits several segments, all gathers of that size stand for them."""
+    planned = list(collectives(plan))
+    for axis in _REDUCES:
+        reductions = [each for each in log if each.op == _REDUCES[axis] and each.axis == axis]
+        reductions = [each for each in reductions if each.dtype.is_floating]
+        wanted = [each for each in planned if each.purpose in ("reduce", "replicate") and each.axis == axis]
+        for call, like in zip(reductions, wanted, strict=False):
+            if call.numel == like.numel:
+                wire, total = name(call.dtype.torch), name((call.sum or call.dtype).torch)
+                _see_rows(plan, like, seen, wire if wire == total else f"{wire}>{total}")
+    gathers = [each for each in planned if each.purpose in ("forward", "backward")]
+    for numel in {each.numel for each in gathers}:
+        fitting = {each.segment: each.dtype for each in gathers if each.numel == numel}
+        found = {call.dtype for call in log if call.op == "all_gather" and call.numel == numel}
+        for segment, dtype in fitting.items():
+            for what in {dtype} if found == set(fitting.values()) else found:
+                for row in plan.segments[segment].rows:
+                    seen.see(plan.rows[row].name, "gather", name(what.torch))
+
+
+def _see_rows(plan: Plan, like: Collective, seen: Observed, what: str) -> None:
+    for row in plan.segments[like.segment].rows:
+        seen.see(plan.rows[row].name, "reduce", what)

@@ -1,0 +1,106 @@
+"""Checkpoints that DeepSpeed itself saved, for `load_checkpoint`.
+
+Rank 0 writes one anew as a checkpoint of ours, in a folder beside it that is gone afterwards, and what loads
+ours loads it: at any stage, on any number of ranks, by name. Masters, moments, counters, loss scale and
+DeepSpeed's own schedules come over by that; a schedule of the caller's is handed its own state.
+
+Invariant: what DeepSpeed saved is not changed, and nothing stays beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.together import together
+from zerodrift.deepspeed.utils import logger
+from zerodrift.errors import CheckpointError
+from zerodrift.io.checkpoint_differences import Allowed
+from zerodrift.io.convert import to_checkpoint
+from zerodrift.io.deepspeed import DeepSpeedCheckpoint, open_deepspeed
+from zerodrift.io.deepspeed_files import find_tag, is_deepspeed
+from zerodrift.io.sources import from_deepspeed
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """One of DeepSpeed's checkpoints, as ours."""
+
+    folder: str
+    """Where it is for now."""
+    home: str
+    """Where DeepSpeed saved it."""
+    samples: int
+    client: Mapping[str, Any]
+    schedule: Mapping[str, Any] | None
+    """The state of a schedule that is the caller's own."""
+    without: tuple[Allowed, ...]
+    """What it does not have."""
+
+
+def is_foreign(folder: Path, tag: str | None) -> bool:
+    """Whether what is to be loaded was saved by DeepSpeed."""
+    if not folder.is_dir():
+        return False
+    place = folder / str(tag) if tag is not None else folder
+    return place.is_dir() and is_deepspeed(place)
+
+
+@contextlib.contextmanager
+def as_ours(comm: Collectives, folder: str | os.PathLike[str], tag: str | None) -> Iterator[Foreign]:
+    """A call of all ranks."""
+    path = Path(folder)
+    lead = comm.mesh.rank() == 0
+    made: list[Path] = []
+    written: list[Foreign] = []
+    try:
+        with together(comm):
+            if lead:
+                made.append(_room(path))
+                written.append(_write(path, str(tag or ""), made[0]))
+        yield comm.broadcast_object(written[0] if lead else None, 0)
+        comm.barrier()
+    finally:
+        for place in made:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _room(path: Path) -> Path:
+    """Beside the checkpoint, where every rank can read."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=".zerodrift-", dir=path))
+    except OSError as error:
+        raise CheckpointError(
+            f"`{path}`: must have room for the checkpoint in another form while it is loaded; got "
+            f"{error.strerror or error}. Convert it to a place of your own once, with `zerodrift convert`."
+        ) from error
+
+
+def _write(path: Path, tag: str, room: Path) -> Foreign:
+    found = open_deepspeed(find_tag(path, tag))
+    source = from_deepspeed(found)
+    to_checkpoint(source, room)
+    for note in source.notes:
+        logger.warning("%s: %s", found.folder, note)
+    kept = source.trained is not None and bool(source.trained.schedule)
+    without: list[Allowed] = [] if source.trained is not None and source.trained.optimizer else ["optimizer"]
+    state = None if kept else _state(found)
+    return Foreign(
+        str(room),
+        str(found.folder),
+        found.counters.samples,
+        dict(found.client),
+        state,
+        (*without, *([] if kept else ["schedule"])),  # type: ignore[arg-type]
+    )
+
+
+def _state(found: DeepSpeedCheckpoint) -> Mapping[str, Any] | None:
+    return dict(found.schedule) if isinstance(found.schedule, Mapping) else None

@@ -1,0 +1,123 @@
+"""One rank's part of a pipeline, while a schedule runs it: what is gathered, where gradients land, when
+they go.
+
+A schedule mixes the forwards and backwards of several micro-batches, and splits a backward in two, so no
+hook on a module can tell where a micro-batch is. Whoever runs the schedule says so here: `begin`, then
+`gather` and `release` around each forward and backward, `ended` when a micro-batch has its last weight
+gradient in a piece, `end`. In between every `param.grad` is a view of a buffer in the accumulate dtype, so
+whatever adds to it, at once or late, autograd or a queue, adds in place in that dtype.
+
+Invariant: between `begin` and `end` no `param.grad` of a trained parameter is None, and what has been added
+to it is reduced exactly once: after every micro-batch or after the last, as the plan says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.fold import Sum
+from zerodrift.engine.grads import Gradients
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.unit import LiveUnit
+from zerodrift.plan.schedule import reduce_order
+from zerodrift.plan.stages import of_piece, pieces, shared_with_another
+from zerodrift.plan.table import Plan
+
+
+class Held:
+    """The units of an engine whose micro-batches come in the order of a schedule."""
+
+    def __init__(self, part: Plan, units: list[LiveUnit], gradients: Gradients) -> None:
+        self._part = part
+        self._gradients = gradients
+        live = dict(zip((unit.name for unit in part.units), units, strict=True))
+        count = pieces(part.policy.pipeline, part.mesh)
+        mine = sorted({unit.stage for unit in part.units if unit.name} | {part.units[0].stage})
+        self._units = {
+            piece: [live[unit.name] for unit in of_piece(part, piece)]
+            for piece in range(count)
+            if piece in mine
+        }
+        """Piece -> its units, in the order of a forward."""
+        self._uses = Counter(unit.number for held in self._units.values() for unit in held)
+        """Unit -> how many of this rank's pieces use it; only the root has more than one."""
+        self._all_step = part.policy.sharding.keep_gathered == "step"
+        self._ended: Counter[int] = Counter()
+        """Unit -> micro-batches that have ended in it, once per piece."""
+        self._micro_batches = 0
+
+    # --- parameters -------------------------------------------------------------------------------------
+
+    def gather(self, piece: int | None = None) -> None:
+        """Full when this returns: a piece, or all."""
+        for unit in self._of(piece):
+            unit.start_gather()
+        for unit in self._of(piece):
+            unit.gather()
+
+    def release(self, piece: int | None = None) -> None:
+        """A forward or backward of a piece has ended; what is kept for the whole step stays."""
+        if piece is None or not self._all_step:
+            for unit in self._of(piece):
+                unit.release()
+
+    @property
+    def all_step(self) -> bool:
+        """Whether everything stays gathered for the whole step."""
+        return self._all_step
+
+    def _of(self, piece: int | None) -> Iterator[LiveUnit]:
+        found = self._units.values() if piece is None else [self._units[piece]]
+        yield from dict.fromkeys(unit for units in found for unit in units)
+
+    # --- gradients --------------------------------------------------------------------------------------
+
+    def begin(self, micro_batches: int) -> None:
+        """A step of so many micro-batches begins."""
+        self._ended.clear()
+        self._micro_batches = micro_batches
+        self._gradients.land_in_place(self._segments(self._of(None)))
+
+    def ended(self, piece: int) -> None:
+        """A micro-batch has all its weight gradients in a piece. What is reduced after every micro-batch
+        goes now; on all data ranks alike, because they run one schedule."""
+        for unit in self._units[piece]:
+            self._ended[unit.number] += 1
+        whole = [
+            unit for unit in self._units[piece] if self._ended[unit.number] % self._uses[unit.number] == 0
+        ]
+        every = [segment for segment in self._segments(whole) if _every(segment)]
+        self._gradients.reduce(every)
+        left = {
+            segment.number
+            for unit in whole
+            for segment in unit.segments
+            if self._ended[unit.number] < self._micro_batches * self._uses[unit.number]
+        }
+        self._gradients.land_in_place([segment for segment in every if segment.number in left])
+
+    def end(self) -> None:
+        """The schedule is through. Every micro-batch must have ended in every piece."""
+        counts = {number: count // self._uses[number] for number, count in self._ended.items()}
+        if set(counts.values()) - {self._micro_batches}:
+            raise AssertionError(f"micro-batches per unit {counts}, not {self._micro_batches}")
+        if self._gradients.ledger is not None:
+            self._gradients.ledger.turn_to(self._micro_batches)
+
+    def sum_over_ends(self, comm: Collectives) -> None:
+        """What is tied across the pipeline: see [Note: tied across the pipeline] of `plan/stages.py`."""
+        for segment in self._segments(self._of(None)):
+            if segment.reduced is not None and shared_with_another(self._part, segment.spec):
+                comm.all_reduce(segment.reduced, segment.reduced, "ends", Sum(segment.reduced.dtype))
+
+    def _segments(self, units: list[LiveUnit] | Iterator[LiveUnit]) -> list[FlatSegment]:
+        """The trained ones, in the order in which they are reduced."""
+        by_name = {unit.spec.name: unit for unit in units}
+        order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in by_name.values()])]
+        return [segment for unit in order for segment in unit.segments if segment.update is not None]
+
+
+def _every(segment: FlatSegment) -> bool:
+    return segment.update is not None and segment.update.reduce.when == "every"

@@ -1,0 +1,1 @@
+"""Experts on several ranks: tokens travel to them and back."""

@@ -1,0 +1,152 @@
+"""Launches the Triton programs on a device's tensors, where Triton is there and works.
+
+Triton is optional: torch's CUDA builds bring it, its CPU builds do not. Where it is missing or cannot run a
+first small program, `works` is false after one notice, and every caller has a plain PyTorch path.
+
+Invariant: a program is launched without contraction beyond what is written in it, on the device that holds
+its tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerodrift.kernels.native import BLOCK
+from zerodrift.kernels.probe import Contraction
+
+TILE = 4
+"""Blocks per program: 1024 elements, eight for each of its 128 threads."""
+
+STRICT = ("enable_fp_fusion", "enable_reflect_ftz")
+"""Compiler options that are turned off, as far as a Triton has them: contraction of products and sums, and
+subnormals that a root or a quotient takes for zero. A Triton without the second flushes those."""
+
+_log = logging.getLogger("zerodrift")
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What `struct Update` of native.cpp is, with tensors in place of addresses."""
+
+    numel: int
+    stochastic: int
+    grad: Tensor
+    storage: Tensor
+    master: Tensor | None
+    moments: Sequence[Tensor]
+    scales: Sequence[Tensor]
+    codes: Tensor | None
+    groups: Tensor | None
+    keys: Tensor | None
+    table: Tensor
+    wanted: Tensor | None
+    """fp32: receives what each weight was to change by; None where nobody asks."""
+    master_kind: int
+    rounding: int
+    state_kind: int
+    algorithm: int
+    contraction: Contraction
+
+
+def works(device: torch.device) -> bool:
+    """Whether programs run on this device; found out once for each, with a notice where they do not."""
+    return device.type == "cuda" and _works(device)
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        why = "Triton is not installed"
+    else:
+        try:
+            found = squares(
+                torch.ones(BLOCK, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+            )
+            if found.item() == BLOCK:
+                return True
+            why = f"a first Triton program computed {found.item()} for {BLOCK}"
+        except Exception as error:  # of Triton, its compiler, the C compiler it calls, or the driver
+            said = (str(error).splitlines() or ["no message"])[0]
+            why = f"a first Triton program failed ({type(error).__name__}: {said})"
+    _log.warning("zerodrift: %s; updates on %s run in plain PyTorch, several times slower", why, device)
+    return False
+
+
+def update(call: Pass) -> None:
+    """One optimizer step of a slice in one pass."""
+    from zerodrift.kernels import programs
+
+    moment1, moment2 = [*call.moments, None, None][:2]
+    scale1, scale2 = [*call.scales, None, None][:2]
+    with torch.cuda.device_of(call.storage):
+        programs.update[(_programs(call.numel),)](
+            as_bits(call.grad),
+            as_bits(call.storage),
+            call.master,
+            None if moment1 is None else as_bits(moment1),
+            None if moment2 is None else as_bits(moment2),
+            scale1,
+            scale2,
+            call.codes,
+            call.groups,
+            call.keys,
+            call.table,
+            call.wanted,
+            call.numel,
+            call.stochastic,
+            master_kind=call.master_kind,
+            rounding=call.rounding,
+            state=call.state_kind,
+            algorithm=call.algorithm,
+            fma_add=call.contraction.add,
+            fma_addcmul=call.contraction.addcmul,
+            fma_lerp=call.contraction.lerp,
+            tile=TILE,
+            **_options(call.storage.device),
+        )
+
+
+def squares(flat: Tensor, out: Tensor) -> Tensor:
+    """The sum of squares of each block of a flat contiguous tensor, into fp64 `out`."""
+    from zerodrift.kernels import programs
+
+    with torch.cuda.device_of(flat):
+        grid = (_programs(flat.numel()),)
+        programs.squares[grid](as_bits(flat), out, flat.numel(), tile=TILE, **_options(flat.device))
+    return out
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """bf16 as the programs take it; anything else as it is."""
+    return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+
+
+def _programs(numel: int) -> int:
+    return -(-numel // (BLOCK * TILE))
+
+
+@functools.cache
+def _options(device: torch.device) -> dict[str, Any]:
+    """For a launch. Triton's interpreter, which takes a CPU's tensors, compiles nothing."""
+    if device.type == "cpu":
+        return {}
+    from triton.runtime import driver
+
+    return strict_options(driver.active.get_current_target())
+
+
+def strict_options(target: Any) -> dict[str, Any]:
+    """`STRICT` for a target of Triton's, as far as its compiler has them."""
+    from triton.compiler import make_backend
+
+    strict = dict.fromkeys(STRICT, False)
+    known = make_backend(target).parse_options(strict)
+    return {name: off for name, off in strict.items() if hasattr(known, name)}

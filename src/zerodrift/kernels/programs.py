@@ -1,0 +1,335 @@
+# mypy: disallow-untyped-defs=False
+"""The device fast path in Triton: one optimizer step in one pass, and sums of squares per block.
+
+What `native.cpp` is for a CPU, this is for a GPU, number by number: the same blocks of 256 elements, the same
+table of coefficients, the same kinds. A program takes a few blocks as a tile `[blocks, 256]`, widens what is
+not fp32, updates in fp32 and narrows on the way back, so every byte is read and written once.
+
+bf16 travels as its bits, in tensors viewed as int16, and is rounded by integer arithmetic that is written out
+here: no compiler's idea of a cast is in it. `device.py` launches these; `optim/device.py` hands tensors over.
+
+Invariant: these programs leave the bits of `native.cpp`. Products and sums are contracted where `native.cpp`
+contracts them and nowhere else (launched with `enable_fp_fusion=False`), divisions and roots are correctly
+rounded, and every sum within a block has a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(256)
+LANES = tl.constexpr(16)
+LEVELS = tl.constexpr(8)
+WIDTH = tl.constexpr(12)  # numbers per group, as in `struct Group`
+CODE = tl.constexpr(24 + 256)  # numbers per code, as in `struct Code`
+
+MASTER_FP32, MASTER_SPLIT = tl.constexpr(0), tl.constexpr(1)
+EVEN = tl.constexpr(0)
+STATE_FP32, STATE_BF16, STATE_STOCHASTIC, STATE_8BIT = (tl.constexpr(kind) for kind in range(4))
+ADAM, SGD = tl.constexpr(0), tl.constexpr(1)
+
+QUIET = tl.constexpr(0x7FC0)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+INFINITY = tl.constexpr(0x7F800000)
+LEAST_SCALE, LARGEST_SCALE = tl.constexpr((127 - 96) << 23), tl.constexpr((127 + 126) << 23)
+
+
+# --- formats --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _value(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _is_nan(bits):
+    return (bits & MAGNITUDE) > INFINITY
+
+
+@triton.jit
+def _high(bits):
+    """The upper 16 bits as int16."""
+    return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def _wide(high):
+    """fp32 of bf16 bits that are int16."""
+    return _value(high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@triton.jit
+def _load(data, at, mask):
+    """fp32 values of fp32, fp16, or the bits of bf16."""
+    held = tl.load(data + at, mask=mask, other=0)
+    if data.dtype.element_ty == tl.int16:
+        return _wide(held)
+    else:
+        return held.to(tl.float32)
+
+
+@triton.jit
+def _bf16_even(x):
+    bits = _bits(x)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return tl.where(_is_nan(bits), QUIET, _high(rounded)).to(tl.int16)
+
+
+@triton.jit
+def _bf16_away(x):
+    bits = _bits(x)
+    return tl.where(_is_nan(bits), QUIET, _high(bits + 0x8000)).to(tl.int16)
+
+
+@triton.jit
+def _bf16_random(x, random16):
+    bits = _bits(x)
+    return tl.where(_is_nan(bits), QUIET, _high(bits + random16)).to(tl.int16)
+
+
+# --- random words ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _random_words(keys, block, there, stochastic):
+    """32 random bits per element, `[blocks, 256]`; see [Note: random bits] in native.cpp."""
+    key = tl.load(keys + block, mask=there, other=0)
+    key = _mix((key ^ stochastic.to(tl.int64)).to(tl.uint64, bitcast=True))
+    low, high = key.to(tl.uint32)[:, None], (key >> 32).to(tl.uint32)[:, None]
+    place = tl.arange(0, BLOCK).to(tl.uint32)[None, :]
+    word = place * 0x9E3779B9 + low
+    word = (word ^ (word >> 16)) * 0x21F0AAAD
+    word = ((word ^ (word >> 15)) + high) * 0xD35A2D97
+    return word ^ (word >> 15)
+
+
+# --- moments in memory ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_moment(moment, scale, codes, number: tl.constexpr, block, there, at, mask, state: tl.constexpr):
+    if state == STATE_8BIT:
+        code = tl.load(moment + at, mask=mask, other=0).to(tl.int32)
+        value = tl.load(codes + number * CODE + 3 * LEVELS + code)
+        return value * tl.load(scale + block, mask=there, other=0)[:, None]
+    else:
+        return _load(moment, at, mask)
+
+
+@triton.jit
+def _store_moment(
+    x, moment, scale, codes, number: tl.constexpr, words, block, there, at, mask, state: tl.constexpr
+):
+    if state == STATE_FP32:
+        tl.store(moment + at, x, mask=mask)
+    elif state == STATE_BF16:
+        tl.store(moment + at, _bf16_even(x), mask=mask)
+    elif state == STATE_STOCHASTIC:
+        tl.store(moment + at, _bf16_random(x, (words >> (16 * number)) & 0xFFFF), mask=mask)
+    else:
+        draws = (words >> (16 * number)) & 0xFFFF
+        # What is behind the end must not count in the block's scale.
+        code, largest = _encode(tl.where(mask, x, 0.0), codes + number * CODE, number == 0, draws)
+        tl.store(moment + at, code, mask=mask)
+        tl.store(scale + block, largest, mask=there)
+
+
+@triton.jit
+def _encode(x, code, signed: tl.constexpr, draws):
+    """fp32 -> (codes, a scale per block); see `optim/blockwise.py`."""
+    bits = _bits(x)
+    magnitude = bits & MAGNITUDE
+    most = tl.max(magnitude, 1)
+    scale = _value(tl.minimum(most, LARGEST_SCALE))
+    scale = tl.where(most < LEAST_SCALE, 0.0, tl.where(most > INFINITY, float("nan"), scale))
+    inverse = tl.where(scale > 0.0, tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0)), 0.0)
+    part = _value(magnitude) * inverse[:, None]
+    part = tl.where(part <= 1.0, part, 1.0)  # a NaN is 1 as well
+    first = tl.zeros_like(magnitude).to(tl.int32)  # the code before this decade's: 2^level - 1
+    start = tl.zeros_like(x) + tl.load(code + LEVELS)
+    steep = tl.zeros_like(x) + tl.load(code + 2 * LEVELS)
+    for level in tl.static_range(1, LEVELS):
+        above = part > tl.load(code + level - 1)
+        first = tl.where(above, (1 << level) - 1, first)
+        start = tl.where(above, tl.load(code + LEVELS + level), start)
+        steep = tl.where(above, tl.load(code + 2 * LEVELS + level), steep)
+    share = draws.to(tl.float32) * 0.0000152587890625  # 2^-16
+    found = first + ((part - start) * steep + share).to(tl.int32)
+    found = tl.minimum(found, 127 if signed else 255)
+    if signed:
+        found = found | tl.where((bits >> 31 != 0) & (magnitude <= INFINITY), 128, 0)
+    else:
+        # What is there is never stored as nothing.
+        found = tl.maximum(found, ((magnitude != 0) & (scale != 0.0)[:, None]).to(tl.int32))
+    return found.to(tl.uint8), scale
+
+
+# --- the arithmetic -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum(c, a, b, once: tl.constexpr):
+    """a * b + c, rounded once or twice."""
+    if once:
+        return tl.fma(a, b, c)
+    else:
+        return a * b + c
+
+
+@triton.jit
+def _adam(p, m, v, g, row, fma_addcmul: tl.constexpr, fma_lerp: tl.constexpr):
+    blend1, step = tl.load(row + 3), tl.load(row + 9)
+    # torch.lerp starts from whichever end is nearer, the old moment for a weight under one half.
+    near = tl.abs(blend1) < 0.5
+    m = _sum(tl.where(near, m, g), tl.where(near, blend1, blend1 - 1.0), g - m, fma_lerp)
+    v = _sum(v * tl.load(row + 6), tl.load(row + 5) * g, g, fma_addcmul)
+    root = tl.div_rn(tl.sqrt_rn(v), tl.load(row + 7) + tl.zeros_like(v))
+    change = tl.div_rn(step * m, root + tl.load(row + 8))
+    decay = tl.load(row + 1)
+    return p * decay + change, m, v, change + (decay - 1.0) * p
+
+
+@triton.jit
+def _sgd_momentum(m, g, row, fma_add: tl.constexpr):
+    """(the buffer, the direction that the parameter takes)"""
+    keep1 = tl.load(row + 4)
+    blended = _sum(m * keep1, tl.load(row + 3), g, fma_add)
+    buffer = tl.where(tl.load(row + 10) != 0.0, g, blended)
+    ahead = _sum(g, keep1, buffer, fma_add)
+    moving = keep1 != 0.0
+    taken = tl.where(tl.load(row + 11) != 0.0, ahead, buffer)
+    return tl.where(moving, buffer, m), tl.where(moving, taken, g)
+
+
+@triton.jit
+def _lion(p, m, g, row, fma_add: tl.constexpr):
+    step, decay = tl.load(row + 9), tl.load(row + 1)
+    direction = _sum(m * tl.load(row + 4), tl.load(row + 3), g, fma_add)
+    sign = tl.where(direction > 0.0, 1.0, tl.where(direction < 0.0, -1.0, 0.0))
+    m = _sum(m * tl.load(row + 6), tl.load(row + 5), g, fma_add)
+    return _sum(p * decay, step, sign, fma_add), m, step * sign + (decay - 1.0) * p
+
+
+# --- the passes -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_master(storage, master, at, mask, kind: tl.constexpr):
+    if kind == MASTER_FP32:
+        return tl.load(master + at, mask=mask, other=0.0)
+    elif kind == MASTER_SPLIT:
+        high = _bits(_load(storage, at, mask))
+        low = tl.load(master + at, mask=mask, other=0).to(tl.int32).to(tl.uint32, bitcast=True)
+        return _value(high + low)
+    else:
+        return _load(storage, at, mask)
+
+
+@triton.jit
+def _store_master(p, storage, master, at, mask, kind: tl.constexpr, rounding: tl.constexpr):
+    if kind == MASTER_FP32:
+        tl.store(master + at, p, mask=mask)
+    if kind == MASTER_SPLIT:
+        bits = _bits(p)
+        low = tl.where(_is_nan(bits), 0, bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
+        tl.store(master + at, low, mask=mask)
+        tl.store(storage + at, _bf16_away(p), mask=mask)
+    elif storage.dtype.element_ty == tl.int16:
+        if rounding == EVEN:
+            tl.store(storage + at, _bf16_even(p), mask=mask)
+        else:
+            tl.store(storage + at, _bf16_away(p), mask=mask)
+    else:
+        tl.store(storage + at, p.to(storage.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["stochastic"])
+def update(
+    grad,  # fp32, fp16, or the bits of bf16
+    storage,  # likewise
+    master,  # fp32, int16, or None
+    moment1,  # or None, as everything below but `table`
+    moment2,
+    scale1,  # fp32 per block
+    scale2,
+    codes,  # `blockwise.tables`
+    groups,  # int32 per block; None: all in group 0
+    keys,  # int64 per block
+    table,  # fp32 [groups, WIDTH]
+    wanted,  # fp32: receives what each weight was to change by
+    numel,
+    stochastic,  # the step's part of the random key
+    master_kind: tl.constexpr,
+    rounding: tl.constexpr,
+    state: tl.constexpr,
+    algorithm: tl.constexpr,
+    fma_add: tl.constexpr,
+    fma_addcmul: tl.constexpr,
+    fma_lerp: tl.constexpr,
+    tile: tl.constexpr,  # blocks per program
+):
+    """`zerodrift_update` of native.cpp on `tile` blocks. Its arguments are what `struct Update` holds."""
+    block = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    there = block * BLOCK < numel
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = at < numel
+    row = table + tl.zeros_like(block)[:, None]
+    if groups is not None:
+        row += tl.load(groups + block, mask=there, other=0)[:, None] * WIDTH
+    words = tl.zeros_like(at).to(tl.uint32)
+    if keys is not None:
+        words = _random_words(keys, block, there, stochastic)
+
+    g = _load(grad, at, mask) * tl.load(row)
+    p = _load_master(storage, master, at, mask, master_kind)
+    l2 = tl.load(row + 2)
+    # Nothing is added for 0, as in torch: 0 * inf would be NaN.
+    g = tl.where(l2 == 0.0, g, _sum(g, l2, p, fma_add))
+    if moment1 is not None:
+        m = _load_moment(moment1, scale1, codes, 0, block, there, at, mask, state)
+    if algorithm == ADAM:
+        v = _load_moment(moment2, scale2, codes, 1, block, there, at, mask, state)
+        p, m, v, change = _adam(p, m, v, g, row, fma_addcmul, fma_lerp)
+        _store_moment(v, moment2, scale2, codes, 1, words, block, there, at, mask, state)
+    elif algorithm == SGD:
+        if moment1 is not None:
+            m, g = _sgd_momentum(m, g, row, fma_add)
+        change = tl.load(row + 9) * g
+        p = _sum(p, tl.load(row + 9), g, fma_add)
+    else:
+        p, m, change = _lion(p, m, g, row, fma_add)
+    if moment1 is not None:
+        _store_moment(m, moment1, scale1, codes, 0, words, block, there, at, mask, state)
+    if wanted is not None:
+        tl.store(wanted + at, change, mask=mask)
+    _store_master(p, storage, master, at, mask, master_kind, rounding)
+
+
+@triton.jit
+def squares(data, out, numel, tile: tl.constexpr):
+    """`zerodrift_squares` of native.cpp on `tile` blocks: 16 lanes, added up by halves."""
+    block = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    lane = block[:, None] * BLOCK + tl.arange(0, LANES)[None, :]
+    sums = tl.zeros((tile, LANES), tl.float64)
+    for place in tl.static_range(0, BLOCK, LANES):
+        wide = _load(data, lane + place, lane + place < numel).to(tl.float64)
+        sums += wide * wide  # the square of an fp32 value is exact
+    # A sum of two has one order.
+    sums = tl.sum(tl.reshape(sums, (tile, 2, 8)), 1)
+    sums = tl.sum(tl.reshape(sums, (tile, 2, 4)), 1)
+    sums = tl.sum(tl.reshape(sums, (tile, 2, 2)), 1)
+    tl.store(out + block, tl.sum(sums, 1), mask=block * BLOCK < numel)

@@ -1,0 +1,48 @@
+"""An update as compiled code is told it: choices as numbers, and a table of coefficients.
+
+`native.cpp` and `kernels/programs.py` know the same numbers.
+
+Invariant: a number stands for one meaning in both.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from zerodrift.optim.reference import Step
+from zerodrift.optim.schemes import Rounding
+from zerodrift.optim.updates import Algorithm, Coefficients, coefficients
+from zerodrift.policy.nouns import Master, State
+
+MASTERS = {Master.FP32: 0, Master.SPLIT: 1, Master.SAME: 2}
+STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2, State.EIGHT_BIT: 3}
+ROUNDINGS = {Rounding.EVEN: 0, Rounding.AWAY: 1}
+ALGORITHMS = {Algorithm.ADAMW: 0, Algorithm.ADAM: 0, Algorithm.SGD: 1, Algorithm.LION: 2}
+
+
+CPU = torch.device("cpu")
+
+
+def table(step: Step, device: torch.device = CPU) -> Tensor:
+    """fp32, a row of coefficients per group; the sign of the first takes the multiplier in. Read it only."""
+    return _table(step, device) if isinstance(step.multiplier, float) else _make(step, device)
+
+
+@functools.lru_cache(maxsize=2)
+def _table(step: Step, device: torch.device) -> Tensor:
+    """Once per step and not per slice: what is sent to a device makes the host wait for it."""
+    return _make(step, device)
+
+
+def _make(step: Step, device: torch.device) -> Tensor:
+    fields = tuple(Coefficients.__dataclass_fields__)
+    groups = [coefficients(step.algorithm, hyper) for hyper in step.hypers]
+    rows = [[getattr(group, field) for field in fields] for group in groups]
+    # A multiplier that is on a device stays there: reading it would make the host wait.
+    multiplier = torch.as_tensor(step.multiplier, dtype=torch.float32)
+    found = torch.tensor(rows, dtype=torch.float32).to(multiplier.device)
+    found[:, 0] *= multiplier
+    return found.to(device)

@@ -1,0 +1,107 @@
+"""Makes the engine of a pipeline: the model is cut, this rank's pieces are placed, the rest is let go of.
+
+Every rank has described the same whole model, and made the same plan. Here it keeps the modules of its own
+pieces, in a tree with the model's own paths, and an `Engine` takes that tree with this rank's part of the
+plan.
+
+Invariant: afterwards this rank holds no value of a parameter that none of its pieces uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.comm.mesh import Mesh
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.place import Source, Sources
+from zerodrift.errors import UnsupportedError
+from zerodrift.pipeline.cut import Causal, Cut, check_names, prune
+from zerodrift.pipeline.run import PipelineEngine
+from zerodrift.plan.stages import names_of, part, pieces_of, shared_with_another
+from zerodrift.plan.table import Plan
+
+
+def pipeline_engine(
+    plan: Plan, model: nn.Module, mesh: Mesh, sources: Sources, cut: Cut | None, schedule: Any = None
+) -> PipelineEngine:
+    """The engine of a plan that has a pipeline; `sources` are of the whole plan."""
+    how = Causal.of(model) if cut is None else cut
+    rank = mesh.rank("pipeline")
+    mine = part(plan, rank)
+    _require_trained(plan)
+    pieces = [names_of(plan, piece) for piece in pieces_of(plan, rank)]
+    tree = prune(model, frozenset().union(*pieces), how)
+    check_names(tree, frozenset(name for row in mine.rows for name in row.names))
+    engine = Engine(plan, tree, mesh, None, schedule, _known_here(plan, mine, sources))
+    _make_equal(engine)
+    _let_go(model, tree)
+    parts = [prune(tree, names, how) for names in pieces]
+    for module, names in zip(parts, pieces, strict=True):
+        check_names(module, names)
+    return PipelineEngine(plan, engine, parts, how)
+
+
+def _require_trained(plan: Plan) -> None:
+    """Every rank needs an optimizer, and something to travel back."""
+    for rank in range(plan.mesh.pipeline):
+        if all(row.columns.update is None for row in part(plan, rank).rows):
+            raise UnsupportedError(
+                f"`pipeline`: must train something on every stage; everything on stage {rank} is frozen. "
+                f"Use fewer stages, or train without a pipeline."
+            )
+    if plan.policy.optimizer is None:
+        raise UnsupportedError(
+            "`optimizer`: must be a block of the config with a pipeline, whose ranks each build their "
+            "part of it; got none. Write `optimizer: {type: AdamW, params: {...}}`."
+        )
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Values of a parameter that this rank knows by another of its names."""
+
+    source: Source
+    name: str
+
+    def exact(self, name: str) -> torch.dtype:
+        return self.source.exact(self.name)
+
+    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
+        self.source.fill(self.name, start, out)
+
+
+def _known_here(plan: Plan, mine: Plan, sources: Sources) -> Sources:
+    """The sources of this rank's part, by the names that it has there."""
+    found: dict[str, Source] = {}
+    for row in mine.rows:
+        whole = plan.row(row.name)
+        if whole is not None and whole.name in sources.rows:
+            found[row.name] = _Named(sources.rows[whole.name], whole.name)
+    return Sources(found, sources.buffers)
+
+
+def _make_equal(engine: Engine) -> None:
+    """What is tied across the pipeline begins with the values of the first stage, whose model may have been
+    built with another seed."""
+    updater = engine.updater
+    for segment in engine.segments:
+        if not shared_with_another(engine.part, segment.spec):
+            continue
+        engine.comm.broadcast(segment.storage, 0, "ends")
+        if segment.update is not None and updater is not None:
+            master = updater.master(segment.number)
+            engine.comm.broadcast(master, 0, "ends")
+            if not segment.spec.lead:
+                updater.set_master(segment.number, master)
+        segment.changed()
+
+
+def _let_go(model: nn.Module, tree: nn.Module) -> None:
+    kept = {id(parameter) for parameter in tree.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in kept and not parameter.is_meta:
+            parameter.data = parameter.data.new_empty(0)

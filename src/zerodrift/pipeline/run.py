@@ -1,0 +1,364 @@
+"""The engine of a pipeline: a step over micro-batches, run by one of torch's schedules on every rank's
+pieces.
+
+Each rank has an `Engine` over its own pieces, whose plan is its part of the plan of all (`plan/stages.py`).
+A schedule of torch calls the pieces (`stage.py`); when it is through, the engine's own step reduces what is
+left, forms one norm, one decision to skip and one loss scale over all stages, and updates.
+
+Invariant: every rank of a pipeline is given the same micro-batches, and returns the same result; and
+whatever is wrong with them is found on all ranks before the first message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.mesh import Mesh
+from zerodrift.engine import compute
+from zerodrift.engine.engine import Engine, StepResult
+from zerodrift.engine.unit import tensors_in
+from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.pipeline import schedules
+from zerodrift.pipeline.cut import Cut, batch_on
+from zerodrift.pipeline.deferred import defer_in_piece
+from zerodrift.pipeline.stage import Piece, Stage
+from zerodrift.plan.stages import pieces_of, rank_of, shared_with_another
+from zerodrift.plan.table import Plan
+from zerodrift.plan.timeline import Action
+from zerodrift.policy.pipelining import SPLIT
+from zerodrift.report.explain import Explanation, explain
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What a step of a pipeline did."""
+
+    losses: tuple[float, ...]
+    """Of each micro-batch, without the loss scale; those of this rank's data."""
+    step: StepResult
+    """The same on every stage."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over micro-batches."""
+        return sum(self.losses) / len(self.losses)
+
+
+Signature = tuple[Any, ...]
+"""Shapes and dtypes of everything in a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """A schedule of torch, and what it has learnt the shapes of."""
+
+    signature: list[Signature]
+    micro_batches: int
+    schedule: Any
+
+
+class PipelineEngine:
+    """Trains a model that is cut over the ranks of a pipeline. Made by `zerodrift.initialize_pipeline`."""
+
+    def __init__(self, plan: Plan, engine: Engine, parts: Sequence[nn.Module], cut: Cut) -> None:
+        """`parts` are the pieces of this rank, in the order of the model, over the modules of `engine`."""
+        pipeline = plan.policy.pipeline
+        if pipeline is None or engine.held is None:
+            raise AssertionError("a plan without a pipeline")
+        self.plan = plan
+        self.stage = engine
+        """This rank's own engine; what checkpoints take."""
+        self.comm: Collectives = engine.comm
+        self.mesh: Mesh = engine.mesh
+        self._held = engine.held
+        self._schedule = pipeline.schedule
+        count = pipeline.chunks * plan.mesh.pipeline
+        numbers = pieces_of(plan, engine.mesh.rank("pipeline"))
+        self.pieces = [
+            Piece(number, count, part, cut, engine) for number, part in zip(numbers, parts, strict=True)
+        ]
+        for piece in self.pieces:
+            # Not over the tree of all pieces: a boundary may lie around all that is in one of them.
+            compute.attach(piece.module, compute.boundaries(plan, piece.module))
+            if pipeline.schedule in SPLIT and pipeline.weight_grads == "queue":
+                piece.queue = defer_in_piece(piece.module, engine.gradients)
+        engine.gradients.count()
+        self._last = rank_of(pipeline, plan.mesh, count - 1)
+        self._learnt: dict[bool, _Learnt] = {}
+        """By whether it trains."""
+        self._waiting = 0
+        """Micro-batches that have been accumulated and not updated with."""
+        self._begun = False
+        self._buffers: list[dict[str, torch.Tensor]] = []
+        self.actions: list[Action] = []
+        """What this rank has done in the last step, in order."""
+
+    # --- a step -----------------------------------------------------------------------------------------
+
+    def step(self, micro_batches: Iterable[Any]) -> BatchResult:
+        """Train on the micro-batches of one step, of which every rank of a pipeline is given the same, and
+        update. As many as `pipeline.micro_batches` says."""
+        losses = self.accumulate(micro_batches)
+        return BatchResult(losses, self.update())
+
+    def accumulate(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
+        """The first half of `step`: the gradients of a step's micro-batches, and their losses."""
+        engine = self.stage
+        engine.require_open()
+        if self._waiting:
+            raise UnsupportedError(
+                "`accumulate`: must be followed by `update`, which ends its step; got another. A "
+                "pipeline's step has all of its micro-batches together."
+            )
+        batches = self._taken(micro_batches, training=True)
+        schedule = self._scheduled(batches, training=True)
+        try:
+            with torch.enable_grad():
+                self._run(schedule, batches)
+            self._held.end()
+        except BaseException:
+            self._learnt.pop(True, None)  # what torch had under way is not to be found by the next step
+            engine.abandon_step()
+            raise
+        self._waiting = len(batches)
+        return self._told(len(batches))
+
+    def update(self) -> StepResult:
+        """The second half: one norm and one decision over all stages, and the update."""
+        count, self._waiting = self._waiting, 0
+        return self.stage.end_step(count)
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> float:
+        """The mean loss of micro-batches, without gradients; the same on every rank of a pipeline."""
+        self.stage.require_open()
+        batches = self._taken(micro_batches, training=False)
+        schedule = self._scheduled(batches, training=False)
+        try:
+            with torch.no_grad():
+                self._run(schedule, batches)
+        finally:
+            self._held.release()
+        losses = self._told(len(batches))
+        return sum(losses) / len(losses)
+
+    def _run(self, schedule: Any, batches: list[Any]) -> None:
+        self._begun = False
+        self.actions = []
+        numbers = torch.arange(len(batches))
+        for piece in self.pieces:
+            piece.batches = batches
+            piece.losses.clear()
+        if self._held.all_step or self.pieces[0].learning:
+            self._held.gather()
+        try:
+            # Numbers alone: what they mean, every rank has. The target is what a schedule hands to the loss.
+            schedule.step(number=numbers, target=numbers, return_outputs=False)
+        finally:
+            for piece in self.pieces:
+                piece.batches = []
+
+    def _begin(self) -> None:
+        """Before the first action of a step: see [Note: learning shapes]."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.pieces[0].learning:
+            for piece, saved in zip(self.pieces, self._buffers, strict=True):
+                piece.learning = False
+                piece.put_buffers(saved)
+            self._buffers = []
+            if not self._held.all_step:
+                self._held.release()
+        for piece in self.pieces:
+            if piece.queue is not None:
+                piece.queue.clear()
+        if torch.is_grad_enabled():
+            self._held.begin(len(self.pieces[0].batches))
+
+    def _scaled(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.stage.scale(output)
+
+    def _told(self, count: int) -> tuple[float, ...]:
+        """The losses, from the last stage to all."""
+        told = torch.zeros(count, dtype=torch.float64)
+        for number, loss in self.pieces[-1].losses.items():
+            told[number] = loss.double()
+        told = told.to(self.mesh.device)
+        self.comm.broadcast(told, self._last, "pipeline")
+        return tuple(told.tolist())
+
+    # --- micro-batches and schedules --------------------------------------------------------------------
+
+    def _taken(self, micro_batches: Iterable[Any], training: bool) -> list[Any]:
+        """The micro-batches as pieces take them; the same problem on every rank, if there is one."""
+        batches = list(micro_batches)
+        change = self.stage.precision.inputs
+        wanted = self.stage.accumulation if training else None
+        found = [_signature(batch) for batch in batches]
+        problem = _problem(found, wanted)
+        known = self._learnt.get(training)
+        relearn = known is None or (known.signature, known.micro_batches) != (found[:1], len(found))
+        told = self.comm.all_gather_object((problem, found[:1], len(found), relearn))
+        line = [told[rank] for rank in self.mesh.axis("pipeline").ranks]
+        problems = [problem for problem, *_ in told if problem]
+        if problems:
+            raise ModelError(problems[0])
+        if any(each[1:3] != line[0][1:3] for each in line):
+            raise ModelError(
+                "`micro_batches`: must be the same on every stage of a pipeline; got "
+                f"{' and '.join(str(each[2]) for each in line)}, or different shapes. Give the data of "
+                f"one data rank to all of its stages."
+            )
+        if any(each[3] for each in told):
+            self._learnt.pop(training, None)
+        device = self.mesh.device
+        return [batch_on(batch, device, lambda tensor: change((tensor,), {})[0][0]) for batch in batches]
+
+    def _scheduled(self, batches: list[Any], training: bool) -> Any:
+        """The schedule for micro-batches of these shapes; a new one has to learn what travels."""
+        known = self._learnt.get(training)
+        if known is not None:
+            return known.schedule
+        for piece in self.pieces:
+            piece.learning = True
+        self._buffers = [piece.buffers_now() for piece in self.pieces]
+        stages = [Stage(piece, self._begin, self._record) for piece in self.pieces]
+        if training:
+            made = schedules.training(self._schedule, stages, len(batches), self._scaled)
+        else:
+            made = schedules.forwards(self._schedule, stages, len(batches))
+        self._learnt[training] = _Learnt([_signature(batches[0])], len(batches), made)
+        return made
+
+    def _record(self, kind: str, piece: int, micro_batch: int) -> None:
+        self.actions.append(Action(kind, piece, micro_batch))
+
+    # --- the rest of an engine --------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This stage's parameter groups."""
+        return self.stage.optimizer
+
+    @property
+    def global_steps(self) -> int:
+        return self.stage.global_steps
+
+    def train(self, mode: bool = True) -> PipelineEngine:
+        self.stage.train(mode)
+        for piece in self.pieces:
+            piece.train(mode)
+        return self
+
+    def eval(self) -> PipelineEngine:
+        return self.train(False)
+
+    def explain(self, name: str) -> Explanation:
+        """Every column of a parameter, with its reason."""
+        return explain(self.plan, name)
+
+    def full_master(self, name: str) -> torch.Tensor:
+        """What the optimizer updates, in fp32, on every rank, wherever the parameter is."""
+        return self._from_owner(name, self.stage.full_master)
+
+    def full_gradient(self, name: str) -> torch.Tensor:
+        """The gradient accumulated so far in this step, averaged and unscaled, in fp32; between `accumulate`
+        and `update`. One that is tied across the pipeline is the sum of both ends."""
+        row = self.plan.row(name)
+        segment = None if row is None else self.plan.segments[row.segment]
+        whole = self._from_owner(name, self.stage.full_gradient)
+        if row is not None and segment is not None and shared_with_another(self.plan, segment):
+            here = self.mesh.rank("pipeline") == self._last
+            known = next((name for name in row.names if self.stage.part.row(name) is not None), "")
+            other = self.stage.full_gradient(known) if here else torch.empty_like(whole)
+            self.comm.broadcast(other, self._last, "pipeline")
+            whole = whole + other
+        return whole
+
+    def full_state(self, name: str) -> dict[str, torch.Tensor]:
+        """The optimizer's moments, by torch's names for them, in fp32."""
+        rank, known = self._home(name)
+        mine = self.stage.full_state(known) if known else {}
+        keys = self.comm.broadcast_object(list(mine), rank, "pipeline")
+        return {key: self._from_owner(name, partial(_of, mine, key)) for key in keys}
+
+    def full_value(self, name: str) -> torch.Tensor:
+        """The parameter as the model sees it, in its compute dtype."""
+
+        def read(known: str) -> torch.Tensor:
+            with self.stage.gathered([known]) as values:
+                return values[known].detach().clone()
+
+        row = self.plan.row(name)
+        if row is not None and row.parts > 1:
+            raise UnsupportedError(
+                f"`{name}`: must be whole on its ranks to be read; its experts are on {row.parts}. Read "
+                f"`full_master`."
+            )
+        return self._from_owner(name, read, torch.float32 if row is None else row.columns.compute.torch)
+
+    def _home(self, name: str) -> tuple[int, str]:
+        """The pipeline rank whose copy of a parameter counts, and its name on this rank, `""` elsewhere."""
+        row = self.plan.row(name)
+        if row is None:
+            raise ModelError(f"`{name}`: must be a parameter of the model.")
+        pipeline = self.plan.policy.pipeline
+        rank = rank_of(pipeline, self.plan.mesh, self.plan.units[row.unit].stage)
+        return rank, row.name if rank == self.mesh.rank("pipeline") else ""
+
+    def _from_owner(
+        self, name: str, read: Callable[[str], torch.Tensor], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """What `read` finds, by the name there, on the ranks that hold a parameter; on all ranks."""
+        rank, known = self._home(name)
+        row = self.plan.row(name)
+        shape = () if row is None else row.whole_shape
+        value = read(known) if known else torch.empty(shape, dtype=dtype, device=self.mesh.device)
+        value = value.contiguous()
+        self.comm.broadcast(value, rank, "pipeline")
+        return value
+
+    def destroy(self) -> None:
+        """Take the hooks off and leave the process groups."""
+        for piece in self.pieces:
+            if piece.queue is not None:
+                piece.queue.clear()
+                piece.queue.detach()
+        self._learnt.clear()
+        self.stage.destroy()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            "`call`: must not be used on a pipeline, whose stages run together. Call `step` with the "
+            "micro-batches of a step, or `evaluate`."
+        )
+
+
+def _of(state: dict[str, torch.Tensor], key: str, known: str) -> torch.Tensor:
+    return state[key]
+
+
+def _signature(batch: Any) -> Signature:
+    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(batch))
+
+
+def _problem(found: list[Signature], wanted: int | None) -> str:
+    """What is wrong with the micro-batches of this rank."""
+    if wanted is not None and len(found) != wanted:
+        return f"`micro_batches`: must be {wanted}, as `pipeline.micro_batches` says; got {len(found)}."
+    if not found:
+        return "`micro_batches`: must be at least one; got none."
+    other = next((number for number, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        return (
+            f"`micro_batches`: must have the same shapes, because memory for what travels is laid out "
+            f"once; got {found[0]} and, in micro-batch {other}, {found[other]}. Pad them to one length."
+        )
+    return ""

@@ -1,0 +1,98 @@
+"""torch's pipeline schedules by our names, and the order that they run in, as data.
+
+Which schedule runs what when is torch's: its classes are made here for stages that run, and asked here for
+their order by stages that are only numbers. Private in torch, and touched in this file only (2.13): the
+lists of actions of a schedule (`pipeline_order`, `pipeline_order_with_comms`).
+
+Invariant: the order that a plan shows is the one that the schedule's own class runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from zerodrift.plan.stages import pieces, pieces_of
+from zerodrift.plan.table import Plan
+from zerodrift.plan.timeline import TIME, Action, Timeline
+from zerodrift.policy.nouns import Schedule
+from zerodrift.policy.pipelining import SINGLE, V_SHAPED
+
+CLASSES: dict[Schedule, type[Any]] = {
+    "gpipe": torch_schedules.ScheduleGPipe,
+    "1f1b": torch_schedules.Schedule1F1B,
+    "interleaved": torch_schedules.ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": torch_schedules.ScheduleInterleavedZeroBubble,
+    "zbv": torch_schedules.ScheduleZBVZeroBubble,
+    "dualpipev": torch_schedules.ScheduleDualPipeV,
+}
+
+
+def training(
+    name: Schedule, stages: Sequence[Any], micro_batches: int, loss: Callable[..., torch.Tensor] | None
+) -> Any:
+    """The schedule of a step over the stages of this rank; gradients stay sums."""
+    given = stages[0] if name in SINGLE else list(stages)
+    return CLASSES[name](given, micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
+    """A schedule of forwards alone over the same stages."""
+    if name in SINGLE:
+        return torch_schedules.ScheduleGPipe(stages[0], micro_batches)
+    if name not in V_SHAPED:
+        return torch_schedules.ScheduleLoopedBFS(list(stages), micro_batches)
+    schedule = torch_schedules.ScheduleZBVZeroBubble(list(stages), micro_batches)
+    # A V passes gradients on inside of a rank, which torch also tries where there are none.
+    kept = ("F", "SEND_F", "RECV_F")
+    schedule.pipeline_order_with_comms = {
+        rank: [action for action in actions if action.computation_type.value in kept]
+        for rank, actions in schedule.pipeline_order_with_comms.items()
+    }
+    return schedule
+
+
+def timeline(plan: Plan) -> Timeline | None:
+    """What each rank of the pipeline does in a step, in order; None without a pipeline."""
+    pipeline, count = plan.policy.pipeline, plan.policy.batch.accumulation
+    if pipeline is None:
+        return None
+    ranks, total = plan.mesh.pipeline, pieces(pipeline, plan.mesh)
+    if pipeline.schedule in SINGLE:
+        # What torch says of these two is not what they run: its 1F1B names forwards that there are not.
+        warm = [count if pipeline.schedule == "gpipe" else min(count, ranks - rank) for rank in range(ranks)]
+        return Timeline(tuple(tuple(_one_piece(rank, count, warm[rank])) for rank in range(ranks)))
+    shared = {"num_stages": total, "group_size": ranks, "group_rank": 0, "submod": torch.nn.Module()}
+    stages = [SimpleNamespace(stage_index=piece, **shared) for piece in pieces_of(plan, 0)]
+    order = training(pipeline.schedule, stages, count, _no_loss).pipeline_order or {}
+    return Timeline(
+        tuple(
+            tuple(action for entry in order[rank] if entry is not None for action in _actions(entry))
+            for rank in range(ranks)
+        )
+    )
+
+
+def _one_piece(rank: int, count: int, warm: int) -> Iterator[Action]:
+    """So many forwards first, then backwards and forwards in turn, then the backwards that are left."""
+    yield from (Action("F", rank, micro) for micro in range(warm))
+    for micro in range(count):
+        yield Action("B", rank, micro)
+        if warm + micro < count:
+            yield Action("F", rank, warm + micro)
+
+
+def _no_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def _actions(entry: Any) -> list[Action]:
+    """One action of torch as ours; those that overlap one after the other."""
+    if entry.sub_actions:
+        return [action for each in entry.sub_actions for action in _actions(each)]
+    kind = entry.computation_type.value
+    return [Action(kind, entry.stage_index, entry.microbatch_index)] if kind in TIME else []

@@ -1,0 +1,104 @@
+"""What the ranks of a pipeline do in one step, and how long they wait for each other.
+
+The order is given, by `pipeline/schedules.py`; this room counts when each action can begin, with a forward,
+an input's gradient and a weight's gradient each one unit of time, and messages none.
+
+Invariant: pure. An action begins when its rank is free and what it needs has ended, and never before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Units of time: a forward, a whole backward, the gradient of a piece's input, those of its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does."""
+
+    kind: str
+    """`F` forward, `B` whole backward, `I` gradient of the input, `W` gradients of the weights."""
+    piece: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.piece}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of a pipeline."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    """What each rank does, in order."""
+
+    @cached_property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """When each action begins."""
+        ended: dict[Action, int] = {}
+        free = [0] * len(self.ranks)
+        starts: list[list[int]] = [[] for _ in self.ranks]
+        last = max((action.piece for rank in self.ranks for action in rank), default=0)
+        while any(len(done) < len(rank) for done, rank in zip(starts, self.ranks, strict=True)):
+            moved = False
+            for number, rank in enumerate(self.ranks):
+                while len(starts[number]) < len(rank):
+                    action = rank[len(starts[number])]
+                    needs = [_end_of(ended, each) for each in _needs(action, last)]
+                    if any(end is None for end in needs):
+                        break
+                    begin = max([free[number], *(end for end in needs if end is not None)])
+                    starts[number].append(begin)
+                    free[number] = ended[action] = begin + TIME[action.kind]
+                    moved = True
+            if not moved:
+                raise AssertionError("a schedule in which every rank waits for another")
+        return tuple(map(tuple, starts))
+
+    @property
+    def length(self) -> int:
+        """Units of time from the first action to the end of the last."""
+        ends = [
+            start + TIME[action.kind]
+            for begun, rank in zip(self.starts, self.ranks, strict=True)
+            for start, action in zip(begun, rank, strict=True)
+        ]
+        return max(ends, default=0)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they do nothing."""
+        busy = sum(TIME[action.kind] for rank in self.ranks for action in rank)
+        whole = self.length * len(self.ranks)
+        return 1 - busy / whole if whole else 0.0
+
+    @property
+    def most_alive(self) -> tuple[int, ...]:
+        """Per rank, the most forwards whose backward is still to come: what activations are held for."""
+        return tuple(_alive(rank) for rank in self.ranks)
+
+
+def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
+    """For each thing that an action waits for, the actions that may bring it."""
+    piece, micro = action.piece, action.micro_batch
+    if action.kind == "F":
+        return [(Action("F", piece - 1, micro),)] if piece else []
+    if action.kind == "W":
+        return [(Action("I", piece, micro),)]
+    own: list[tuple[Action, ...]] = [(Action("F", piece, micro),)]
+    return own if piece == last else [*own, (Action("B", piece + 1, micro), Action("I", piece + 1, micro))]
+
+
+def _end_of(ended: dict[Action, int], ways: tuple[Action, ...]) -> int | None:
+    return next((ended[way] for way in ways if way in ended), None)
+
+
+def _alive(rank: tuple[Action, ...]) -> int:
+    now = most = 0
+    for action in rank:
+        now += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+        most = max(most, now)
+    return most

@@ -1,0 +1,117 @@
+"""What a report says about a pipeline: who holds what, in which order it runs, how long ranks wait.
+
+The order comes from torch's schedule as a `Timeline`; where torch is not there to be asked, the rest is said
+without it.
+
+Invariant: words alone; the terminal and the page set them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from zerodrift.plan.cost import stage_cost
+from zerodrift.plan.stages import part, pieces, pieces_of
+from zerodrift.plan.table import Plan
+from zerodrift.plan.timeline import Timeline
+from zerodrift.report import figures
+
+SHOWN = 60
+"""Actions of a rank that are written out."""
+
+LEGEND = (
+    "1F0: piece 1, forward of micro-batch 0; B a whole backward, I the gradient of the piece's input, W "
+    "those of its weights"
+)
+
+
+def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
+    """(label, value) pairs about the whole pipeline."""
+    pipeline = plan.policy.pipeline
+    if pipeline is None:
+        return ()
+    count = plan.policy.batch.accumulation
+    total = pieces(pipeline, plan.mesh)
+    found = [
+        (
+            "schedule",
+            f"{pipeline.schedule}, {count} micro-batches through {total} pieces on {plan.mesh.pipeline} "
+            f"ranks",
+        )
+    ]
+    if timeline is not None:
+        found.append(
+            (
+                "bubble",
+                f"{figures.percent(timeline.bubble)} of the ranks' time, where a forward, the gradient of "
+                f"an input and "
+                f"those of weights take one unit of time each and messages none: {timeline.length} units "
+                f"in all",
+            )
+        )
+    return tuple(found)
+
+
+def ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, str, str, str], ...]:
+    """Per place on the pipeline axis: its name, its pieces, elements, bytes at rest and at peak, and the
+    micro-batches that it holds activations of."""
+    found = []
+    for rank in range(plan.mesh.pipeline):
+        mine, bill = part(plan, rank), stage_cost(plan, rank, plan.policy.batch.accumulation)
+        held = "-" if timeline is None else str(timeline.most_alive[rank])
+        found.append(
+            (
+                f"rank {rank}",
+                "; ".join(_piece(plan, piece) for piece in pieces_of(plan, rank)),
+                figures.elements(sum(row.whole_numel for row in mine.rows)),
+                figures.size(bill.rest.total),
+                figures.size(bill.peak.total),
+                held,
+            )
+        )
+    return tuple(found)
+
+
+HEADS = ("place", "pieces", "elements", "at rest", "peak", "alive")
+"""Of the columns of `ranks`."""
+
+
+def _piece(plan: Plan, piece: int) -> str:
+    """`0: root, model.layers.0-7`."""
+    units = [unit for unit in plan.units if unit.stage == piece]
+    names = [unit.name for unit in units if unit.name]
+    words = ["root"] if any(not unit.name and unit.rows for unit in units) else []
+    runs: list[tuple[str, int, int]] = []
+    for name in names:
+        head, number = _numbered(name)
+        if runs and runs[-1][0] == head and runs[-1][2] == number - 1:
+            runs[-1] = (head, runs[-1][1], number)
+        else:
+            runs.append((head, number, number))
+    for head, first, last in runs:
+        words.append(head if first < 0 else f"{head}{first}" + (f"-{last}" if last > first else ""))
+    tied = [
+        name
+        for segment in plan.segments
+        if piece in segment.copies
+        for index in segment.rows
+        for name in plan.rows[index].names[1:]
+    ]
+    return f"{piece}: {', '.join([*words, *tied])}"
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(.*?)(\d+)", name)
+    return (found[1], int(found[2])) if found else (name, -1)
+
+
+def order(timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
+    """(place, its actions in order)."""
+    if timeline is None:
+        return ()
+    found = []
+    for number, actions in enumerate(timeline.ranks):
+        more = len(actions) - SHOWN
+        text = " ".join(str(action) for action in actions[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+        found.append((f"rank {number}", text))
+    return tuple(found)

@@ -1,0 +1,266 @@
+"""The Triton programs against the CPU's kernels: the same bits in every scheme.
+
+On a CUDA device as everything in this folder; and on a CPU in Triton's interpreter, which
+`TRITON_INTERPRET=1` chooses before Triton is imported: `tests/numerics/test_triton.py` runs this file so.
+There a program takes a while, so the products are thinner and the tiles larger.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.networks import GPT
+from tests.numerics.pieces import owned
+from tests.numerics.runs import config
+from tests.numerics.test_fused import (
+    BLOCKS,
+    GRADIENTS,
+    MASTERS,
+    NUMEL,
+    assert_equal,
+    generator,
+    gradient_of,
+    make,
+    moments_of,
+    step_of,
+)
+from zerodrift.api import make_plan
+from zerodrift.dtypes import DType
+from zerodrift.kernels import device
+from zerodrift.kernels.probe import Contraction, contraction
+from zerodrift.kernels.squares import block_square_sums, reference_square_sums
+from zerodrift.optim import fused
+from zerodrift.optim.device import update_on_device
+from zerodrift.optim.reference import Step
+from zerodrift.optim.rounding import block_keys
+from zerodrift.optim.schemes import Scheme, Slice, allocate
+from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.update import Owned, make_updater
+from zerodrift.optim.updates import Algorithm, Hyper
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Master, State
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="neither a CUDA device nor TRITON_INTERPRET=1",
+)
+if not INTERPRETED:
+    pytestmark = [pytest.mark.gpu, pytestmark]
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(device, "TILE", 16)
+
+
+@pytest.fixture(autouse=True)
+def one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's fused product rounds once. Where the interpreter's rounds twice, torch's stands in."""
+    from triton._C.libtriton import interpreter as compiled
+    from triton.runtime import interpreter
+
+    if not INTERPRETED or hasattr(compiled, "fma_fp32"):
+        return
+
+    def fma(self: object, x: Any, y: Any, z: Any) -> Any:
+        arrays = np.broadcast_arrays(x.data, y.data, z.data)
+        a, b, c = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+        return interpreter.TensorHandle(torch.addcmul(c, a, b).numpy(), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+
+
+def schemes(states: Sequence[State]) -> list[tuple[Scheme, torch.dtype]]:
+    """Every scheme with gradients of every dtype; in the interpreter, of one dtype in turn."""
+    found = [Scheme(*master[:2], state, master[2]) for master, state in itertools.product(MASTERS, states)]
+    if INTERPRETED:
+        return list(zip(found, itertools.cycle(GRADIENTS), strict=False))
+    return list(itertools.product(found, GRADIENTS))
+
+
+def over_there(of: Slice) -> Slice:
+    """A copy of a slice on the device."""
+
+    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(DEVICE, copy=True)
+
+    return Slice(
+        storage=of.storage.to(DEVICE, copy=True),
+        master=moved(of.master),
+        moments=tuple(moment.to(DEVICE, copy=True) for moment in of.moments),
+        scales=tuple(scale.to(DEVICE, copy=True) for scale in of.scales),
+        groups=moved(of.groups),
+        keys=moved(of.keys),
+    )
+
+
+def back(of: Slice) -> Slice:
+    return replace(
+        of,
+        storage=of.storage.cpu(),
+        master=None if of.master is None else of.master.cpu(),
+        moments=tuple(moment.cpu() for moment in of.moments),
+        scales=tuple(scale.cpu() for scale in of.scales),
+    )
+
+
+def check_steps(scheme: Scheme, here: Slice, gradients: list[torch.Tensor], steps: list[Step]) -> None:
+    """Step by step on the CPU and on the device."""
+    there = over_there(here)
+    for gradient, step in zip(gradients, steps, strict=True):
+        fused.update(scheme, here, gradient, step)
+        update_on_device(scheme, there, gradient.to(DEVICE), step)
+        assert_equal(here, back(there), f"{scheme} {gradient.dtype} {step.algorithm} step {step.number}")
+
+
+@pytest.mark.parametrize("algorithm", Algorithm, ids=str)
+@pytest.mark.parametrize("state", State, ids=str)
+def test_programs_equal_the_cpu_kernels(algorithm: Algorithm, state: State) -> None:
+    for scheme, dtype in schemes([state]):
+        steps = [step_of(algorithm, number) for number in (1, 2)]
+        gradients = [gradient_of(NUMEL, number, dtype) for number in (1, 2)]
+        check_steps(scheme, make(scheme, moments_of(algorithm)), gradients, steps)
+
+
+def test_sgd_without_momentum_has_no_moment() -> None:
+    scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
+    step = Step(Algorithm.SGD, (Hyper(1e-2, weight_decay=0.1),), 1, 0.5)
+    check_steps(scheme, make(scheme, 0, groups=False), [gradient_of(NUMEL, 1)], [step])
+
+
+@pytest.mark.parametrize("algorithm", Algorithm, ids=str)
+def test_statistics_equal_and_change_nothing(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerodrift.optim.device.COUNTED_BLOCKS", 4)
+    states = (State.EIGHT_BIT,) if INTERPRETED else (State.FP32, State.EIGHT_BIT)
+    for scheme, _ in schemes(states)[:: 2 if INTERPRETED else 3]:
+        here = make(scheme, moments_of(algorithm))
+        there, silent = over_there(here), over_there(here)
+        mine, theirs = Statistics.empty(BLOCKS), Statistics.empty(BLOCKS, DEVICE)
+        for number in (1, 2):
+            gradient, step = gradient_of(NUMEL, number), step_of(algorithm, number)
+            fused.update(scheme, here, gradient, step, mine)
+            update_on_device(scheme, there, gradient.to(DEVICE), step, theirs)
+            update_on_device(scheme, silent, gradient.to(DEVICE), step)
+            assert torch.equal(mine.blocks, theirs.blocks.cpu()), scheme
+            assert_equal(here, back(there))
+            assert_equal(here, back(silent))
+
+
+def test_special_values() -> None:
+    """NaNs, infinities, subnormals and both zeros in every place."""
+    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 65520.0, 1.0])
+    weight, gradient = odd.repeat(odd.numel()), odd.repeat_interleave(odd.numel())
+    for scheme, _ in schemes(tuple(State))[:: 1 if INTERPRETED else 3]:
+        for algorithm in Algorithm:
+            hypers = [Hyper(1e-2, number, weight_decay=0.1, momentum=0.9) for number in (1, 2)]
+            steps = [Step(algorithm, (hyper,), number) for number, hyper in enumerate(hypers, 1)]
+            here = allocate(
+                scheme,
+                torch.empty(weight.numel(), dtype=scheme.storage.torch),
+                moments_of(algorithm),
+                initial=weight.clone(),
+                keys=block_keys(1, 0, 1),
+            )
+            check_steps(scheme, here, [gradient, gradient], steps)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 255, 256, 257, 1000, 256 * 4 + 1])
+def test_any_length(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "TILE", 2)
+    blocks = -(-numel // 256)
+    for state, dtype in itertools.product((State.FP32, State.EIGHT_BIT), GRADIENTS):
+        scheme = Scheme(DType.BF16, Master.SPLIT, state)
+        storage = torch.randn(numel, generator=generator()).bfloat16()
+        here = allocate(scheme, storage, 2, keys=block_keys(9, 0, blocks))
+        check_steps(scheme, here, [gradient_of(numel, 1, dtype)], [step_of(Algorithm.ADAMW, 1)])
+
+
+def test_a_second_moment_under_the_normal_numbers() -> None:
+    """No root or quotient takes a subnormal for zero: eps is smaller still."""
+    scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
+    here = allocate(scheme, torch.zeros(512), 2)
+    step = Step(Algorithm.ADAMW, (Hyper(1e-3, 1, (0.9, 0.999), 0.0),), 1)
+    gradient = torch.full((512,), 1e-18)
+    check_steps(scheme, here, [gradient], [step])
+    assert (here.storage != 0).all() and (here.moments[1] < 2.0**-126).all()
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
+def test_square_sums(dtype: torch.dtype) -> None:
+    for numel in (1, 255, 256, 1000, 256 * 33):
+        flat = gradient_of(numel, 1, dtype)
+        out = torch.empty(-(-numel // 256), dtype=torch.float64, device=DEVICE)
+        assert torch.equal(device.squares(flat.to(DEVICE), out).cpu(), reference_square_sums(flat))
+    flat[300] = torch.inf
+    flat[3000] = torch.nan
+    sums = block_square_sums(flat.to(DEVICE)).cpu()
+    assert sums.isfinite().sum() == 31 and sums[1] == torch.inf and sums[11].isnan()
+
+
+def pieces(plan: Plan, where: torch.device) -> list[Owned]:
+    values = {row.name: torch.randn(row.shape, generator=generator(3)) for row in plan.rows}
+    return [
+        replace(piece, storage=piece.storage.to(where), initial=piece.initial.to(where))
+        for piece in owned(plan, values, 0)
+    ]
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"state": "bf16-stochastic", "statistics": True},
+        {"master": "fp32", "rules": [{"match": "*norm*", "pin": "fp32"}]},
+    ],
+    ids=["drawn", "pinned"],
+)
+def test_an_updater_runs_the_programs(precision: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, tables and statistics of a whole model; nothing takes the plain way."""
+    plan = make_plan(config(3, "bf16", precision=precision), GPT(), world_size=2)
+    here, there = pieces(plan, torch.device("cpu")), pieces(plan, DEVICE)
+    one, other = make_updater(plan, here, None, {}), make_updater(plan, there, None, {})
+    gradients = [
+        {piece.number: gradient_of(piece.storage.numel(), number) for piece in here} for number in range(3)
+    ]
+    for each in gradients:
+        one.update(each, 0.25)
+    with monkeypatch.context() as patched:
+        if INTERPRETED:
+            patched.setattr("zerodrift.optim.fused.compiled_for", lambda where, step: None)
+            patched.setattr(device, "works", lambda where: True)
+        patched.setattr("zerodrift.optim.fused.reference_update", None)
+        for each in gradients:
+            other.update({number: flat.to(DEVICE) for number, flat in each.items()}, 0.25)
+    for mine, theirs in zip(here, there, strict=True):
+        assert torch.equal(mine.storage, theirs.storage.cpu())
+        assert torch.equal(one.master(mine.number), other.master(mine.number).cpu())
+        moments = other.states(mine.number)
+        for name, moment in one.states(mine.number).items():
+            assert torch.equal(moment, moments[name].cpu())
+    assert one.statistics.keys() == other.statistics.keys()
+    for number, room in one.statistics.items():
+        assert torch.equal(room.blocks, other.statistics[number].blocks.cpu())
+
+
+def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rounding more or less is seen."""
+    scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
+    found = contraction()
+    turned = Contraction(not found.add, not found.addcmul, not found.lerp)
+    monkeypatch.setattr("zerodrift.optim.device.contraction", lambda: turned)
+    for algorithm in (Algorithm.ADAMW, Algorithm.SGD, Algorithm.LION):
+        steps = [step_of(algorithm, number) for number in (1, 2)]
+        with pytest.raises(AssertionError, match="storage"):
+            gradients = [gradient_of(NUMEL, number) for number in (1, 2)]
+            check_steps(scheme, make(scheme, moments_of(algorithm)), gradients, steps)

@@ -1,0 +1,307 @@
+"""Real architectures under every pipeline schedule: gradients against fp64, no parameter left out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+
+pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.architectures import ARCHITECTURES, SIZES, tokens
+from zerodrift.api import empty, initialize_pipeline
+from zerodrift.config.load import load
+from zerodrift.errors import UnsupportedError
+from zerodrift.mesh import MeshShape
+from zerodrift.model.sources import describe
+from zerodrift.pipeline.cut import Causal, prune
+from zerodrift.pipeline.run import PipelineEngine
+from zerodrift.plan.build import build
+from zerodrift.plan.stages import names_of
+from zerodrift.policy.resolve import resolve
+
+COUNT = 4
+
+WAYS = [
+    ("gpipe", None),
+    ("1f1b", None),
+    ("interleaved", None),
+    ("interleaved-zero-bubble", "queue"),
+    ("interleaved-zero-bubble", "autograd"),
+    ("zbv", "queue"),
+    ("zbv", "autograd"),
+    ("dualpipev", "queue"),
+    ("dualpipev", "autograd"),
+]
+
+
+def model(name: str, layers: int = 4) -> nn.Module:
+    """As many layers as two ranks with two pieces each need."""
+    small = ARCHITECTURES[name].model()
+    changed = copy.deepcopy(small.config)
+    changed.num_hidden_layers = layers
+    if getattr(changed, "layer_types", None):
+        changed.layer_types = (changed.layer_types * layers)[:layers]
+    if hasattr(changed, "mlp_layer_types") and changed.mlp_layer_types:
+        changed.mlp_layer_types = (list(changed.mlp_layer_types) + ["sparse"] * layers)[:layers]
+    torch.manual_seed(0)
+    return type(small)(changed)
+
+
+def reference(name: str, ranks: int) -> dict[str, torch.Tensor]:
+    """The gradient of the mean loss over all micro-batches of all ranks, in fp64 with plain torch."""
+    exact = model(name).double()
+    exact.config._experts_implementation = "eager"  # grouped products of torch know no fp64
+    for rank in range(ranks):
+        for micro in range(COUNT):
+            ids = tokens(micro, rank)
+            (exact(input_ids=ids, labels=ids, use_cache=False).loss / (COUNT * ranks)).backward()
+    return {name: value.grad for name, value in exact.named_parameters() if value.grad is not None}
+
+
+def pipeline(name: str, mode: str, stage: int, schedule: str, weights: str | None) -> PipelineEngine:
+    torch.set_num_threads(1)
+    block: dict[str, Any] = {"stages": 2, "schedule": schedule, "micro_batches": COUNT}
+    if weights is not None:
+        block["weight_grads"] = weights
+    architecture = ARCHITECTURES[name]
+    rules = [{"match": architecture.routers, "pin": "fp32"}] if architecture.routers else []
+    written = config(stage, mode, COUNT, precision={"rules": rules}, pipeline=block)
+    return initialize_pipeline(model(name), written, device="cpu", quiet=True)
+
+
+def micro_batches(rank: int) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": tokens(micro, rank), "labels": tokens(micro, rank)} for micro in range(COUNT)]
+
+
+def gradients(
+    name: str, mode: str, stage: int, ways: list[tuple[str, str | None]]
+) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, list[int]]]]:
+    """Per way: the gradients, and how often each parameter of this rank got one in each micro-batch."""
+    found = {}
+    for schedule, weights in ways:
+        engine = pipeline(name, mode, stage, schedule, weights)
+        engine.accumulate(micro_batches(engine.mesh.rank("data")))
+        ledger = engine.stage.gradients.ledger
+        assert ledger is not None
+        arrived = ledger.arrivals()
+        counts = {
+            row.name: [each[row.name].count if row.name in each else 0 for each in arrived]
+            for row in engine.stage.part.rows
+        }
+        found[f"{schedule} {weights}"] = (
+            {row.name: engine.full_gradient(row.name) for row in engine.plan.rows},
+            counts,
+        )
+        engine.destroy()
+    return found
+
+
+def alone(name: str, mode: str) -> dict[str, torch.Tensor]:
+    """The same without a pipeline, every gradient at once."""
+    architecture = ARCHITECTURES[name]
+    rules = [{"match": architecture.routers, "pin": "fp32"}] if architecture.routers else []
+    engine = make(config(0, mode, COUNT, precision={"rules": rules}), model(name))
+    for batch in micro_batches(0):
+        engine.backward(engine(**batch).loss)
+    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    engine.destroy()
+    return found
+
+
+def errors(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Parameter -> relative error of its gradient, by norm; none is skipped."""
+    assert seen.keys() == expected.keys()
+    found = {name: (seen[name].double() - value.double()).norm() for name, value in expected.items()}
+    return {
+        name: float((error / expected[name].double().norm().clamp(min=1e-300)).nan_to_num(nan=float("inf")))
+        for name, error in found.items()
+    }
+
+
+FEW: list[tuple[str, str | None]] = [("1f1b", None), ("zbv", "queue"), ("zbv", "autograd")]
+
+
+def check(name: str, mode: str, ways: list[tuple[str, str | None]]) -> None:
+    exact = reference(name, 1)
+    (single,) = run_ranks(alone, 1, name, mode)
+    own = errors(single, exact)
+    first, second = run_ranks(gradients, 2, name, mode, 0, ways, timeout=180.0)
+    for way, (seen, counts) in first.items():
+        beside, against = errors(seen, single), errors(seen, exact)
+        # A queue does not round its products to bf16: half an ulp of bf16, 2e-3, is all that it may differ
+        # by.
+        assert max(beside.values()) < (3e-3 if mode == "bf16" else 1e-6), (way, beside)
+        # What is far from fp64 is so without a pipeline: bf16 sends tokens to other experts than fp64 does,
+        # and some sums of fp32 cancel.
+        far = {
+            key
+            for key, error in against.items()
+            if error > max(1e-6, 1.02 * own[key] + 1e-3 * (mode == "bf16"))
+        }
+        assert far == set(), (way, far)
+        for parameter, arrived in {**counts, **second[way][1]}.items():
+            assert len(arrived) == COUNT and all(count >= 1 for count in arrived), (way, parameter, arrived)
+
+
+QUICK = [("llama", "fp32"), ("gpt-oss", "bf16")]
+"""(architecture, mode): embeddings tied across the pipeline; expert biases beside deferred expert weights."""
+
+
+@pytest.mark.parametrize(("name", "mode"), QUICK)
+def test_gradients_are_those_of_one_process_and_of_fp64(name: str, mode: str) -> None:
+    check(name, mode, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_gradients_under_every_schedule(name: str, mode: str) -> None:
+    check(name, mode, [way for way in WAYS if way not in FEW or (name, mode) not in QUICK])
+
+
+def over_data(name: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for stage, schedule, weights in ((3, "zbv", "queue"), (2, "interleaved-zero-bubble", "autograd")):
+        engine = pipeline(name, "fp32", stage, schedule, weights)
+        engine.accumulate(micro_batches(engine.mesh.rank("data")))
+        found[f"{stage} {schedule}"] = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_pipelines_average_over_their_data(name: str) -> None:
+    """pp 2 x dp 2, every micro-batch reduced."""
+    exact = reference(name, 2)
+    plain = fp32_error(name)
+    for seen in run_ranks(over_data, 4, name, timeout=180.0):
+        for way, found in seen.items():
+            for parameter, error in errors(found, exact).items():
+                assert error < max(1e-6, 2 * plain[parameter]), (way, parameter, error)
+
+
+def fp32_error(name: str) -> dict[str, float]:
+    """What plain fp32 loses on the same data, in one process: sums that cancel lose more than others."""
+    plain = model(name)
+    for rank in range(2):
+        for micro in range(COUNT):
+            ids = tokens(micro, rank)
+            (plain(input_ids=ids, labels=ids, use_cache=False).loss / (COUNT * 2)).backward()
+    return errors({key: value.grad for key, value in plain.named_parameters()}, reference(name, 2))
+
+
+CUT = ["mistral", "mixtral", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("kind", CUT)
+def test_other_causal_models_compute_the_same_in_pieces(kind: str) -> None:
+    """The pieces of the types that are accepted, one after the other, are the model, bit for bit."""
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, "num_hidden_layers": 4}))
+    plan = build(
+        resolve(load({"pipeline": {"stages": 4}, "optimizer": {"type": "AdamW"}}), MeshShape(pipeline=4)),
+        describe(made),
+        MeshShape(pipeline=4),
+    )
+    cut = Causal.of(made)
+    pieces = [prune(made, names_of(plan, piece), cut) for piece in range(4)]
+    ids = tokens(0)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    hidden = cut.first(pieces[0], batch)
+    for piece in pieces[1:-1]:
+        hidden = cut.middle(piece, hidden, batch)
+    assert torch.equal(cut.last(pieces[-1], hidden, batch), made(**batch, use_cache=False).loss)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"`model`: must be a causal language model .* got Linear\."):
+        Causal.of(nn.Linear(2, 2))
+    routed = model("qwen3-moe", 2)
+    assert Causal.of(routed) == Causal()
+    routed.config.output_router_logits = True
+    with pytest.raises(UnsupportedError, match=r"`output_router_logits`"):
+        Causal.of(routed)
+
+
+def filled(name: str, folder: str) -> dict[str, torch.Tensor]:
+    """Masters of a model built without memory: from files, or by its own code where there are none."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    with empty():
+        made = model(name)
+    block = {"stages": 2, "schedule": "1f1b", "micro_batches": COUNT}
+    engine = initialize_pipeline(
+        made, config(3, "bf16", COUNT, pipeline=block), weights=folder or None, device="cpu", quiet=True
+    )
+    here = {name for row in engine.stage.part.rows for name in row.names}
+    elsewhere = [row.name for row in engine.plan.rows if not here & set(row.names)]
+    found = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    result = engine.step(micro_batches(engine.mesh.rank("data")))
+    engine.destroy()
+    assert all(dict(made.named_parameters())[key].is_meta for key in elsewhere)
+    assert result.step.updated
+    return found
+
+
+def filled_alone(name: str, folder: str) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    with empty():
+        made = model(name)
+    engine = make(config(3, "bf16", COUNT), made, weights=folder or None)
+    found = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_stages_fill_their_own_pieces_from_files_or_by_their_own_code(name: str, tmp_path: Path) -> None:
+    model(name).save_pretrained(tmp_path)
+    for folder in (str(tmp_path), ""):
+        (expected,) = run_ranks(filled_alone, 1, name, folder)
+        for seen in run_ranks(filled, 4, name, folder):
+            assert seen.keys() == expected.keys()
+            assert [key for key, value in expected.items() if not torch.equal(value, seen[key])] == []
+
+
+def over_experts(name: str) -> list[tuple[dict[str, torch.Tensor], float | None]]:
+    found = []
+    for stage, schedule, weights in (
+        (3, "zbv", "queue"),
+        (0, "1f1b", None),
+        (2, "interleaved-zero-bubble", "autograd"),
+    ):
+        block: dict[str, Any] = {"stages": 2, "schedule": schedule, "micro_batches": COUNT}
+        if weights is not None:
+            block["weight_grads"] = weights
+        written = config(stage, "fp32", COUNT, pipeline=block, experts={"ranks": 2})
+        engine = initialize_pipeline(model(name), written, device="cpu", quiet=True)
+        engine.accumulate(micro_batches(engine.mesh.rank("data")))
+        gradients = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+        found.append((gradients, engine.update().grad_norm))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe", "deepseek-v3"])
+def test_a_pipeline_with_experts_on_several_ranks(name: str) -> None:
+    """pp 2 x ep 2: the two data ranks of a stage hold different experts."""
+    exact, plain = reference(name, 2), fp32_error(name)
+    seen = run_ranks(over_experts, 4, name, timeout=240.0)
+    for found in seen:
+        for number, (gradients, norm) in enumerate(found):
+            assert norm == seen[0][number][1]
+            for parameter, error in errors(gradients, exact).items():
+                assert error < max(1e-6, 2 * plain[parameter]), (number, parameter, error)

@@ -1,0 +1,77 @@
+"""Compiles the Triton programs for a GPU that need not be there, and prints which instructions come out.
+
+Run by `test_triton.py` in a process of its own: Triton decides when it is imported whether it compiles.
+
+    python -m tests.numerics.compile_programs 90
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from zerodrift.kernels import device, programs
+
+MOMENTS = ("*fp32", "*i16", "*i16", "*u8")
+MASTERS = ("*fp32", "*i16", None)
+CASES = [(algorithm, master, state) for algorithm in range(3) for master in range(3) for state in range(4)]
+
+
+def types_of(algorithm: int, master: int, state: int) -> dict[str, str | None]:
+    """Of the arguments that are tensors, as `optim/device.py` hands them over; bf16 storage, fp32 grad."""
+    two, coded = algorithm == 0, state == 3
+    return {
+        "grad": "*fp32",
+        "storage": "*i16",
+        "master": MASTERS[master],
+        "moment1": MOMENTS[state],
+        "moment2": MOMENTS[state] if two else None,
+        "scale1": "*fp32" if coded else None,
+        "scale2": "*fp32" if coded and two else None,
+        "codes": "*fp32" if coded else None,
+        "groups": "*i32",
+        "keys": "*i64" if state > 1 else None,
+        "table": "*fp32",
+        "wanted": None,
+    }
+
+
+def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
+    """The assembly of one pass."""
+    types = types_of(algorithm, master, state)
+    numbers = {"numel": "i64", "stochastic": "i64"}
+    fixed = {
+        "master_kind": master,
+        "rounding": 0,
+        "state": state,
+        "algorithm": algorithm,
+        "tile": device.TILE,
+    }
+    fixed |= {"fma_add": True, "fma_addcmul": True, "fma_lerp": True}
+    fixed |= {name: None for name, kind in types.items() if kind is None}
+    names = programs.update.arg_names
+    signature = {name: "constexpr" if name in fixed else types.get(name) or numbers[name] for name in names}
+    # What a launch finds out by itself: addresses and a count that are multiples of 16.
+    aligned = [name for name in names if signature[name][0] == "*" or name == "numel"]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(programs.update, signature, fixed, attributes)
+    return triton.compile(source, target=target, options=device.strict_options(target)).asm["ptx"]
+
+
+def main() -> None:
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    found = {}
+    for case in CASES:
+        words = re.findall(r"^\s+(?:@%p\d+ )?([a-z][\w.:]*)", compiled(target, *case), re.MULTILINE)
+        found[" ".join(str(number) for number in case)] = Counter(words)
+    print(json.dumps({"options": device.strict_options(target), "passes": found}))
+
+
+if __name__ == "__main__":
+    main()

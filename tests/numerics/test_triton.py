@@ -1,0 +1,116 @@
+"""The Triton programs without a GPU: run in Triton's interpreter, and compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.numerics.test_fused import NUMEL, assert_equal, gradient_of, make, step_of
+from zerodrift.dtypes import DType
+from zerodrift.kernels import device, native
+from zerodrift.optim import fused
+from zerodrift.optim.schemes import Scheme
+from zerodrift.optim.updates import Algorithm
+from zerodrift.policy.nouns import Master, State
+
+ROOT = Path(__file__).parents[2]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed on this machine"
+)
+
+
+def python(*arguments: str, **variables: str) -> str:
+    """What a Python of its own prints: Triton decides on its import whether it interprets."""
+    known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**known, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_triton
+def test_programs_equal_the_cpu_kernels_in_the_interpreter() -> None:
+    said = python(
+        "-m", "pytest", "-q", "tests/gpu/test_programs.py", "-p", "no:cacheprovider", TRITON_INTERPRET="1"
+    )
+    counts = re.search(r"(\d+) passed", said)
+    assert counts is not None and int(counts[1]) > 25 and "skipped" not in said, said
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_nothing_is_contracted_or_flushed_in_what_is_compiled(capability: int) -> None:
+    """Instructions per thread of eight elements: as many fused products as are written, and whole roots."""
+    told = json.loads(python("-m", "tests.numerics.compile_programs", str(capability)))
+    assert told["options"]["enable_fp_fusion"] is False
+    for case, words in told["passes"].items():
+        algorithm, _, state = (int(number) for number in case.split())
+        floats = {word: count for word, count in words.items() if word.endswith(".f32")}
+        assert not any(".ftz" in word or "approx" in word for word in floats), (case, floats)
+        fused_products = 3 if algorithm == 0 else 4
+        assert words["fma.rn.f32"] == 8 * fused_products, (case, floats)
+        if algorithm == 0:
+            assert words["sqrt.rn.f32"] == 8 and words["div.rn.f32"] >= 16, (case, floats)
+        if state == 0:
+            assert any(word.startswith("ld.global.v4") for word in words), (case, words)
+
+
+def test_without_triton_the_reference_runs_after_one_notice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Played on a CPU: no compiled kernels, and a device whose first program cannot run."""
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(device, "works", device._works)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    device._works.cache_clear()
+    scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
+    one, other = make(scheme), make(scheme)
+    gradient, step = gradient_of(NUMEL, 1), step_of(Algorithm.ADAMW, 1)
+    with caplog.at_level(logging.WARNING, "zerodrift"):
+        fused.update(scheme, one, gradient, step)
+        fused.update(scheme, one, gradient, step)
+    device._works.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "zerodrift: Triton is not installed; updates on cpu run in plain PyTorch, several times slower"
+    ]
+    monkeypatch.undo()
+    for _ in range(2):
+        fused.update(scheme, other, gradient, step)
+    assert_equal(one, other)
+
+
+def test_a_first_program_that_fails_is_told_and_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no compiler\nand more")
+
+    device._works.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(device, "squares", broken)
+    with caplog.at_level(logging.WARNING, "zerodrift"):
+        assert not device._works(torch.device("cpu"))
+        assert not device._works(torch.device("cpu"))
+    device._works.cache_clear()
+    assert len(caplog.records) == 1
+    assert "failed (RuntimeError: no compiler); updates on cpu" in caplog.records[0].message
+
+
+def test_a_cpu_is_never_asked() -> None:
+    assert not device.works(torch.device("cpu"))

@@ -1,0 +1,119 @@
+"""Declared against observed on backend fsdp2: what `fully_shard` does is what the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from tests.ranks.test_observe import Widened, step, watched
+from zerodrift.audit import compare
+from zerodrift.audit.observe import observe
+from zerodrift.audit.observed import together
+from zerodrift.backends.carry import ReduceScatter
+from zerodrift.dtypes import DType
+from zerodrift.errors import PrecisionError
+from zerodrift.policy.nouns import Reduce
+
+ON_FSDP2 = [
+    (0, "bf16", {}, "gather=- compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=float32",
+     {"gather"}),
+    (1, "bf16", {"precision": {"accumulate": "bf16", "allow_narrow": True, "reduce": "bf16"}},
+     "gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=bfloat16 reduce=bfloat16>float32",
+     set()),
+    (2, "fp16", {}, "gather=float16 compute=float16 logits=- grad=float16 accumulate=float32 reduce=float32",
+     set()),
+    (3, "bf16", {"precision": {"reduce": "bf16"}},
+     "gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=bfloat16>float32",
+     set()),
+    (3, "fp32", {}, "gather=float32 compute=float32 logits=- grad=float32 accumulate=float32 reduce=float32",
+     set()),
+    (3, "autocast-bf16", {}, "gather=bfloat16,float32 compute=bfloat16,float32 logits=- "
+     "grad=bfloat16,float32 accumulate=float32 reduce=bfloat16>float32,float32", set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "rest", "line", "unseen"), ON_FSDP2, ids=lambda v: v if isinstance(v, str) else None
+)
+def test_fsdp2_is_seen_in_every_column(
+    stage: int, mode: str, rest: dict[str, Any], line: str, unseen: set[str]
+) -> None:
+    rest = {**rest, "backend": "fsdp2"}
+    for told, found, missing in run_ranks(watched, 2, stage, mode, rest):
+        assert found == []
+        assert told == f"precision: backend=fsdp2 storage=float32 {line} master=same state=float32"
+        assert missing == unseen
+
+
+def test_copies_of_a_sharded_model_are_seen_on_both_axes() -> None:
+    rest = {"backend": "fsdp2", "sharding": {"replicate": 2}, "precision": {"reduce": "bf16"}}
+    for told, found, missing in run_ranks(watched, 4, 3, "bf16", rest):
+        assert found == [] and missing == set()
+        assert "reduce=bfloat16>float32" in told
+
+
+def pinned_on_fsdp2() -> list[list[str]]:
+    rules = [{"match": "layers.*.mlp.router.weight", "pin": "fp32"}]
+    model = GPT(moe=True)
+    model.layers[1].requires_grad_(False)
+    engine = make(config(3, "bf16", 2, backend="fsdp2", precision={"rules": rules}), model)
+    seen = step(engine)
+    compare.require_declared(engine.plan, seen)
+    frozen = "layers.1.mlp.experts.0.up.weight"
+    assert seen.seen(frozen, "gather") and not seen.seen(frozen, "grad") | seen.seen(frozen, "state")
+    return [sorted(seen.seen("layers.0.mlp.router.weight", column)) for column in compare.COLUMNS]
+
+
+def test_a_pin_is_seen_in_every_column_of_fsdp2() -> None:
+    for found in run_ranks(pinned_on_fsdp2, 2):
+        assert found == [["float32"]] * 6 + [["same"], ["float32"]]
+
+
+# --- planted: each is found, by name --------------------------------------------------------------------
+
+
+def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
+    engine: Any = make(config(3, "bf16", backend="fsdp2"), GPT(tied=False))
+    weight = "layers.0.mlp.up.weight"
+    module = engine.module.get_submodule("layers.0.mlp.up")
+    group = next(unit for unit in engine.units if engine.members[weight] in unit.members)
+    if what == "compute":
+        module.forward = lambda x: torch.nn.functional.linear(
+            x.float(), module.weight.float(), module.bias.float()
+        ).to(x.dtype)
+    elif what == "grad":
+        module.forward = lambda x: torch.nn.functional.linear(x, Widened.apply(module.weight), module.bias)
+    elif what == "accumulate":
+        for member in group.trained:
+            member.full.grad_dtype = torch.bfloat16
+    elif what == "reduce":
+        narrow = Reduce(DType.BF16, DType.BF16, "every")
+        group.modules[0].set_custom_reduce_scatter(ReduceScatter(group.sends, narrow, 1.0))
+    with observe(engine) as seen:
+        engine.backward(engine(batch(0, engine.mesh.rank("data"))))
+        engine.step()
+        if what == "state":
+            moments = engine.optimizer.state[engine.members[weight].sharded]
+            moments["exp_avg"] = moments["exp_avg"].bfloat16()
+    together(engine.comm.all_gather_object(seen))
+    try:
+        compare.require_declared(engine.plan, seen)
+        told = ""
+    except PrecisionError as error:
+        told = str(error)
+    found = compare.findings(engine.plan, seen)
+    return [(each.name, each.column, each.seen) for each in found], told
+
+
+@pytest.mark.parametrize("what", ["compute", "grad", "accumulate", "reduce", "state"])
+def test_what_is_not_as_declared_is_found_on_fsdp2(what: str) -> None:
+    for found, told in run_ranks(planted_on_fsdp2, 2, what):
+        assert ("layers.0.mlp.up.weight", what) in [(name, column) for name, column, _ in found]
+        assert {column for _, column, _ in found} == {what}, found
+        assert {name.rpartition(".mlp.")[0] for name, _, _ in found if ".mlp." in name} == {"layers.0"}
+        assert f"`{what}` must be " in told and "cells differ" in told

@@ -1,0 +1,252 @@
+"""Tensor parallelism of a user's own on backend fsdp2: the same losses, norms and weights as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests.numerics.networks import GPT, WIDTH, batch
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.audit import compare
+from zerodrift.audit.observe import observe
+from zerodrift.audit.observed import together
+from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
+
+SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
+
+
+class Part(nn.Module):
+    """A norm whose weight is whole on every rank while its gradient is not, and two divided matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.mesh: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mesh is not None:
+            x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def network() -> GPT:
+    model = GPT(layers=2, tied=False)
+    torch.manual_seed(1)
+    model.layers[1].mlp = Part()
+    return model
+
+
+def divided(model: GPT, ranks: int) -> GPT:
+    """Both feed-forwards over two neighbours; everything else is plain."""
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model.layers[0].mlp, mesh, styles)
+    parallelize_module(model.layers[1].mlp, mesh, {"norm": SequenceParallel(), **styles})
+    model.layers[1].mlp.mesh = mesh
+    return model
+
+
+def run(
+    tensor: bool, stage: int, mode: str, micro: int, rest: dict[str, Any]
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses of this rank's data, norms, masters."""
+    model = network()
+    if tensor:
+        model = divided(model, torch.distributed.get_world_size())
+    engine = make({**config(stage, mode, micro), "backend": "fsdp2", **rest}, model)
+    losses, norms = [], []
+    for step in range(3):
+        for number in range(micro):
+            loss = engine(batch(step, engine.mesh.rank("data"), number))
+            engine.backward(loss)
+            losses.append(loss.item())
+            result = engine.step()
+        norms.append(result.grad_norm)
+    return losses, norms, {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+
+
+CASES = [
+    (2, 3, "fp32", 1, {"optimizer": SGD}),
+    (4, 0, "fp32", 2, {"optimizer": SGD}),
+    (4, 1, "fp32", 2, {"optimizer": SGD}),
+    (4, 2, "fp32", 2, {"optimizer": SGD, "gradient_clipping": 0.1}),
+    (4, 3, "fp32", 1, {"optimizer": SGD, "gradient_clipping": 0.1}),
+    (4, 3, "fp32", 1, {}),
+    (4, 3, "bf16", 2, {"optimizer": SGD}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "mode", "micro", "rest"), CASES, ids=str)
+def test_it_trains_as_the_plain_model_does(
+    ranks: int, stage: int, mode: str, micro: int, rest: dict[str, Any]
+) -> None:
+    plain = run_ranks(run, ranks // 2, False, stage, mode, micro, rest)
+    found = run_ranks(run, ranks, True, stage, mode, micro, rest)
+    # A matrix product of halves is rounded in another order: a few ulps of fp32 per product, of bf16 in bf16.
+    near = 2e-5 if mode == "fp32" else 2e-2
+    for rank, (losses, norms, masters) in enumerate(found):
+        wanted_losses, wanted_norms, wanted = plain[rank // 2]
+        assert losses == pytest.approx(wanted_losses, rel=near)
+        assert norms == pytest.approx(wanted_norms, rel=near)
+        assert masters.keys() == wanted.keys()
+        for name, master in masters.items():
+            assert master.shape == wanted[name].shape
+            if rest.get("optimizer") is SGD:  # Adam's first steps are the sign of what may be rounding
+                torch.testing.assert_close(master, wanted[name], rtol=near, atol=near * 0.5, msg=name)
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert one[0] == other[0] and one[1] == other[1]
+        assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+
+
+# --- values, the precision line, an exception -----------------------------------------------------------
+
+
+def values() -> None:
+    plain = dict(network().named_parameters())
+    ranks = torch.distributed.get_world_size()
+    engine: Any = make(config(3, "bf16", 2, backend="fsdp2"), divided(network(), ranks))
+    name, row = "layers.0.mlp.up.weight", "layers.0.mlp.down.weight"
+    assert isinstance(engine.members[name].sharded, DTensor)
+    assert [type(p) for p in engine.members[row].sharded.placements] == [Shard, Shard]
+    for each, given in plain.items():
+        assert torch.equal(engine.full_master(each), given.detach()), each
+    with engine.gathered(write=True) as shown:
+        assert shown[row].shape == plain[row].shape
+        engine.module.layers[0].mlp.up.weight.data.fill_(1.0 + engine.mesh.rank())  # rank 0's is everybody's
+        shown[row][3, 40] = 7.0
+    assert torch.equal(engine.full_master(name), torch.ones(2 * WIDTH, WIDTH))
+    assert engine.full_master(row)[3, 40] == 7.0
+    changed = torch.linspace(-1, 1, plain[row].numel()).view(plain[row].shape)
+    engine.set_full_master(row, changed)
+    assert torch.equal(engine.full_master(row), changed)
+
+    engine.backward(engine(batch(0, engine.mesh.rank("data"))))
+    gradient = engine.full_gradient(row)
+    assert gradient.shape == plain[row].shape and gradient.abs().sum() > 0
+    engine.set_full_gradient(row, 2 * gradient)
+    assert torch.equal(engine.full_gradient(row), 2 * gradient)
+    engine.backward(engine(batch(1, engine.mesh.rank("data"))))
+    assert engine.step().updated
+    moments = engine.full_state(row)
+    engine.set_full_state(row, "exp_avg", moments["exp_avg"] + 1)
+    assert torch.equal(engine.full_state(row)["exp_avg"], moments["exp_avg"] + 1)
+
+    with observe(engine) as seen:
+        for micro in range(2):
+            engine.backward(engine(batch(2, engine.mesh.rank("data"), micro)))
+            engine.step()
+    seen = together(engine.comm.all_gather_object(seen))
+    compare.require_declared(engine.plan, seen)
+    cells = {column: seen.seen(row, column) for column in compare.COLUMNS}
+    assert cells["compute"] == {"bfloat16"} and cells["accumulate"] == {"float32"} == cells["state"]
+    assert [column for column, found in cells.items() if not found] == (
+        [] if ranks > 2 else ["gather", "reduce"]
+    )
+
+    with pytest.raises(UnsupportedError, match="`checkpoint`: can be written"):
+        engine.pieces()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_values_and_what_is_observed(ranks: int) -> None:
+    run_ranks(values, ranks)
+
+
+def poisoned() -> None:
+    """A gradient that is not finite on one rank of the axis only skips the step on both."""
+    engine: Any = make(config(3, "fp32", 1, backend="fsdp2"), divided(network(), 2))
+    before = engine.full_master("layers.0.mlp.up.weight")
+    engine.backward(engine(batch(0)))
+    if engine.mesh.rank("tensor") == 1:
+        engine.members["layers.0.mlp.up.weight"].gradient()[5] = float("inf")
+    result = engine.step()
+    assert result.skipped and result.bad == ("layers.0.mlp.up.weight",)
+    assert torch.equal(engine.full_master("layers.0.mlp.up.weight"), before)
+
+
+def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
+    run_ranks(poisoned, 2)
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+
+def refused(what: str) -> str:
+    ranks = torch.distributed.get_world_size()
+    written = config(3, "fp32", backend="fsdp2")
+    try:
+        if what == "layout":
+            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("tp", "dp"))["tp"]
+            model = network()
+            parallelize_module(
+                model.layers[0].mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        elif what == "alone":
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+            model = network()
+            parallelize_module(
+                model.layers[0].mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        elif what == "uneven":
+            model = network()
+            mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+            parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+        else:
+            model = divided(network(), ranks)
+        if what in ("native", "alone"):
+            written["backend"] = "native"
+        make(written, model)
+    except (ConfigError, MeshError, ModelError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("native", "`backend`: must be fsdp2 for a model whose parameters are DTensors"),
+        ("layout", "must be a DTensor over ranks [0, 1] here; got one over [0, 2]"),
+        ("uneven", "`head.weight`: must be divided evenly over 2 ranks; got 61 along dimension 0"),
+        ("nothing", ""),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(what: str, told: str) -> None:
+    found = run_ranks(refused, 4, what)
+    assert told in found[0] and bool(told) == bool(found[0]), found[0]
+    assert all(bool(each) == bool(told) for each in found)
+
+
+def test_dtensors_of_one_rank_are_refused_on_the_native_backend_too() -> None:
+    (found,) = run_ranks(refused, 1, "alone")
+    assert "`layers.0.mlp.up.weight`: must be a plain tensor on the native backend; got a DTensor" in found
+
+
+def unread(folder: str) -> str:
+    model = divided(network(), 2)
+    try:
+        make(config(3, "fp32", backend="fsdp2"), model, weights=folder)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_files_are_read_before_a_model_is_divided(tmp_path: Path) -> None:
+    plain = {name: value.detach().clone() for name, value in network().named_parameters()}
+    save_file(plain, tmp_path / "model.safetensors")
+    for found in run_ranks(unread, 2, str(tmp_path)):
+        assert "`weights`: can be read where parameters are plain tensors; got DTensors" in found

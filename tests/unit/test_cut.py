@@ -1,0 +1,76 @@
+"""A model's tree cut into pieces: the same modules under the same names, and refusals where others are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.test_pipelines import PARTS
+from zerodrift.config.load import load
+from zerodrift.errors import ModelError
+from zerodrift.mesh import MeshShape
+from zerodrift.model.sources import describe
+from zerodrift.pipeline.cut import Elsewhere, Parts, Pass, check_names, prune
+from zerodrift.plan.build import build
+from zerodrift.plan.stages import names_of
+from zerodrift.policy.resolve import resolve
+
+MESH = MeshShape(pipeline=3)
+
+
+def names(model: nn.Module) -> list[frozenset[str]]:
+    policy = resolve(load({"pipeline": {"stages": 3, "schedule": "gpipe"}}), MESH)
+    plan = build(policy, describe(model), MESH)
+    return [names_of(plan, piece) for piece in range(3)]
+
+
+def test_pieces_one_after_the_other_are_the_model() -> None:
+    model = GPT(6, tied=False)
+    cut = [prune(model, each, PARTS) for each in names(model)]
+    for piece, each in zip(cut, names(model), strict=True):
+        check_names(piece, each)
+    tokens = batch(0)
+    hidden = PARTS.middle(cut[1], PARTS.first(cut[0], tokens), tokens)
+    assert torch.equal(PARTS.last(cut[2], hidden, tokens), model(tokens))
+
+
+def test_a_piece_has_the_models_own_modules_and_changes_nothing_of_it() -> None:
+    model = GPT(6)
+    before = {name: id(module) for name, module in model.named_modules()}
+    first, middle, last = (prune(model, each, PARTS) for each in names(model))
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    assert middle.get_submodule("layers.2") is model.layers[2]
+    assert isinstance(middle.get_submodule("layers.0"), Pass)
+    assert isinstance(first.get_submodule("norm"), Elsewhere)
+    assert last.get_submodule("head").weight is first.get_submodule("embed").weight  # tied, by both names
+    called: list[str] = []
+    first.register_forward_pre_hook(lambda module, args: called.append("first"))
+    assert not model._forward_pre_hooks and not last._forward_pre_hooks
+
+
+def test_layers_without_parameters_go_with_the_layer_before_them() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) if n % 2 == 0 else nn.ReLU() for n in range(6)))
+    cut: Any = Parts("", before=lambda model, x: x, after=lambda model, hidden, x: hidden.sum())
+    pieces = [prune(model, each, cut) for each in names(model)]
+    kept = [
+        [name for name, child in piece.named_children() if not isinstance(child, Pass)] for piece in pieces
+    ]
+    assert kept == [["0", "1"], ["2", "3"], ["4", "5"]]
+
+
+def test_what_another_piece_has_refuses_to_run() -> None:
+    model = GPT(6, tied=False)
+    first = prune(model, names(model)[0], PARTS)
+    with pytest.raises(ModelError, match=r"`norm`: must not be used here, it is in another piece"):
+        PARTS.last(first, PARTS.first(first, batch(0)), batch(0))
+
+
+def test_a_wrong_path_of_layers_is_named() -> None:
+    wrong = Parts("blocks", before=PARTS.before, after=PARTS.after)
+    model = GPT(6)
+    with pytest.raises(ModelError, match=r"`layers`: must be the path .*; got 'blocks', which GPT has not\."):
+        prune(model, names(model)[0], wrong)

@@ -1,0 +1,228 @@
+"""Where a model is cut along a pipeline, one rank's part of a plan, and the time that a schedule takes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from tests.unit.models import parameter
+from tests.unit.test_plan import at, moe, plan
+from zerodrift.config.load import load
+from zerodrift.errors import ConfigError, ModelError
+from zerodrift.mesh import MeshShape
+from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.pipeline.schedules import timeline
+from zerodrift.plan.build import build
+from zerodrift.plan.check import broken
+from zerodrift.plan.cost import cost, stage_cost
+from zerodrift.plan.stages import even_by_cost, names_of, part, pieces_of, rank_of
+from zerodrift.plan.table import Plan
+from zerodrift.plan.timeline import Action, Timeline
+from zerodrift.policy.nouns import Pipelining
+from zerodrift.policy.resolve import resolve
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
+
+
+def tied(layers: int = 4, names: tuple[str, ...] = ("embed.weight", "head.weight")) -> ModelSpec:
+    """Blocks between an embedding and a head that are one parameter."""
+    blocks = [
+        parameter(f"layers.{number}.{name}.weight", shape)
+        for number in range(layers)
+        for name, shape in (("mlp.up", (8, 8)), ("norm", (8,)))
+    ]
+    first = parameter(names[0], (32, 8))
+    owners = tuple(first.owners[0] for _ in names)
+    shared = ParameterSpec(names, first.shape, first.dtype, owners)
+    return ModelSpec("tied", (shared, *blocks, parameter("norm.weight", (8,))))
+
+
+def cut(schedule: str, model: ModelSpec | None = None, stages: int = 2, **block: Any) -> Plan:
+    written = at(2, pipeline={"stages": stages, "schedule": schedule, "micro_batches": 2 * stages, **block})
+    return plan(written, tied(4 * stages) if model is None else model, world=2 * stages)
+
+
+# --- pieces ------------------------------------------------------------------------------------------------
+
+
+def test_pieces_go_round_the_ranks_or_forth_and_back() -> None:
+    mesh = MeshShape(pipeline=3)
+    round_ = Pipelining("interleaved", 2, "layers", "queue")
+    back = Pipelining("zbv", 2, "layers", "queue")
+    assert [rank_of(round_, mesh, piece) for piece in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [rank_of(back, mesh, piece) for piece in range(6)] == [0, 1, 2, 2, 1, 0]
+
+
+def test_blocks_are_dealt_evenly_by_count_or_by_cost() -> None:
+    by_layers = cut("1f1b", tied(8))
+    assert [unit.stage for unit in by_layers.units if unit.name] == [0] * 4 + [1] * 4
+    # The head, tied to an embedding of 32 x 8, costs as much as four blocks.
+    by_cost = cut("1f1b", tied(8), split="cost")
+    assert [unit.stage for unit in by_cost.units if unit.name] == [0] * 6 + [1] * 2
+
+
+@pytest.mark.parametrize(
+    ("costs", "count", "after"),
+    [([1] * 7, 3, 0), ([5, 1, 1, 1, 1, 9], 3, 0), ([3, 1, 4, 1, 5], 2, 6), ([2], 1, 9)],
+)
+def test_no_way_to_deal_by_cost_has_a_cheaper_dearest_piece(costs: list[int], count: int, after: int) -> None:
+    def dearest(sizes: list[int]) -> int:
+        ends = list(itertools.accumulate(sizes))
+        sums = [sum(costs[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        return max([*sums[:-1], sums[-1] + after])
+
+    found = even_by_cost(costs, count, after)
+    ways = [
+        [b - a for a, b in itertools.pairwise((0, *inner, len(costs)))]
+        for inner in itertools.combinations(range(1, len(costs)), count - 1)
+    ]
+    assert found in ways and dearest(found) == min(map(dearest, ways))
+
+
+# --- parts
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_parts_are_sound_and_together_the_plan(schedule: str) -> None:
+    whole = cut(schedule)
+    assert broken(whole) == []
+    back = Plan.from_json(json.loads(json.dumps(whole.to_json())))
+    assert back == whole and back.digest == whole.digest
+    parts = [part(whole, rank) for rank in range(2)]
+    leads = [row.name for each in parts for row in each.rows if each.segments[row.segment].lead]
+    assert sorted(leads) == sorted(row.name for row in whole.rows)
+    for rank, each in enumerate(parts):
+        assert broken(each) == []
+        known = {name for row in each.rows for name in row.names}
+        assert known == set().union(*(names_of(whole, piece) for piece in pieces_of(whole, rank)))
+        assert each.units[0].name == "" and sum(not unit.name for unit in each.units) == 1
+        for row in each.rows:
+            before = whole.row(row.name)
+            assert before is not None and (before.shape, before.offset) == (row.shape, row.offset)
+
+
+def test_a_tied_embedding_is_on_both_ends_alike_and_leads_on_one() -> None:
+    parts = [part(cut("1f1b"), rank) for rank in range(2)]
+    held = [next(s for s in each.segments if s.copies) for each in parts]
+    assert [segment.lead for segment in held] == [True, False]
+    assert [parts[n].rows[held[n].rows[0]].names for n in range(2)] == [("embed.weight",), ("head.weight",)]
+    assert (held[0].padded, held[0].columns) == (held[1].padded, held[1].columns)
+    # In a V the two are one parameter on one rank.
+    (both,) = (s for s in part(cut("zbv"), 0).segments if s.copies)
+    assert both.lead and not any(s.copies for s in part(cut("zbv"), 1).segments)
+
+
+def test_a_parameter_that_is_tied_elsewhere_is_refused_by_name() -> None:
+    model = tied(8, ("layers.0.mlp.up.weight_", "layers.3.mlp.up.weight_"))
+    assert cut("gpipe", model, stages=2)
+    with pytest.raises(
+        ModelError, match=r"`layers\.0\.mlp\.up\.weight_`: must be tied between the first and"
+    ):
+        cut("gpipe", model, stages=4)
+
+
+def test_without_a_pipeline_the_part_is_the_plan() -> None:
+    made = plan(at(3), moe(layers=2))
+    assert part(made, 0) is made
+
+
+def test_the_bill_is_that_of_the_dearest_stage() -> None:
+    made = cut("1f1b", tied(8), split="layers")
+    bills = [stage_cost(made, rank, 4) for rank in range(2)]
+    assert cost(made) == max(bills, key=lambda bill: bill.peak.total)
+    assert sum(bill.parameters for bill in bills) == sum(row.numel for row in made.rows) + 32 * 8  # its copy
+    assert {line.axis for line in bills[0].traffic} == {"shard", "ends", "pipeline"}
+
+
+# --- time
+# ------------------------------------------------------------------------------------------------------
+
+
+def test_known_bubbles() -> None:
+    """(p - 1) / (m + p - 1) where a backward takes twice a forward; less where weights fill the gaps."""
+    for stages, count in ((2, 4), (4, 8)):
+        found = {
+            schedule: timeline(cut(schedule, tied(8 * stages), stages, micro_batches=count))
+            for schedule in SCHEDULES
+        }
+        bubbles = {schedule: made.bubble for schedule, made in found.items() if made is not None}
+        expected = (stages - 1) / (count + stages - 1)
+        assert bubbles["gpipe"] == pytest.approx(expected) and bubbles["1f1b"] == pytest.approx(expected)
+        assert bubbles["zbv"] < bubbles["interleaved"] < bubbles["1f1b"]
+        one = found["1f1b"]
+        assert one is not None and one.most_alive == tuple(range(stages, 0, -1))
+        for made in found.values():
+            assert made is not None
+            for rank, begun in zip(made.ranks, made.starts, strict=True):
+                assert list(begun) == sorted(begun)
+                assert len(set(rank)) == len(rank)
+
+
+def test_ranks_that_wait_for_each_other_are_an_error() -> None:
+    stuck = Timeline(((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0))))
+    with pytest.raises(AssertionError, match="every rank waits"):
+        stuck.starts  # noqa: B018
+
+
+# --- the block
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "rest", "told"),
+    [
+        ({"schedule": "1f1b", "micro_batches": 1}, {}, r"`pipeline\.micro_batches`: must be at least 2 with"),
+        (
+            {"schedule": "dualpipev", "micro_batches": 3},
+            {},
+            r"`pipeline\.micro_batches`: must be at least 4 with",
+        ),
+        (
+            {"schedule": "interleaved", "micro_batches": 5},
+            {},
+            r"must be a multiple of its rounds .* 2, .* Use 4 or 6",
+        ),
+        ({"schedule": "zbv", "chunks": 3}, {}, r"`pipeline\.chunks`: must be 2 with schedule zbv; got 3"),
+        ({"schedule": "gpipe", "chunks": 2}, {}, r"`pipeline\.chunks`: must be 1 with schedule gpipe; got 2"),
+        ({"weight_grads": "queue"}, {}, r"`pipeline\.weight_grads`: must be left out with schedule gpipe"),
+        (
+            {"schedule": "zbv", "weight_grads": "autograd"},
+            {"keep_gathered": "micro-batch"},
+            r"must be `queue` with",
+        ),
+        ({"schedule": "zbv"}, {"keep_gathered": "never"}, r"`sharding\.keep_gathered`: must be `step` or"),
+        (
+            {"micro_batches": 3},
+            {"steps": 4},
+            r"must agree with `gradient_accumulation_steps`, which says 4; got 3",
+        ),
+        ({"schedule": "gpipe", "micro_batches": 3}, {"steps": 3}, ""),
+        ({"schedule": "zbv", "weight_grads": "autograd"}, {}, ""),
+        ({"schedule": "interleaved", "chunks": 3, "micro_batches": 6}, {}, ""),
+        ({"schedule": "zbv"}, {"keep_gathered": "micro-batch"}, ""),
+    ],
+)
+def test_the_block_is_checked_before_anything_starts(
+    block: dict[str, Any], rest: dict[str, Any], told: str
+) -> None:
+    written: dict[str, Any] = {"zero_optimization": {"stage": 3}, "pipeline": {"stages": 2, **block}}
+    if "steps" in rest:
+        written["gradient_accumulation_steps"] = rest["steps"]
+    if "keep_gathered" in rest:
+        written["sharding"] = {"keep_gathered": rest["keep_gathered"]}
+    mesh = MeshShape(shard=2, pipeline=2)
+    if not told:
+        assert build(resolve(load(written), mesh), tied(8), mesh).policy.pipeline is not None
+        return
+    with pytest.raises(ConfigError, match=told):
+        resolve(load(written), mesh)
+
+
+def test_a_config_without_a_pipeline_keeps_its_digest_and_says_nothing_of_one() -> None:
+    one = plan({"pipeline": {"stages": 1, "schedule": "zbv"}}, moe(layers=2))
+    assert one.policy.pipeline is None and "pipeline" not in one.to_json()["policy"]
+    assert [segment for segment in one.to_json()["segments"] if len(segment) > 5] == []
