@@ -76,7 +76,7 @@ class Gradients:
         order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in units])]
         self._trained = [unit for unit in order if unit.trains]
         """In the order in which the plan reduces them."""
-        self._before = before
+        self.before = before
         self._running = False
         self._last = True
         self._ready: set[int] = set()
@@ -189,7 +189,7 @@ class Gradients:
 
     def _send(self, segment: FlatSegment) -> None:
         self._finish(IN_FLIGHT - 1)
-        self._sending.append(_Sending(segment, segment.start_reduce(self._before)))
+        self._sending.append(_Sending(segment, segment.start_reduce(self.before)))
 
     def _finish(self, leave: int) -> None:
         while len(self._sending) > leave:
@@ -229,7 +229,7 @@ class Gradients:
     def sum_over_replicas(self) -> None:
         for segment in self._segments():
             if segment.reduced is not None:
-                segment.sum_over_replicas(self._before)
+                segment.sum_over_replicas(self.before)
 
     def abort(self) -> None:
         """A backward or forward failed: nothing stays under way, what had been reduced before stays."""

@@ -355,10 +355,22 @@ class FlatSegment:
 
     def sum_over_replicas(self, before: float) -> None:
         """Add the slices of the other replicas, once per step."""
-        if self.update is None or self.reduced is None:
+        if self.reduced is None:
             raise AssertionError(f"segment {self.number} has nothing to sum over replicas")
+        self._add_replicas(self.reduced, before)
+
+    def over_replicas(self, gradient: torch.Tensor, before: float) -> torch.Tensor:
+        """What a reduced gradient will be once replicas are summed: a copy, where there are any."""
+        if self._comm.mesh.size("replicate") == 1:
+            return gradient
+        summed = gradient.clone()
+        self._add_replicas(summed, before)
+        return summed
+
+    def _add_replicas(self, flat: torch.Tensor, before: float) -> None:
+        if self.update is None:
+            raise AssertionError(f"segment {self.number} is frozen")
         reduce = self.update.reduce
-        flat = self.reduced
         with torch.no_grad():
             if before != 1.0 and self.ranks == 1:
                 flat.div_(before)

@@ -122,7 +122,8 @@ class Values:
         if segment.reduced is None:
             return torch.zeros(row.whole_shape, device=segment.storage.device)
         whole = segment.whole_gradient()
-        found = segment.view(whole, row).float() * self._engine.unscale
+        summed = segment.over_replicas(whole, self._engine.gradients.before)
+        found = segment.view(summed, row).float() * self._engine.unscale
         segment.give_back(whole)
         return self._all_of(row, found)
 
@@ -133,8 +134,13 @@ class Values:
             raise UnsupportedError(f"`{name}`: must have a gradient to replace; got none in this step.")
         whole = segment.whole_gradient()
         with torch.no_grad():
-            part = self._part_of(segment, row, value)
-            segment.view(whole, row).copy_(part / self._engine.unscale)
+            part = self._part_of(segment, row, value) / self._engine.unscale
+            mesh = self._engine.mesh
+            if mesh.size("replicate") > 1:
+                # The step has yet to sum over replicas, and to divide before it where no reduction did.
+                part *= self._engine.gradients.before if segment.ranks == 1 else 1.0
+                part *= mesh.rank("replicate") == 0
+            segment.view(whole, row).copy_(part)
             if segment.reduced is not whole:
                 segment.reduced.copy_(segment.slice_of(whole))
         segment.give_back(whole)
