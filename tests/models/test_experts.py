@@ -23,6 +23,10 @@ from zerodrift.engine.engine import Engine
 from zerodrift.io.checkpoint import Checkpoints
 
 MIXTURES = [name for name, architecture in ARCHITECTURES.items() if architecture.routers]
+ONE = [
+    name if not number else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(MIXTURES)
+]
+"""The first of them in every run of the tests, the others where there is time."""
 
 
 def written(name: str, experts: int, stage: int, mode: str, micro_batches: int = 1) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def gradients(name: str, mode: str, stage: int) -> Report:
     return report
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", ONE)
 def test_gradients_are_those_without_expert_parallelism(name: str) -> None:
     for report in run_ranks(gradients, 4, name, "fp32", 3, timeout=200):
         assert any(".experts." in key for key in report.errors)
@@ -144,7 +148,14 @@ def in_a_pipeline(name: str, stage: int) -> list[tuple[str, dict[str, float], fl
     return found
 
 
-@pytest.mark.parametrize(("name", "stage"), [("gpt-oss", 0), ("qwen3-moe", 3), ("deepseek-v3", 2)])
+PIPELINES = [
+    ("qwen3-moe", 3),
+    pytest.param("gpt-oss", 0, marks=pytest.mark.slow),
+    pytest.param("deepseek-v3", 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "stage"), PIPELINES)
 def test_stages_of_a_pipeline_have_experts_on_several_ranks(name: str, stage: int) -> None:
     reports = run_ranks(in_a_pipeline, 4, name, stage, timeout=200)
     for schedules in zip(*reports, strict=True):
@@ -220,7 +231,7 @@ def through_files(name: str, folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", ONE)
 def test_files_do_not_know_of_expert_parallelism(name: str, tmp_path: Path) -> None:
     assert run_ranks(through_files, 4, name, str(tmp_path), timeout=200) == [[]] * 4
     for path in (tmp_path / "export").glob("*.safetensors"):
