@@ -5,9 +5,10 @@ Invariant: nothing is decided here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 
     from zerodrift.engine.engine import Engine
     from zerodrift.io.export import Exported
+    from zerodrift.io.first import First
     from zerodrift.io.weights import LoadedWeights
     from zerodrift.pipeline.cut import Parts
     from zerodrift.pipeline.run import PipelineEngine
+    from zerodrift.plan.timeline import Timeline
 
 
 def make_plan(
@@ -129,9 +132,6 @@ def initialize(
     from zerodrift.comm.mesh import start
     from zerodrift.engine.engine import Engine
     from zerodrift.io.first import First
-    from zerodrift.plan.cost import cost
-    from zerodrift.report.rows import grouped
-    from zerodrift.report.terminal import plan_text
 
     loaded = load(config, overrides)
     if loaded.pipeline is not None and loaded.pipeline.stages > 1:
@@ -144,21 +144,14 @@ def initialize(
     try:
         first = First.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
-        shown = mesh.rank() == 0 and not quiet
-        if shown:
-            print(plan_text(plan, cost(plan), grouped(plan), color=sys.stdout.isatty()))
-        first.show(shown)
         if plan.policy.backend == "fsdp2":
             from zerodrift.backends.fsdp2 import FsdpEngine
 
             make: Callable[..., Any] = FsdpEngine
         else:
             make = Engine
-        engine = make(plan, model, mesh, optimizer, schedule, first.sources(plan))
-        done = first.finish()
-        if shown and done is not None:
-            print(done)
-        return engine
+        with _told(first, plan, shown=mesh.rank() == 0 and not quiet):
+            return make(plan, model, mesh, optimizer, schedule, first.sources(plan))
     except BaseException:
         mesh.stop()
         raise
@@ -186,9 +179,6 @@ def initialize_pipeline(
     from zerodrift.io.first import First
     from zerodrift.pipeline.make import pipeline_engine
     from zerodrift.pipeline.schedules import timeline
-    from zerodrift.plan.cost import cost
-    from zerodrift.report.rows import grouped
-    from zerodrift.report.terminal import plan_text
 
     loaded = load(config)
     if ranks_of(model) > 1:
@@ -205,15 +195,24 @@ def initialize_pipeline(
                 "`pipeline.stages`: must be above 1 for `initialize_pipeline`; got none. Write "
                 "`pipeline: {stages: 2}`, or call `zerodrift.initialize`."
             )
-        shown = mesh.rank() == 0 and not quiet
-        if shown:
-            print(plan_text(plan, cost(plan), grouped(plan), timeline(plan), color=sys.stdout.isatty()))
-        first.show(shown)
-        engine = pipeline_engine(plan, model, mesh, first.sources(plan), parts, schedule)
-        done = first.finish()
-        if shown and done is not None:
-            print(done)
-        return engine
+        with _told(first, plan, timeline(plan), shown=mesh.rank() == 0 and not quiet):
+            return pipeline_engine(plan, model, mesh, first.sources(plan), parts, schedule)
     except BaseException:
         mesh.stop()
         raise
+
+
+@contextlib.contextmanager
+def _told(first: First, plan: Plan, order: Timeline | None = None, *, shown: bool) -> Iterator[None]:
+    """Around the making of an engine: the plan before, what was read of weights after."""
+    from zerodrift.plan.cost import cost
+    from zerodrift.report.rows import grouped
+    from zerodrift.report.terminal import plan_text
+
+    if shown:
+        print(plan_text(plan, cost(plan), grouped(plan), order, color=sys.stdout.isatty()))
+    first.show(shown)
+    yield
+    done = first.finish()
+    if shown and done is not None:
+        print(done)

@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.architectures import ARCHITECTURES, SIZES, tokens
+from tests.ranks.ways import WAYS
 from zerodrift.api import empty, initialize_pipeline
 from zerodrift.config.load import load
 from zerodrift.errors import UnsupportedError
@@ -30,18 +31,6 @@ from zerodrift.plan.stages import names_of
 from zerodrift.policy.resolve import resolve
 
 COUNT = 4
-
-WAYS = [
-    ("gpipe", None),
-    ("1f1b", None),
-    ("interleaved", None),
-    ("interleaved-zero-bubble", "queue"),
-    ("interleaved-zero-bubble", "autograd"),
-    ("zbv", "queue"),
-    ("zbv", "autograd"),
-    ("dualpipev", "queue"),
-    ("dualpipev", "autograd"),
-]
 
 
 def model(name: str, layers: int = 4) -> nn.Module:

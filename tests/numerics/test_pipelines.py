@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from tests.numerics.networks import GPT, VOCABULARY, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
+from tests.ranks.ways import WAYS
 from zerodrift.api import initialize_pipeline
 from zerodrift.io.checkpoint import Checkpoints
 from zerodrift.pipeline.cut import Parts
@@ -19,19 +20,6 @@ from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.pipeline.schedules import timeline
 
 LAYERS, COUNT, STEPS = 4, 4, 2
-
-WAYS = [
-    ("gpipe", None),
-    ("1f1b", None),
-    ("interleaved", None),
-    ("interleaved-zero-bubble", "queue"),
-    ("interleaved-zero-bubble", "autograd"),
-    ("zbv", "queue"),
-    ("zbv", "autograd"),
-    ("dualpipev", "queue"),
-    ("dualpipev", "autograd"),
-]
-"""(schedule, who forms the weight gradients that it puts off)."""
 
 
 def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
