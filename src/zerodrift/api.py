@@ -71,20 +71,21 @@ def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
 
 
 def load_weights(
-    engine: Engine,
+    engine: Engine | PipelineEngine,
     path: str | os.PathLike[str],
     strict: bool | Sequence[str] = True,
     *,
     quiet: bool = False,
 ) -> LoadedWeights:
-    """Replace the weights of an engine by those of safetensors files; moments and step stay."""
+    """Replace the weights of an engine by those of safetensors files; moments and step stay. A call of all
+    ranks."""
     from zerodrift.io.reload import load_weights as replace
 
-    return replace(engine, path, strict, quiet=quiet)
+    return replace(_own(engine), path, strict, quiet=quiet)
 
 
 def export(
-    engine: Engine,
+    engine: Engine | PipelineEngine,
     folder: str | os.PathLike[str],
     *,
     dtype: str | None = None,
@@ -92,17 +93,27 @@ def export(
     overwrite: bool = False,
 ) -> Exported:
     """Write the model of an engine as a folder that `transformers` loads, in the dtypes of the `export`
-    column; every rank writes its own slices. `dtype` replaces them, but for pinned parameters."""
+    column; every rank calls it and writes its own slices, of a pipeline those of its own pieces. `dtype`
+    replaces them, but for pinned parameters."""
     from zerodrift.io.export import export as write
 
-    return write(engine, folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
+    return write(_own(engine), folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Exported:
+def save_16bit(
+    engine: Engine | PipelineEngine, folder: str | os.PathLike[str], *, overwrite: bool = False
+) -> Exported:
     """The same as one file in 16 bits; pinned parameters stay fp32."""
     from zerodrift.io.export import save_16bit as write
 
-    return write(engine, folder, overwrite=overwrite)
+    return write(_own(engine), folder, overwrite=overwrite)
+
+
+def _own(engine: Engine | PipelineEngine) -> Engine:
+    """The engine over what this rank holds."""
+    from zerodrift.pipeline.run import PipelineEngine
+
+    return engine.stage if isinstance(engine, PipelineEngine) else engine
 
 
 def initialize(

@@ -60,7 +60,7 @@ class FsdpEngine:
                 "where fully_shard would move the parameters too. Remove it."
             )
         self.plan = plan
-        self.module = model
+        self.module = self.whole = model
         self.mesh = mesh
         self.comm = Collectives(mesh)
         self.comm.agree(plan.digest, lambda: steps.texts(plan))

@@ -90,6 +90,8 @@ class Engine:
         self.part = part(plan, mesh.rank("pipeline"))
         """What this rank executes of the plan: all of it, but for a pipeline."""
         self.module = model
+        self.whole = model
+        """All of the model; of a pipeline, the tree that was cut, without values for what is elsewhere."""
         self.mesh = mesh
         self.comm = Collectives(mesh)
         self.comm.agree(plan.digest, lambda: steps.texts(plan))

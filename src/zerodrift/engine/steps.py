@@ -48,14 +48,6 @@ def is_driven(what: str) -> UnsupportedError:
     )
 
 
-def require_whole_model(held: object | None, what: str, todo: str) -> None:
-    """For what needs all of a model on every group of data ranks; `held` is that of an engine."""
-    if held is not None:
-        raise UnsupportedError(
-            f"`{what}`: must be called where ranks hold a whole model; got one stage of a pipeline. {todo}"
-        )
-
-
 def unscaled(plan: Plan) -> UnsupportedError:
     """A backward that the loss scale was left out of."""
     return UnsupportedError(

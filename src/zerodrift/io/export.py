@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ import torch
 from torch import nn
 
 from zerodrift.dtypes import TRAINING_DTYPES, DType, parse, widest
-from zerodrift.engine import steps
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, ConfigError
 from zerodrift.io.checkpoint import everywhere
@@ -33,6 +33,7 @@ from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pa
 from zerodrift.io.progress import Bar
 from zerodrift.io.sink import Sink
 from zerodrift.io.staging import Staging, said
+from zerodrift.plan.stages import named
 from zerodrift.plan.table import Plan, Row
 
 if TYPE_CHECKING:
@@ -71,12 +72,11 @@ def export(
 
     `dtype` replaces the `export` column of every floating parameter that is not pinned.
     """
-    todo = "Save a checkpoint, and `zerodrift convert` it."
-    steps.require_whole_model(engine.held, "export", todo)
     begin = time.monotonic()
     comm, rank = engine.comm, engine.mesh.rank()
     target = Path(folder).expanduser()
     files = everywhere(comm, lambda: _files(engine, dtype, max_shard_size))
+    buffers = _buffers(engine)
     started: list[Staging] = []
 
     def start() -> str:
@@ -84,13 +84,13 @@ def export(
             started.append(Staging(target, overwrite))
             with said(target):
                 Sink(started[0].path, files).create()
-                _write_documents(started[0].path, engine.module, files)
+                _write_documents(started[0].path, engine.whole, files)
         return str(started[0].path) if started else ""
 
     try:
         path = Path(comm.broadcast_object(everywhere(comm, start), 0))
         everywhere(comm, lambda: _must_see(path, files, rank))
-        everywhere(comm, lambda: _write(engine, path, files))
+        everywhere(comm, lambda: _write(engine, path, files, buffers))
         everywhere(comm, lambda: started[0].publish() if started else None)
     except BaseException:
         for staging in started:
@@ -119,8 +119,18 @@ def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: boo
 
 
 def _files(engine: Engine, dtype: str | None, max_shard_size: int | str) -> tuple[File, ...]:
-    shapes, dtypes = contents(engine.plan, engine.module, exported_dtype(dtype))
-    return laid_out(engine.module, shapes, dtypes, size_in_bytes(max_shard_size))
+    shapes, dtypes = contents(engine.plan, engine.whole, exported_dtype(dtype))
+    return laid_out(engine.whole, shapes, dtypes, size_in_bytes(max_shard_size))
+
+
+def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
+    """The buffers that this rank writes: on one data rank, those that no stage before it has."""
+    mine = dict(engine.module.named_buffers())
+    stages = engine.comm.all_gather_object(tuple(mine), "pipeline")
+    before = {name for names in stages[: engine.mesh.rank("pipeline")] for name in names}
+    return {
+        name: buffer for name, buffer in mine.items() if name not in before and not engine.mesh.rank("data")
+    }
 
 
 def exported_dtype(text: str | None) -> DType | None:
@@ -200,7 +210,7 @@ def _must_see(path: Path, files: tuple[File, ...], rank: int) -> None:
             )
 
 
-def _write(engine: Engine, path: Path, files: tuple[File, ...]) -> None:
+def _write(engine: Engine, path: Path, files: tuple[File, ...], buffers: Mapping[str, torch.Tensor]) -> None:
     """What this rank owns."""
     sink = Sink(path, files)
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
@@ -211,7 +221,7 @@ def _write(engine: Engine, path: Path, files: tuple[File, ...]) -> None:
                 wide: torch.Tensor | None = None
                 stored = piece.stored()
                 for span in piece.share:
-                    name = saved_name(span.row, engine.module)
+                    name = saved_name(named(engine.plan, span.row), engine.whole)
                     if name not in sink:
                         continue
                     flat = stored
@@ -220,10 +230,9 @@ def _write(engine: Engine, path: Path, files: tuple[File, ...]) -> None:
                     before = sink.written
                     sink.write(name, span.row.whole_shape, span.start, span.part(flat).values)
                     bar(sink.written - before)
-            if engine.mesh.rank() == 0:
-                for name, buffer in engine.module.named_buffers():
-                    if name in sink:
-                        sink.write(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
+            for name, buffer in buffers.items():
+                if name in sink:
+                    sink.write(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
     except BaseException:
         sink.close(sync=False)
         raise

@@ -1,24 +1,28 @@
 """Weights of a checkpoint into an engine that runs: `zerodrift.load_weights(engine, path)`.
 
 Masters take the bits of the files and storage follows; moments, step and schedule stay as they are. One
-segment is on its way at a time: beside the engine a rank holds the fp32 values of what it owns of it.
+segment is on its way at a time: beside the engine a rank holds the fp32 values of what it owns of it. The
+stages of a pipeline each read their own, in step.
 
 Invariant: what the files have no value for keeps every bit.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from zerodrift.comm.together import together
-from zerodrift.engine import steps
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.shards import Held, Piece, Shards
 from zerodrift.io.matching import Strict, wanted
 from zerodrift.io.weights import Files, LoadedWeights
+from zerodrift.plan.stages import named, part
+from zerodrift.plan.table import Row
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
@@ -32,13 +36,12 @@ def load_weights(
     `strict` is as in `initialize`. A call of all ranks. What is wrong with the files is found before
     anything is replaced; if reading fails later, weights are partly replaced and the error says so.
     """
-    steps.require_whole_model(engine.held, "load_weights", "Pass `weights` to `initialize_pipeline`.")
-    comm, plan, model = engine.comm, engine.plan, engine.module
+    comm, plan, model = engine.comm, engine.plan, engine.whole
     shown = engine.mesh.rank() == 0 and not quiet
     files: Files | None = None
     with together(comm):
         files = Files.open(path, model, wanted(plan.rows, plan.buffers, model), strict)
-        files.show(shown, engine.mesh.size("shard"))
+        files.show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
     if files is None:
         raise AssertionError("unreachable")
     shards = Shards(engine)
@@ -46,11 +49,14 @@ def load_weights(
         with torch.no_grad():
             for unit in engine.units:
                 unit.release()
-            for piece in shards.pieces():
+            for piece in _in_step(engine, shards):
                 if isinstance(piece, Piece):
                     _replace(engine, files, piece)
-                else:
+                elif piece is not None:
                     _replace_held(engine, files, piece)
+                else:
+                    with together(comm):
+                        pass
             shards.spread()
             _buffers(engine, files)
         done = files.finish(model, comm)
@@ -61,20 +67,34 @@ def load_weights(
     return done
 
 
+def _in_step(engine: Engine, shards: Shards) -> Iterator[Held | None]:
+    """The pieces of this rank, and None until every stage of a pipeline has had its last: all ranks agree
+    after each that it could be read."""
+    plan = engine.plan
+    most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
+    yield from itertools.islice(itertools.chain(shards.pieces(), itertools.repeat(None)), most)
+
+
+def _name(engine: Engine, row: Row) -> str:
+    """What the files are known to have for a row, by the first of its names in the whole plan."""
+    return named(engine.plan, row).name
+
+
 def _replace(engine: Engine, files: Files, piece: Piece) -> None:
     """The rows of one segment."""
     segment = piece.segment
-    if not any(files.holds(row.name) for row in segment.rows):
-        return
+    held = [row for row in segment.rows if files.holds(_name(engine, row))]
     values = piece.weights()  # a copy of the master; storage itself where there is none
     mine = share_of(segment, segment.rank)
     start = 0 if values.numel() == segment.spec.padded else mine.start
     with together(engine.comm):
-        for row in segment.rows:
+        for row in held:
             low, high = max(row.offset, mine.start), min(row.offset + row.numel, mine.stop)
-            if low < high and files.holds(row.name):
+            if low < high:
                 first = segment.first_of(row) + low - row.offset
-                files.fill(row.name, first, values[low - start : high - start])
+                files.fill(_name(engine, row), first, values[low - start : high - start])
+    if not held:
+        return
     exchange(segment, values, engine.comm)
     if piece.updated:
         piece.set_weights(values)
@@ -85,15 +105,16 @@ def _replace_held(engine: Engine, files: Files, piece: Held) -> None:
     values = piece.weights()
     with together(engine.comm):
         for span in piece.held:
-            if files.holds(span.row.name):
-                files.fill(span.row.name, span.start, values[span.place])
+            name = _name(engine, span.row)
+            if files.holds(name):
+                files.fill(name, span.start, values[span.place])
     piece.set_weights(values)
 
 
 def _buffers(engine: Engine, files: Files) -> None:
-    """Rank 0 reads them, and everybody gets its bits."""
+    """One data rank reads them, of a pipeline those of its stage, and the others get its bits."""
     found = dict(engine.module.named_buffers())
-    rows = [row for row in engine.plan.buffers if files.holds(row.name)]
+    rows = [row for row in engine.plan.buffers if row.name in found and files.holds(row.name)]
     with together(engine.comm):
         for row in rows:
             if engine.mesh.rank("data") == 0:

@@ -37,6 +37,7 @@ def pipeline_engine(
     tree = prune(model, frozenset().union(*pieces), how)
     check_names(tree, frozenset(name for row in mine.rows for name in row.names))
     engine = Engine(plan, tree, mesh, None, schedule, _known_here(plan, mine, sources))
+    engine.whole = model
     _make_equal(engine)
     _let_go(model, tree)
     parts = [prune(tree, names, how) for names in pieces]

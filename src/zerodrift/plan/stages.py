@@ -169,6 +169,14 @@ def part(plan: Plan, rank: int) -> Plan:
     return replace(plan, rows=tuple(rows), segments=tuple(segments), units=tuple(units))
 
 
+def named(plan: Plan, row: Row) -> Row:
+    """A row of a part as the whole plan has it, with all of its names."""
+    found = plan.row(row.name)
+    if found is None:
+        raise AssertionError(f"{row.name} is in a part of a plan and not in the plan")
+    return found
+
+
 def of_piece(plan: Plan, piece: int) -> list[Unit]:
     """The units of a rank's part that a forward of one of its pieces goes through; only the first piece and
     the last have something in the root."""
