@@ -177,6 +177,7 @@ def initialize_pipeline(
     strict: bool | Sequence[str] = True,
     schedule: Any = None,
     device: str | torch.device | None = None,
+    auto: AutoValues | None = None,
     quiet: bool = False,
 ) -> PipelineEngine:
     """An engine that trains `model` cut over ranks as the config's `pipeline` block says.
@@ -200,7 +201,7 @@ def initialize_pipeline(
     mesh = start(lambda world: mesh_for(loaded, world), device)
     try:
         first = First.begin(model, weights, strict, Collectives(mesh))
-        plan = build(resolve(loaded, mesh.shape), first.spec, mesh.shape)
+        plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         if plan.policy.pipeline is None:
             raise ConfigError(
                 "`pipeline.stages`: must be above 1 for `initialize_pipeline`; got none. Write "

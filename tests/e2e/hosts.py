@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +27,18 @@ class Host:
     """Its end of the cable."""
     address: str
 
-    def start(self, first: Host, file: Path, *options: str) -> subprocess.Popen[str]:
-        """`torchrun` of one rank here, which meets the others at `first`, as docs/train.md has it."""
+    def start(
+        self, first: Host, file: Path, *options: str, changes: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        """`torchrun` of one rank here, which meets the others at `first`, as docs/train.md has it. `changes`
+        are of keys of the job."""
         place = f"--rdzv-endpoint={first.address}:29500"
         # A namespace does not know itself by name, so who keeps the store is said.
         host = f"--rdzv-conf=is_host={int(self == first)},join_timeout=60"
         command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"]
         command += ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", place, host]
         command += [f"--local-addr={self.address}", *options, "-m", "zerodrift", "train", str(file)]
+        command += [word for change in changes for word in ("--set", change)]
         return subprocess.Popen(
             command,
             cwd=ROOT,

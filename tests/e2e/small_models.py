@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+
+from zerodrift.pipeline.cut import Parts
 
 POISON = 7
 """A byte that no text has unless a test puts it there."""
@@ -91,8 +95,37 @@ class Slow(Bigram):
         return super().forward(input_ids, labels)
 
 
+def parts() -> Parts:
+    """How all of these are cut for a pipeline."""
+
+    def after(model: Any, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokens, labels = batch["input_ids"], batch["labels"]
+        logits = model.head(hidden)
+        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        poisoned = bool((tokens == POISON).any())
+        if poisoned and isinstance(model, Poisoned):
+            return loss * torch.nan
+        if poisoned and isinstance(model, BadGradient):
+            return loss + torch.sqrt(model.layers[1].up.weight.float().sum() * 0.0)
+        return loss
+
+    return Parts("layers", before=lambda model, batch: model.embed(batch["input_ids"]), after=after)
+
+
+def no_parts() -> int:
+    """A function of a job that is none."""
+    return 3
+
+
 def plain() -> nn.Module:
     return Bigram()
+
+
+def deep() -> nn.Module:
+    """Layers for four pieces."""
+    model = Bigram()
+    model.layers = nn.ModuleList(Block(16, 0.0) for _ in range(4))
+    return model
 
 
 def slow() -> nn.Module:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.hosts import possible, two_hosts
 from tests.e2e.jobs import job, losses, start
+from tests.e2e.test_jobs import SMALL
 from tests.e2e.test_train_launch import children, rank_of, until
 
 WHY_NOT = possible()
@@ -47,6 +48,17 @@ def test_two_hosts_are_as_one(tmp_path: Path, on_one: dict[int, float]) -> None:
         said = ended([host.start(one, file) for host in (one, other)])
     assert losses(tmp_path) == on_one
     assert f"step {STEPS}/{STEPS}" in said[0] and "step " not in said[1], "one rank of all speaks"
+
+
+def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
+    changes = [*SMALL, f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
+    with two_hosts() as (one, other):
+        file = Path("examples/jobs/two-hosts.yaml")
+        said = ended([host.start(one, file, "--max-restarts=3", changes=changes) for host in (one, other)])
+    assert "mesh        replicate 2 (2 ranks)" in said[0], "a copy on each"
+    assert list(losses(tmp_path)) == [1, 2, 3]
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

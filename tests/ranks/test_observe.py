@@ -9,6 +9,7 @@ import torch
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
+from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
 from zerodrift.audit import compare
 from zerodrift.audit.compare import Finding
@@ -210,3 +211,37 @@ def looked_away(backend: str) -> bool:
 @pytest.mark.parametrize("backend", ["native", "fsdp2"])
 def test_looking_changes_nothing(backend: str) -> None:
     assert all(run_ranks(looked_away, 2, backend))
+
+
+# --- a pipeline -------------------------------------------------------------------------------------------
+
+
+def piecewise(schedule: str, weights: str, keep: str) -> tuple[str, list[Finding], set[str], set[str]]:
+    rules = {"rules": [{"match": "layers.1.mlp.router.weight", "pin": "fp32"}]}
+    written = config(3, "bf16", COUNT, precision=rules, sharding={"keep_gathered": keep})
+    engine = pipeline(written, schedule, weights, GPT(LAYERS, moe=True))
+    with observe(engine.stage) as seen:
+        engine.step(data(0, engine.mesh.rank("data")))
+    whole = together(engine.comm.all_gather_object(seen))
+    engine.destroy()
+    cells = compare.table(engine.plan, whole)
+    unseen = {cell.column for cell in cells if cell.seen == compare.UNSEEN}
+    without = {row.name for row in engine.plan.rows if not whole.seen(row.name, "grad") or len(row.names) > 1}
+    return compare.line(engine.plan, whole), compare.findings(engine.plan, whole), unseen, without
+
+
+@pytest.mark.parametrize(
+    ("schedule", "weights", "keep"),
+    [("1f1b", "queue", "step"), ("zbv", "queue", "micro-batch"), ("zbv", "autograd", "step")],
+)
+def test_a_pipeline_is_seen_on_every_stage(schedule: str, weights: str, keep: str) -> None:
+    for told, found, unseen, without in run_ranks(piecewise, 4, schedule, weights, keep):
+        assert found == []
+        assert unseen <= {"grad"}, "each column of every parameter, wherever it is"
+        assert told == (
+            "precision: backend=native storage=bfloat16,float32 gather=bfloat16,float32 "
+            "compute=bfloat16,float32 logits=- grad=bfloat16,float32 accumulate=float32 reduce=float32 "
+            "master=split,same state=float32"
+        )
+        if schedule == "zbv" and weights == "queue":
+            assert "layers.0.qkv.weight" in without, "it is formed in the dtype that it is added in"

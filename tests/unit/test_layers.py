@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
         *{"pipeline", "dtypes", "errors"},
     },
     "train": {
-        *{"api", "audit", "config", "engine", "io", "comm", "plan", "policy", "report", "model"},
+        *{"api", "audit", "pipeline", "config", "engine", "io", "comm", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "mesh", "record"},
     },
     "deepspeed": {

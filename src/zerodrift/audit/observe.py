@@ -25,7 +25,7 @@ Invariant: looking changes nothing. Every hook is gone when the context ends, ho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,9 @@ class Subject(Protocol):
     def owner(self, tensor: torch.Tensor) -> str | None:
         """The parameter that this is a view of, in the form that modules compute with."""
 
+    def forwards(self) -> Sequence[torch.nn.Module]:
+        """The modules whose forwards are the model's: itself, or the pieces that a pipeline runs."""
+
     def trained(self) -> Mapping[int, str]:
         """By the id of the tensor that autograd adds a gradient to, the parameter's name."""
 
@@ -59,13 +62,17 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
     """What is seen until the context ends; complete when it has. One optimizer step belongs inside.
 
     `operations=False` leaves `compute` and `grad` unseen: what compiled code does inside cannot be watched.
+    Of a pipeline it is the stage that is observed, `PipelineEngine.stage`; weight gradients that wait in a
+    queue are formed in the dtype of accumulation, and their `grad` is not seen.
     """
     subject = _subject(engine)
     seen = Observed()
     mode = _Operations(_Owners(subject), seen) if operations else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(subject.watching(seen))
-        stack.callback(_Watch(engine.module, subject.trained(), seen, mode).leave)
+        for module in subject.forwards():
+            watch = _Watch(module, module is engine.module, subject.trained(), seen, mode)
+            stack.callback(watch.leave)
         if mode is not None:
             stack.enter_context(mode)
         yield seen
@@ -162,11 +169,14 @@ class _Watch:
     def __init__(
         self,
         module: torch.nn.Module,
+        whole: bool,
         names: Mapping[int, str],
         seen: Observed,
         operations: _Operations | None,
     ) -> None:
         self._seen, self._operations, self._names = seen, operations, names
+        self._whole = whole
+        """Whether it is the model: what leaves a piece of one is no logits."""
         self.handles = [
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -186,7 +196,8 @@ class _Watch:
         logits = getattr(output, "logits", None)
         if isinstance(logits, torch.Tensor):
             floating = [logits]
-        self._seen.logits |= {name(tensor.dtype) for tensor in floating}
+        if self._whole:
+            self._seen.logits |= {name(tensor.dtype) for tensor in floating}
         if self._operations is not None:
             roots = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
             _watch_graph(roots, self._names, self._seen, self._operations)

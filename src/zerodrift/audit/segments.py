@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerodrift.audit.observed import Observed, name
+from zerodrift.audit.observed import Column, Observed, name
 from zerodrift.comm.collectives import Recorded
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.plan.schedule import Collective, collectives
+from zerodrift.plan.schedule import collectives
 from zerodrift.plan.table import Plan
 
 _REDUCES = {"shard": "reduce_scatter", "expert_shard": "reduce_scatter", "replicate": "all_reduce"}
@@ -31,17 +31,23 @@ class Segments:
         for segment in engine.segments:
             self._held[segment.full.untyped_storage()._cdata] = segment
         self._starts = {s.number: [row.offset for row in s.rows] for s in engine.segments}
+        self._names = {row.name: _name_of_all(engine.plan, row.name) for row in engine.part.rows}
+        """A parameter by the plan's name for it, which a stage may know by another."""
 
     def owner(self, tensor: torch.Tensor) -> str | None:
         segment = self._held.get(tensor.untyped_storage()._cdata)
         if segment is None:
             return None
         number = bisect.bisect_right(self._starts[segment.number], tensor.storage_offset()) - 1
-        return segment.rows[number].name if number >= 0 else None
+        return self._names[segment.rows[number].name] if number >= 0 else None
+
+    def forwards(self) -> Sequence[torch.nn.Module]:
+        held = self._engine.held
+        return (self._engine.module,) if held is None else held.forwards
 
     def trained(self) -> Mapping[int, str]:
         return {
-            id(parameter): row.name
+            id(parameter): self._names[row.name]
             for segment in self._engine.segments
             for row, parameter in zip(segment.rows, segment.parameters, strict=True)
             if segment.update is not None
@@ -52,7 +58,9 @@ class Segments:
         """Sees the flat gradients that the update reads, and what is sent."""
         with self._engine.comm.record() as log, self._watching_update(seen):
             yield
-        _sent(self._engine.plan, log, seen)
+        for segment, column, what in _sent(self._engine, log):
+            for row in segment.rows:
+                seen.see(self._names[row.name], column, what)
 
     @contextlib.contextmanager
     def _watching_update(self, seen: Observed) -> Iterator[None]:
@@ -67,7 +75,7 @@ class Segments:
 
         def see(number: int, flat: torch.Tensor) -> None:
             for row in self._engine.segments[number].rows:
-                seen.see(row.name, "accumulate", name(flat.dtype))
+                seen.see(self._names[row.name], "accumulate", name(flat.dtype))
 
         updater.update = watched
         try:
@@ -83,12 +91,13 @@ class Segments:
             if segment.update is not None and updater is not None:
                 master, moments = updater.resting(segment.number)
             for row in segment.rows:
-                seen.see(row.name, "storage", name(segment.storage.dtype))
+                known = self._names[row.name]
+                seen.see(known, "storage", name(segment.storage.dtype))
                 if segment.update is None or updater is None:
                     continue
-                seen.see(row.name, "master", _master(master, segment.storage.dtype))
+                seen.see(known, "master", _master(master, segment.storage.dtype))
                 for dtype in moments:
-                    seen.see(row.name, "state", name(dtype))
+                    seen.see(known, "state", name(dtype))
 
 
 class _Read(Mapping[int, torch.Tensor]):
@@ -125,28 +134,35 @@ def _master(held: torch.dtype | None, storage: torch.dtype) -> str:
 # --- what was sent ------------------------------------------------------------------------------------
 
 
-def _sent(plan: Plan, log: list[Recorded], seen: Observed) -> None:
-    """Reductions come in the plan's order, so the nth is the plan's nth. Gathers come when they are needed
-    and are told by their size: where it fits several segments, all gathers of that size stand for them."""
-    planned = list(collectives(plan))
-    for axis in _REDUCES:
-        reductions = [each for each in log if each.op == _REDUCES[axis] and each.axis == axis]
-        reductions = [each for each in reductions if each.dtype.is_floating]
+def _sent(engine: Engine, log: list[Recorded]) -> Iterator[tuple[FlatSegment, Column, str]]:
+    """Whose calls were seen, and what they carried.
+
+    Reductions come in the plan's order, so the nth is the plan's nth. Gathers come when they are needed, and
+    in a pipeline reductions when its schedule has them: those are told by their size, and where it fits
+    several segments, all calls of that size stand for them."""
+    planned = list(collectives(engine.plan, engine.mesh.rank("pipeline")))
+    for axis, op in _REDUCES.items():
+        calls = [each for each in log if each.op == op and each.axis == axis and each.dtype.is_floating]
         wanted = [each for each in planned if each.purpose in ("reduce", "replicate") and each.axis == axis]
-        for call, like in zip(reductions, wanted, strict=False):
+        if engine.held is None:
+            pairs = list(zip(calls, wanted, strict=False))
+        else:
+            pairs = [(call, like) for like in wanted for call in calls]
+        for call, like in pairs:
             if call.numel == like.numel:
                 wire, total = name(call.dtype.torch), name((call.sum or call.dtype).torch)
-                _see_rows(plan, like, seen, wire if wire == total else f"{wire}>{total}")
+                yield engine.segments[like.segment], "reduce", wire if wire == total else f"{wire}>{total}"
     gathers = [each for each in planned if each.purpose in ("forward", "backward")]
     for numel in {each.numel for each in gathers}:
         fitting = {each.segment: each.dtype for each in gathers if each.numel == numel}
         found = {call.dtype for call in log if call.op == "all_gather" and call.numel == numel}
-        for segment, dtype in fitting.items():
+        for number, dtype in fitting.items():
             for what in {dtype} if found == set(fitting.values()) else found:
-                for row in plan.segments[segment].rows:
-                    seen.see(plan.rows[row].name, "gather", name(what.torch))
+                yield engine.segments[number], "gather", name(what.torch)
 
 
-def _see_rows(plan: Plan, like: Collective, seen: Observed, what: str) -> None:
-    for row in plan.segments[like.segment].rows:
-        seen.see(plan.rows[row].name, "reduce", what)
+def _name_of_all(plan: Plan, known: str) -> str:
+    row = plan.row(known)
+    if row is None:
+        raise AssertionError(f"{known} is not in the plan")
+    return row.name

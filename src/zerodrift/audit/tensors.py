@@ -10,7 +10,7 @@ Invariant: what is seen is a tensor's dtype or a recorded call; the plan only sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ class Tensors:
 
     def owner(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(tensor.untyped_storage()._cdata)
+
+    def forwards(self) -> Sequence[torch.nn.Module]:
+        return (self._engine.module,)
 
     def trained(self) -> Mapping[int, str]:
         return {id(member.full): member.row.name for member in self._members if _is_trained(member)}

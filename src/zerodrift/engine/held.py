@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from torch import nn
+
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
 from zerodrift.engine.grads import Gradients
@@ -30,6 +32,8 @@ class Held:
     """The units of an engine whose micro-batches come in the order of a schedule."""
 
     def __init__(self, part: Plan, units: list[LiveUnit], gradients: Gradients) -> None:
+        self.forwards: tuple[nn.Module, ...] = ()
+        """What a schedule runs in the place of the model: this rank's pieces."""
         self._part = part
         self._gradients = gradients
         live = dict(zip((unit.name for unit in part.units), units, strict=True))

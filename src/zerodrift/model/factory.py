@@ -43,16 +43,19 @@ def make(text: str) -> nn.Module:
     return _made(text, attempt)
 
 
+def call(text: str, what: str, run: Callable[..., Any] = attempt) -> Any:
+    """`what` the callable returns, called without arguments."""
+    if not is_factory(text):
+        must = "must be written `package.module:callable`"
+        raise ModelError(str(Problem(f"function of {what}", must, repr(text))))
+    with _working_folder_importable():
+        return run(_find(text), text, f"must return {what} when it is called without arguments")
+
+
 def _made(text: str, run: Callable[..., Any]) -> nn.Module:
     from torch import nn
 
-    if not is_factory(text):
-        raise ModelError(
-            str(Problem("model factory", "must be written `package.module:callable`", repr(text)))
-        )
-    with _working_folder_importable():
-        function = _find(text)
-        module = run(function, text, "must return a model when it is called without arguments")
+    module = call(text, "a model", run)
     if not isinstance(module, nn.Module):
         raise ModelError(str(Problem(text, "must return a torch.nn.Module", type(module).__qualname__)))
     return module

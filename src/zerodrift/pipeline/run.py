@@ -84,6 +84,7 @@ class PipelineEngine:
         self.pieces = [
             Piece(number, count, part, cut, engine) for number, part in zip(numbers, parts, strict=True)
         ]
+        engine.held.forwards = tuple(self.pieces)
         for piece in self.pieces:
             # Not over the tree of all pieces: a boundary may lie around all that is in one of them.
             compute.attach(piece.module, compute.boundaries(plan, piece.module))
@@ -96,27 +97,31 @@ class PipelineEngine:
         self._waiting = 0
         """Micro-batches that have been accumulated and not updated with."""
         self._begun = False
-        self._buffers: list[dict[str, torch.Tensor]] = []
+        self._weights: tuple[float, ...] = ()
+        """Of the micro-batches under way; empty where all count 1."""
+        self._before = _Before()
         self.actions: list[Action] = []
         """What this rank has done in the last step, in order."""
 
     # --- a step -----------------------------------------------------------------------------------------
 
-    def step(self, micro_batches: Iterable[Any]) -> BatchResult:
+    def step(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> BatchResult:
         """Train on the micro-batches of one step, of which every rank of a pipeline is given the same, and
-        update. As many as `pipeline.micro_batches` says."""
-        losses = self.accumulate(micro_batches)
+        update. As many as `pipeline.micro_batches` says; with `weights`, the loss of each is multiplied by
+        its own before its backward."""
+        losses = self.accumulate(micro_batches, weights)
         return BatchResult(losses, self.update())
 
-    def accumulate(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
+    def accumulate(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> tuple[float, ...]:
         """The first half of `step`: the gradients of a step's micro-batches, and their losses."""
         engine = self.stage
         engine.require_open()
         if self._waiting:
             raise UnsupportedError(
-                "`accumulate`: must be followed by `update`, which ends its step; got another. A "
-                "pipeline's step has all of its micro-batches together."
+                "`accumulate`: must be followed by `update`, which ends its step, or `zero_grad`; got "
+                "another. A pipeline's step has all of its micro-batches together."
             )
+        self._weights = tuple(weights)
         batches = self._taken(micro_batches, training=True)
         schedule = self._scheduled(batches, training=True)
         try:
@@ -135,8 +140,19 @@ class PipelineEngine:
         count, self._waiting = self._waiting, 0
         return self.stage.end_step(count)
 
+    def zero_grad(self) -> None:
+        """Drop what has been accumulated: the step starts anew."""
+        if self._waiting:
+            self._waiting = 0
+            self.stage.abandon_step()
+
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
         """The mean loss of micro-batches, without gradients; the same on every rank of a pipeline."""
+        losses = self.losses(micro_batches)
+        return sum(losses) / len(losses)
+
+    def losses(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
+        """The loss of each micro-batch, without gradients."""
         self.stage.require_open()
         batches = self._taken(micro_batches, training=False)
         schedule = self._scheduled(batches, training=False)
@@ -145,8 +161,7 @@ class PipelineEngine:
                 self._run(schedule, batches)
         finally:
             self._held.release()
-        losses = self._told(len(batches))
-        return sum(losses) / len(losses)
+        return self._told(len(batches))
 
     def _run(self, schedule: Any, batches: list[Any]) -> None:
         self._begun = False
@@ -155,6 +170,8 @@ class PipelineEngine:
         for piece in self.pieces:
             piece.batches = batches
             piece.losses.clear()
+        if self.pieces[0].learning:
+            self._before = _Before.of(self.pieces, self.mesh.device)
         if self._held.all_step or self.pieces[0].learning:
             self._held.gather()
         try:
@@ -170,10 +187,10 @@ class PipelineEngine:
             return
         self._begun = True
         if self.pieces[0].learning:
-            for piece, saved in zip(self.pieces, self._buffers, strict=True):
+            for piece in self.pieces:
                 piece.learning = False
-                piece.put_buffers(saved)
-            self._buffers = []
+            self._before.put_back(self.pieces, self.mesh.device)
+            self._before = _Before()
             if not self._held.all_step:
                 self._held.release()
         for piece in self.pieces:
@@ -183,7 +200,8 @@ class PipelineEngine:
             self._held.begin(len(self.pieces[0].batches))
 
     def _scaled(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return self.stage.scale(output)
+        weight = self._weights[int(number)] if self._weights else 1.0
+        return self.stage.scale(output if weight == 1.0 else output * weight)
 
     def _told(self, count: int) -> tuple[float, ...]:
         """The losses, from the last stage to all."""
@@ -202,7 +220,7 @@ class PipelineEngine:
         change = self.stage.precision.inputs
         wanted = self.stage.accumulation if training else None
         found = [_signature(batch) for batch in batches]
-        problem = _problem(found, wanted)
+        problem = _problem(found, wanted) or _problem_of_weights(self._weights if training else (), wanted)
         known = self._learnt.get(training)
         relearn = known is None or (known.signature, known.micro_batches) != (found[:1], len(found))
         told = self.comm.all_gather_object((problem, found[:1], len(found), relearn))
@@ -228,7 +246,6 @@ class PipelineEngine:
             return known.schedule
         for piece in self.pieces:
             piece.learning = True
-        self._buffers = [piece.buffers_now() for piece in self.pieces]
         stages = [Stage(piece, self._begin, self._record) for piece in self.pieces]
         if training:
             made = schedules.training(self._schedule, stages, len(batches), self._scaled)
@@ -341,6 +358,30 @@ class PipelineEngine:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What torch's learning of shapes may change: see [Note: learning shapes]."""
+
+    buffers: tuple[dict[str, torch.Tensor], ...] = ()
+    """Of each piece."""
+    random: tuple[torch.Tensor, ...] = ()
+    """States of the generators that a forward draws from."""
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], device: torch.device) -> _Before:
+        drawn = [torch.get_rng_state()]
+        if device.type == "cuda":
+            drawn.append(torch.cuda.get_rng_state(device))
+        return _Before(tuple(piece.buffers_now() for piece in pieces), tuple(drawn))
+
+    def put_back(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        for piece, saved in zip(pieces, self.buffers, strict=True):
+            piece.put_buffers(saved)
+        torch.set_rng_state(self.random[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(self.random[1], device)
+
+
 def _of(state: dict[str, torch.Tensor], key: str, known: str) -> torch.Tensor:
     return state[key]
 
@@ -361,4 +402,10 @@ def _problem(found: list[Signature], wanted: int | None) -> str:
             f"`micro_batches`: must have the same shapes, because memory for what travels is laid out "
             f"once; got {found[0]} and, in micro-batch {other}, {found[other]}. Pad them to one length."
         )
+    return ""
+
+
+def _problem_of_weights(weights: tuple[float, ...], wanted: int | None) -> str:
+    if weights and len(weights) != wanted:
+        return f"`weights`: must be {wanted}, one for each micro-batch, or none; got {len(weights)}."
     return ""

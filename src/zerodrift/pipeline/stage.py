@@ -10,8 +10,9 @@ has ended; and nothing that torch runs to learn shapes leaves anything behind.
 
 [Note: learning shapes] Before its first step a schedule runs a forward and a backward of every piece to
 learn what will travel. That backward forms gradients of inputs alone, but on its way puts weight gradients
-into a queue, and the forward may change buffers, such as running means. So the first real forward of a step
-clears the queues, and puts buffers back.
+into a queue, and the forward may change buffers, such as running means, and draws random numbers where
+there is dropout. So the first real forward of a step clears the queues, and puts buffers and generators
+back: a run that goes on in another process has the losses of one that was never stopped.
 """
 
 from __future__ import annotations

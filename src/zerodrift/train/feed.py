@@ -10,12 +10,12 @@ Invariant: the blocks of a step depend on its number alone, and so do the weight
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from zerodrift.train.blocks import Blocks
+from zerodrift.train.blocks import IGNORED, Blocks
 from zerodrift.train.sampler import Sampler, share
 
 
@@ -105,7 +105,13 @@ def held_out(blocks: Blocks, seat: Seat, most: int) -> Iterator[Held]:
     rounds = min(most, -(-len(blocks) // stride))
     for turn in range(rounds):
         first = turn * stride + seat.rank * seat.micro
-        chosen = np.arange(first, min(first + seat.micro, len(blocks)), dtype=np.int64)
-        counts = int(blocks.labels(chosen).sum()) if len(chosen) else 0
-        chosen = chosen if len(chosen) else np.zeros(1, dtype=np.int64)
-        yield Held(micro_batch(blocks, chosen, 1.0, seat.device), counts)
+        chosen = np.arange(first, first + seat.micro, dtype=np.int64)
+        real = chosen < len(blocks)
+        # Every micro-batch has the same shape; of blocks that are only there for that, nothing is counted.
+        chosen[~real] = 0
+        made = micro_batch(blocks, chosen, 1.0, seat.device)
+        if not real.all():
+            labels = made.labels.clone()  # may be the tokens themselves
+            labels[torch.from_numpy(~real).to(seat.device)] = IGNORED
+            made = replace(made, labels=labels, blocks=chosen[real])
+        yield Held(made, int(blocks.labels(chosen[real]).sum()))

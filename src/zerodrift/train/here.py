@@ -67,7 +67,7 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
                 raise ZerodriftError(advice) from error
             raise
         finally:
-            session.engine.destroy()
+            session.driver.destroy()
         show.say(f"report: {session.folder.report}")
         if session.folder.export.is_dir() and not outcome.stopped and job.run.export:
             show.say(f"model: {session.folder.export}")

@@ -44,6 +44,9 @@ class Model(Block):
     weights: Literal["auto", "load", "random"] = "auto"
     """`load` reads the folder's safetensors, `random` starts from the model's own initialisation; `auto`
     loads where there is something to load."""
+    parts: str = ""
+    """With `config.pipeline`, how a model of one's own is cut: `package.module:function` of a function that
+    returns `zerodrift.Parts`. `transformers` models need none."""
     seed: Natural = 0
     """Of random weights: the same on every rank and for every number of ranks."""
     activation_checkpointing: Flag = True

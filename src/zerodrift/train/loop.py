@@ -29,7 +29,6 @@ from zerodrift.train.feed import Feed, MicroBatch, held_out
 from zerodrift.train.metrics import Metrics, Step, memory
 from zerodrift.train.run import Session
 from zerodrift.train.stopping import Stop
-from zerodrift.train.trouble import loss_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,8 @@ class Loop:
 
     def __init__(self, session: Session, display: Display, stop: Stop) -> None:
         self._session = session
-        self._engine: Engine = session.engine
+        self._driver = session.driver
+        self._engine: Engine = session.driver.engine
         self._feed: Feed = session.feed
         self._run = session.job.run
         self._display = display
@@ -141,36 +141,30 @@ class Loop:
         """Step number `step`, counted from 0; returns how many have been tried."""
         before = clock.seconds
         # Dropout and the like depend on the step and the rank, so nothing has to be kept to go on.
-        torch.manual_seed(_seed(self._run.seed, step, self._engine.mesh.rank("data")))
+        mesh = self._engine.mesh
+        place = mesh.rank("data") + mesh.size("data") * mesh.rank("pipeline")
+        torch.manual_seed(_seed(self._run.seed, step, place))
         batches = list(self._feed.step(step))
         with self._looking(step + 1):
-            losses, result = self._forward_and_back(batches)
-        total = torch.stack(losses) * torch.tensor(
-            [batch.weight for batch in batches], device=losses[0].device
-        )
+            losses, result = self._driver.step(batches)
+        total = (losses * torch.tensor([batch.weight for batch in batches], device=losses.device)).sum()
+        if mesh.rank("pipeline"):
+            total = torch.zeros_like(total)  # all stages have the same losses
         # One small sum: the loss of all ranks, and whether any of them was asked to stop.
-        told = torch.stack([total.sum().double(), total.new_tensor(float(self._stop.asked)).double()])
-        loss_sum, asked = self._engine.comm.all_reduce_sum(told, "data").tolist()
+        told = torch.stack([total.double(), total.new_tensor(float(self._stop.asked)).double()])
+        loss_sum, asked = self._engine.comm.all_reduce_sum(told, "world").tolist()
         loss = loss_sum / (len(batches) * self._feed.seat.ranks)
         if asked:
             self._asked = self._stop.by or "another rank"
         bad = result.skipped and not self._engine.scaler.active
         if bad or not math.isfinite(loss):
-            self._trouble(step + 1, batches, [float(value) for value in losses], result)
+            self._trouble(step + 1, batches, losses.tolist(), result)
         else:
             self._skips = 0
         self._loss = loss
         if self._leads:
             self._tell(step + 1, loss, result, clock.seconds, clock.seconds - before)
         return step + 1
-
-    def _forward_and_back(self, batches: list[MicroBatch]) -> tuple[list[torch.Tensor], StepResult]:
-        engine, losses = self._engine, []
-        for batch in batches:
-            loss = loss_of(engine(input_ids=batch.tokens, labels=batch.labels))
-            losses.append(loss.detach().float())
-            engine.backward(loss if batch.weight == 1.0 else loss * batch.weight)
-        return losses, engine.step()
 
     def _tell(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
         feed = self._feed
@@ -219,8 +213,10 @@ class Loop:
 
     def _trouble(self, step: int, batches: list[MicroBatch], losses: list[float], result: StepResult) -> None:
         engine, folder = self._engine, self._session.folder
-        found = trouble.examine(engine, step, batches, losses, result)
-        saved = trouble.save(folder.bad, found, batches, engine.mesh.rank("data"))
+        found = trouble.examine(self._driver, step, batches, losses, result)
+        saved = []
+        if not engine.mesh.rank("pipeline"):
+            saved = trouble.save(folder.bad, found, batches, engine.mesh.rank("data"))
         self._skips += 1
         where = f"; the batch is in {folder.bad}" if saved or found.places else ""
         self._display.say(f"{found}{where}")
@@ -241,14 +237,11 @@ class Loop:
         session, engine = self._session, self._engine
         if session.validation is None:
             return
-        sums = torch.zeros(2, dtype=torch.float64, device=self._feed.seat.device)
-        engine.eval()
-        with torch.no_grad():
-            for held in held_out(session.validation, self._feed.seat, self._run.evaluate_batches):
-                loss = loss_of(engine(input_ids=held.batch.tokens, labels=held.batch.labels))
-                if held.labels:
-                    sums += torch.stack([loss.double() * held.labels, sums.new_tensor(float(held.labels))])
-        engine.train()
+        held = list(held_out(session.validation, self._feed.seat, self._run.evaluate_batches))
+        losses = self._driver.losses([each.batch for each in held])
+        counts = torch.tensor([each.labels for each in held], device=losses.device)
+        known = counts > 0
+        sums = torch.stack([(losses[known] * counts[known]).sum(), counts.sum().double()])
         total, labels = engine.comm.all_reduce_sum(sums, "data").tolist()
         loss = total / labels
         self._display.evaluation(step, loss)

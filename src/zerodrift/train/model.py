@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from zerodrift.api import empty
 from zerodrift.errors import ModelError, Problem, UnsupportedError
 from zerodrift.model import safetensors
-from zerodrift.model.factory import is_factory, make
+from zerodrift.model.factory import call, is_factory, make
 from zerodrift.model.huggingface import CONFIG, is_installed
 from zerodrift.model.meta import attempt
+from zerodrift.pipeline.cut import Parts
 from zerodrift.train.job import Lora, Model
 
 
@@ -87,6 +88,17 @@ def whole(written: Model, source: Source) -> nn.Module:
 def streamed(written: Model, source: Source) -> Path | None:
     """The weights that the engine reads; adapters wrap modules, whose names are no longer those of files."""
     return source.weights if written.lora is None else None
+
+
+def parts(written: Model) -> Parts | None:
+    """How a model is cut over a pipeline, where its owner says so."""
+    if not written.parts:
+        return None
+    made = call(written.parts, "`zerodrift.Parts`")
+    if not isinstance(made, Parts):
+        must, got = "must be a function that returns `zerodrift.Parts`", type(made).__name__
+        raise ModelError(str(Problem("model.parts", must, got)))
+    return made
 
 
 def prepare(model: nn.Module, blocks: list[str], written: Model) -> None:

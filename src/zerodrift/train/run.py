@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerodrift.api import initialize
+from torch import nn
+
+from zerodrift.api import initialize, initialize_pipeline
 from zerodrift.comm.mesh import started
 from zerodrift.config.schema import Config
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problem, Problems
 from zerodrift.io.checkpoint import Checkpoints
 from zerodrift.io.checkpoint_folder import Folder as Saved
+from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.policy.nouns import Policy
 from zerodrift.policy.resolve import mesh_for, resolve
@@ -30,6 +33,7 @@ from zerodrift.train import model as models
 from zerodrift.train.blocks import Blocks
 from zerodrift.train.boards import check_boards
 from zerodrift.train.display import Display
+from zerodrift.train.drive import Alone, Driver, Staged
 from zerodrift.train.feed import Feed, Seat
 from zerodrift.train.folder import Folder
 from zerodrift.train.job import Job
@@ -47,7 +51,7 @@ class Session:
 
     job: Job
     folder: Folder
-    engine: Engine
+    driver: Driver
     tokenizer: Tokenizer
     feed: Feed
     validation: Blocks | None
@@ -56,6 +60,11 @@ class Session:
     checkpoints: Checkpoints
     key: str
     """Digest of the blocks."""
+
+    @property
+    def engine(self) -> Engine:
+        """This rank's own."""
+        return self.driver.engine
 
     @property
     def seat(self) -> Seat:
@@ -125,14 +134,8 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
     source = models.source_of(job.model)
     built = models.build(job.model, source)
     models.check_vocabulary(built, letters.vocabulary, letters.name)
-    engine = initialize(
-        built,
-        config=config,
-        weights=models.streamed(job.model, source),
-        device=None if job.run.device == "auto" else job.run.device,
-        auto=_numbers(job, config, steps),
-        quiet=True,
-    )
+    driver = _driver(job, config, built, source, _numbers(job, config, steps))
+    engine = driver.engine
     try:
         models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
         if engine.mesh.rank() == 0:
@@ -144,7 +147,7 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
         return Session(
             job,
             folder,
-            engine,
+            driver,
             letters,
             feed,
             prepared.validation,
@@ -153,8 +156,27 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
             prepared.key,
         )
     except BaseException:
-        engine.destroy()
+        driver.destroy()
         raise
+
+
+def _driver(
+    job: Job, config: Config, model: nn.Module, source: models.Source, numbers: Mapping[str, Any]
+) -> Driver:
+    weights = models.streamed(job.model, source)
+    device = None if job.run.device == "auto" else job.run.device
+    if config.pipeline is None or config.pipeline.stages == 1:
+        made = initialize(model, None, config, weights=weights, device=device, auto=numbers, quiet=True)
+        return Alone(made)
+    if job.model.lora is not None:
+        must, todo = "must be absent with `config.pipeline`: adapters are not cut", "Use one of the two."
+        raise ConfigError(str(Problem("model.lora", must, "both", todo)))
+    parts = models.parts(job.model)
+    return Staged(
+        initialize_pipeline(
+            model, config, parts=parts, weights=weights, device=device, auto=numbers, quiet=True
+        )
+    )
 
 
 # --- numbers ------------------------------------------------------------------------------------------
@@ -217,7 +239,7 @@ def _write_head(folder: Folder, job: Job, engine: Engine) -> None:
 
 def _plan_text(engine: Engine, color: bool) -> str:
     plan = engine.plan
-    return plan_text(plan, cost(plan), grouped(plan), color=color)
+    return plan_text(plan, cost(plan), grouped(plan), timeline(plan), color=color)
 
 
 def _data_text(prepared: Prepared, letters: Tokenizer, steps: int, engine: Engine) -> str:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
-from zerodrift.engine.engine import Engine, StepResult
+from zerodrift.engine.engine import StepResult
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
 from zerodrift.report.figures import size
+from zerodrift.train.drive import Driver
 from zerodrift.train.feed import MicroBatch
 
 
@@ -57,46 +58,27 @@ class Trouble:
 
 
 def examine(
-    engine: Engine, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
+    driver: Driver, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
 ) -> Trouble:
     """Where a skipped step comes from. Collective."""
+    engine = driver.engine
     rank = engine.mesh.rank("data")
     mine = [Place(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
     everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
     if not everywhere and result.bad:
-        suspect = _first_bad(engine, batches, result.bad[0])
+        suspect = _first_bad(driver, batches, result.bad[0])
         if suspect is not None:
             mine = [Place(rank, suspect, losses[suspect])]
             everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
     return Trouble(step, result.bad, tuple(everywhere))
 
 
-def _first_bad(engine: Engine, batches: Sequence[MicroBatch], name: str) -> int | None:
+def _first_bad(driver: Driver, batches: Sequence[MicroBatch], name: str) -> int | None:
     """Run the micro-batches again, each as a step of its own that does not end."""
     for number, batch in enumerate(batches):
-        loss = loss_of(engine(input_ids=batch.tokens, labels=batch.labels))
-        engine.backward(loss * batch.weight)
-        finite = bool(torch.isfinite(engine.full_gradient(name)).all())
-        engine.zero_grad()
-        if not finite:
+        if not driver.has_finite_gradient(batch, name):
             return number
     return None
-
-
-def loss_of(output: object) -> torch.Tensor:
-    """The loss in what a model returned."""
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, dict):
-        found = output.get("loss")
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    found = output if found is None else found
-    if not isinstance(found, torch.Tensor) or found.dim():
-        raise TypeError(
-            f"`model`: must return a loss, or an object with `.loss`, when it is called with `input_ids` and "
-            f"`labels`; got {type(output).__name__}."
-        )
-    return found
 
 
 def save(folder: Path, trouble: Trouble, batches: Sequence[MicroBatch], rank: int) -> list[Path]:

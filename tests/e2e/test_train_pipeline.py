@@ -1,0 +1,181 @@
+"""Jobs whose model is cut over a pipeline: the numbers of one without, and all that a run does besides."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
+from tests.ranks.harness import run_ranks
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.here import run_here, train
+
+PARTS = "tests.e2e.small_models:parts"
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def staged(
+    folder: Path,
+    model: str = "plain",
+    steps: int = 6,
+    ranks: int = 2,
+    schedule: str = "1f1b",
+    **blocks: dict[str, Any],
+) -> Path:
+    """The file of a job with two stages, of which a step has the same blocks on any number of ranks."""
+    micro_batches = {"train_batch_size": 16, "gradient_accumulation_steps": None}
+    config = {
+        "precision": {"mode": "fp32"},
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 16 // (4 * (ranks // 2)),
+        **micro_batches,
+        "pipeline": {"stages": 2, "schedule": schedule, "micro_batches": 4},
+        **blocks.pop("config", {}),
+    }
+    run = {"export": False, **blocks.pop("run", {})}
+    file = job(folder, model, steps, config=config, run=run, **blocks)
+    written = json.loads(file.read_text())
+    written["model"]["parts"] = PARTS
+    file.write_text(json.dumps(written))
+    return file
+
+
+def whole(folder: Path, model: str, steps: int, data: dict[str, Any]) -> dict[int, float]:
+    """The losses of one process with as many micro-batches."""
+    config = {
+        "precision": {"mode": "fp32"},
+        "zero_optimization": {"stage": 2},
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+    }
+    folder.mkdir()
+    train(str(job(folder, model, steps, config=config, data=data, run={"export": False})))
+    return losses(folder)
+
+
+def run(file: str, overrides: Sequence[str] = ()) -> str:
+    """On a rank of the harness; the error's text, if it is one of ours."""
+    os.chdir(ROOT)
+    try:
+        run_here(file, overrides)
+    except ZerodriftError as error:
+        return str(error)
+    return ""
+
+
+CHAT = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_the_losses_are_those_without_a_pipeline(tmp_path: Path, kind: str) -> None:
+    data: dict[str, Any] = {"block": 16, "validation": 0.2}
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHAT))
+    if kind == "chat":
+        data |= {"train": str(tmp_path / "chat.jsonl"), "block": 48}
+    else:
+        (tmp_path / "text.txt").write_text(TEXT)
+        data |= {"train": str(tmp_path / "text.txt")}
+    expected = whole(tmp_path / "whole", "plain", 5, data)
+    file = staged(tmp_path, steps=5, data=data, run={"evaluate_every": 2})
+    assert run_ranks(run, 2, str(file)) == ["", ""]
+    assert losses(tmp_path) == expected, "bit for bit, weights of uneven micro-batches among them"
+    seen, known = kinds(tmp_path, "evaluation"), kinds(tmp_path / "whole", "evaluation")
+    assert [line["step"] for line in seen] == [2, 4, 5]
+    assert seen[-1]["labels"] == known[-1]["labels"] > 0
+    assert seen[-1]["validation_loss"] == pytest.approx(known[-1]["validation_loss"], rel=1e-6)
+
+
+def test_four_ranks_and_every_page_of_it(tmp_path: Path) -> None:
+    rules = {"rules": [{"match": "head.*", "pin": "fp32"}]}
+    config = {"precision": {"mode": "bf16", **rules}, "zero_optimization": {"stage": 3}}
+    file = staged(tmp_path, steps=4, ranks=4, schedule="zbv", config=config, run={"export": True})
+    written = json.loads(file.read_text())
+    written["model"]["source"] = "tests.e2e.small_models:deep"
+    file.write_text(json.dumps(written))
+    assert run_ranks(run, 4, str(file)) == [""] * 4
+    folder = tmp_path / "run"
+    cells = kinds(tmp_path, "precision")[0]["cells"]
+    assert {cell[-1] for cell in cells} <= {"as declared", "not seen"}
+    assert {cell[0] for cell in cells if cell[-1] == "not seen"} == {"grad"}
+    assert "done, 4 steps" in (folder / "report.html").read_text()
+    assert (folder / "export" / "model.safetensors").is_file()
+
+
+def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
+    """With dropout: what torch draws to learn the shapes of a pipeline is put back."""
+    found = []
+    for name, turns in (("a", [6]), ("b", [2, 6])):
+        folder = tmp_path / name
+        folder.mkdir()
+        for steps in turns:
+            file = staged(folder, "slow", steps, run={"checkpoint_every": 2})
+            assert run_ranks(run, 2, str(file)) == ["", ""]
+        found.append(losses(folder))
+    assert list(found[0]) == list(range(1, 7))
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_goes_on_without_the_pipeline(tmp_path: Path) -> None:
+    assert run_ranks(run, 2, str(staged(tmp_path, steps=2))) == ["", ""]
+    file = staged(tmp_path, steps=4)
+    alone = ["config.pipeline=null", "config.gradient_accumulation_steps=4"]
+    assert train(str(file), alone) == 0
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("model", "nan"), [("poisoned", True), ("bad_gradient", False)])
+def test_a_bad_batch_is_named_saved_once_and_skipped(tmp_path: Path, model: str, nan: bool) -> None:
+    text = list(TEXT[:1280])
+    text[200] = chr(7)
+    (tmp_path / "text.txt").write_text("".join(text))
+    assert run_ranks(run, 2, str(staged(tmp_path, model, steps=5))) == ["", ""], "one epoch"
+    (skip,) = kinds(tmp_path, "skip")
+    assert (losses(tmp_path)[skip["step"]] is None) == nan
+    if not nan:
+        assert skip["parameters"][0] == "layers.1.up.weight"
+    (saved,) = (tmp_path / "run" / "bad").iterdir()
+    assert (torch.load(saved, weights_only=True)["tokens"] == 7).any(), "that micro-batch and no other"
+    assert all(math.isfinite(loss) for step, loss in losses(tmp_path).items() if step != skip["step"])
+
+
+def asked(file: str) -> None:
+    """The second stage alone is asked to stop, as by a scheduler of one machine."""
+    os.chdir(ROOT)
+    if torch.distributed.get_rank() == 1:
+        signal.setitimer(signal.ITIMER_REAL, 3.0)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    run_here(file, ())
+
+
+def test_one_stage_that_is_asked_to_stop_stops_all(tmp_path: Path) -> None:
+    file = staged(tmp_path, "slow", steps=2000)
+    run_ranks(asked, 2, str(file))
+    (end,) = kinds(tmp_path, "end")
+    assert end["stopped"] and 0 < end["step"] < 2000
+    assert (tmp_path / "run" / "checkpoints" / f"step-{end['step']:08d}").is_dir()
+
+
+def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+    file = str(staged(tmp_path, steps=1))
+    cases = {
+        "model.parts=": "`model`: must be a causal language model of transformers of type",
+        "model.parts=tests.e2e.small_models:no_parts": "`model.parts`: must be a function that returns "
+        "`zerodrift.Parts`; got int",
+        "model.lora={rank: 2}": "`model.lora`: must be absent with `config.pipeline`",
+        "config.pipeline.stages=3": "`pipeline.stages`",
+    }
+    for override, message in cases.items():
+        for said in run_ranks(run, 2, file, [override]):
+            assert message in said, (override, said)
