@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -77,6 +79,20 @@ def test_a_name_covers_what_a_library_depends_on(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     monkeypatch.setattr(native.torch, "__version__", "0.0")
     assert native.key() != first
+
+
+def test_a_name_covers_every_source_that_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shutil.copytree(native.SOURCE.parent, tmp_path / "kernels")
+    monkeypatch.setattr(native, "SOURCE", folder / native.SOURCE.name)
+    before = native.key()
+    included = re.findall(r'#include "(.+)"', native.SOURCE.read_text())
+    assert included
+    for name in (native.SOURCE.name, *included):
+        with (folder / name).open("a") as file:
+            file.write("// a change\n")
+        changed = native.key()
+        assert changed != before, name
+        before = changed
 
 
 def test_the_cache_follows_the_convention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ BLOCK = 256
 """Elements. Block quantities are anchored at multiples of it; `plan.table.ALIGNMENT` is the same number."""
 
 SOURCE = Path(__file__).with_name("native.cpp")
+"""What is compiled; the headers beside it are its parts."""
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -163,7 +164,8 @@ def _definitions() -> tuple[str, ...]:
 def key() -> str:
     """Names everything that a library depends on: source, flags, processor, torch and how it contracts."""
     flags = (*_PLAIN, *_TUNED.get(platform.machine(), ()), *_THREADED, *_definitions())
-    parts = (SOURCE.read_text(), " ".join(flags), torch.__version__, processor())
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    parts = (*(source.read_text() for source in sources), " ".join(flags), torch.__version__, processor())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -106,7 +106,7 @@ def _mix(x):
 
 @triton.jit
 def _random_words(keys, block, there, stochastic):
-    """32 random bits per element, `[blocks, 256]`; see [Note: random bits] in native.cpp."""
+    """32 random bits per element, `[blocks, 256]`; see [Note: random bits] in updates.h."""
     key = tl.load(keys + block, mask=there, other=0)
     key = _mix((key ^ stochastic.to(tl.int64)).to(tl.uint64, bitcast=True))
     low, high = key.to(tl.uint32)[:, None], (key >> 32).to(tl.uint32)[:, None]

@@ -64,7 +64,7 @@ def code_of(moment: int) -> Code:
 
 @functools.cache
 def tables(device: torch.device) -> Tensor:
-    """`struct Code` of native.cpp, a row per code, fp32: where decades begin (8 places, the last ones out
+    """`struct Code` of codes.h, a row per code, fp32: where decades begin (8 places, the last ones out
     of reach), each decade's first value (8) and steps per unit (8), and the value of every code (256)."""
     # By way of fp64, which rounds every fraction once more than fp32 would, and on all machines alike.
     return torch.tensor([_table(code) for code in Code], dtype=torch.float64).float().to(device)

@@ -1,6 +1,6 @@
 """An update as compiled code is told it: choices as numbers, and a table of coefficients.
 
-`native.cpp` and `kernels/programs.py` know the same numbers.
+`native.cpp`, with its headers, and `kernels/programs.py` know the same numbers.
 
 Invariant: a number stands for one meaning in both.
 """

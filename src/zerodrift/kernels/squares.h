@@ -1,0 +1,57 @@
+// Sums of squares of a block, and their exact total. The definition is `kernels/squares.py`.
+//
+// Invariant: a block's sum has one fixed order, and the total has none.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int LANES = 16;     // partial sums of a block; lane i takes elements i, i + 16, ...
+constexpr int DIGITS = 44;    // of an exact sum, 32 bits each; the lowest is worth 2^LOWEST
+constexpr int LOWEST = -352;  // 2^-298 is the least square of an fp32 value; a double has 52 bits below
+
+// Products of two fp32 values are exact in fp64, so only the order of additions matters, and it is fixed.
+double sum_of_squares(const float* __restrict x, int n) {
+  double lanes[LANES] = {0};
+  int i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int lane = 0; lane < LANES; ++lane) {
+      const double wide = x[i + lane];
+      lanes[lane] += wide * wide;
+    }
+  for (int lane = 0; i + lane < n; ++lane) {
+    const double wide = x[i + lane];
+    lanes[lane] += wide * wide;
+  }
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+// Adds non-negative doubles exactly: each is cut at multiples of 32 bits, and digits are summed as integers.
+// The last place of `out` counts what is not finite.
+void add_digits(int64_t count, const double* sums, int64_t* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t u;
+    std::memcpy(&u, sums + i, 8);
+    const int exponent = static_cast<int>((u >> 52) & 0x7FF);
+    if (exponent == 0x7FF) {
+      out[DIGITS] += 1;
+      continue;
+    }
+    const uint64_t mantissa = (u & 0xFFFFFFFFFFFFFu) | (exponent ? 0x10000000000000u : 0u);
+    const int place = (exponent ? exponent : 1) - 1075 - LOWEST;
+    if (mantissa == 0 || place < 0) continue;
+    const uint64_t low = (mantissa & 0xFFFFFFFFu) << (place % 32);
+    const uint64_t high = (mantissa >> 32) << (place % 32);
+    int64_t* digit = out + place / 32;
+    digit[0] += static_cast<int64_t>(low & 0xFFFFFFFFu);
+    digit[1] += static_cast<int64_t>((low >> 32) + (high & 0xFFFFFFFFu));
+    digit[2] += static_cast<int64_t>(high >> 32);
+  }
+}
+
+}  // namespace
