@@ -71,6 +71,12 @@ def test_nothing_is_contracted_or_flushed_in_what_is_compiled(capability: int) -
             assert any(word.startswith("ld.global.v4") for word in words), (case, words)
 
 
+def forget() -> None:
+    """What was found out about devices."""
+    device._works.cache_clear()
+    device.obstacle.cache_clear()
+
+
 def test_without_triton_the_reference_runs_after_one_notice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,14 +84,14 @@ def test_without_triton_the_reference_runs_after_one_notice(
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(device, "works", device._works)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    device._works.cache_clear()
+    forget()
     scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
     one, other = make(scheme), make(scheme)
     gradient, step = gradient_of(NUMEL, 1), step_of(Algorithm.ADAMW, 1)
     with caplog.at_level(logging.WARNING, "zerodrift"):
         fused.update(scheme, one, gradient, step)
         fused.update(scheme, one, gradient, step)
-    device._works.cache_clear()
+    forget()
     assert [record.message for record in caplog.records] == [
         "zerodrift: Triton is not installed; updates on cpu run in plain PyTorch, several times slower"
     ]
@@ -101,13 +107,13 @@ def test_a_first_program_that_fails_is_told_and_passed_over(
     def broken(flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no compiler\nand more")
 
-    device._works.cache_clear()
+    forget()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(device, "squares", broken)
     with caplog.at_level(logging.WARNING, "zerodrift"):
         assert not device._works(torch.device("cpu"))
         assert not device._works(torch.device("cpu"))
-    device._works.cache_clear()
+    forget()
     assert len(caplog.records) == 1
     assert "failed (RuntimeError: no compiler); updates on cpu" in caplog.records[0].message
 

@@ -30,6 +30,7 @@ from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
 from zerodrift.engine.walk import Walk
+from zerodrift.engine.ways import way_of_updates
 from zerodrift.errors import RankError
 from zerodrift.experts.dispatch import spread_experts
 from zerodrift.optim.update import Updater, make_updater
@@ -119,10 +120,11 @@ class Engine:
         self.attached = Attached(model, self.segments)
         self._handles += self.attached.attach()
         self._trained = [segment for segment in self.segments if segment.update is not None]
+        way = way_of_updates(plan, self.comm)
         self.updater: Updater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             owned = [segment.piece(masters.pop(segment.number)) for segment in self._trained]
-            self.updater = make_updater(self.part, owned, optimizer, originals)
+            self.updater = make_updater(self.part, owned, optimizer, originals, way=way)
         self.group_of = self._groups_of_all()
         """Row name -> its parameter group, of the rows that the optimizer was given, on every stage."""
         self.schedule = steps.schedule(plan, self.optimizer, schedule)

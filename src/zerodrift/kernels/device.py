@@ -1,7 +1,8 @@
 """Launches the Triton programs on a device's tensors, where Triton is there and works.
 
 Triton is optional: torch's CUDA builds bring it, its CPU builds do not. Where it is missing or cannot run a
-first small program, `works` is false after one notice, and every caller has a plain PyTorch path.
+first small program, `obstacle` says why, and every caller has a plain PyTorch path. `engine/ways.py` asks it
+for all ranks at once; `works`, for a slice alone, is false after one notice.
 
 Invariant: a program is launched without contraction beyond what is written in it, on the device that holds
 its tensors.
@@ -57,27 +58,31 @@ class Pass:
 
 
 def works(device: torch.device) -> bool:
-    """Whether programs run on this device; found out once for each, with a notice where they do not."""
+    """Whether programs run on this device, with one notice where they should and do not."""
     return device.type == "cuda" and _works(device)
 
 
 @functools.cache
 def _works(device: torch.device) -> bool:
+    why = obstacle(device)
+    if why is not None:
+        _log.warning("zerodrift: %s; updates on %s run in plain PyTorch, several times slower", why, device)
+    return why is None
+
+
+@functools.cache
+def obstacle(device: torch.device) -> str | None:
+    """Why programs cannot run on this device; None where they do. Found out once, by a first program."""
     if importlib.util.find_spec("triton") is None:
-        why = "Triton is not installed"
-    else:
-        try:
-            found = squares(
-                torch.ones(BLOCK, device=device), torch.zeros(1, dtype=torch.float64, device=device)
-            )
-            if found.item() == BLOCK:
-                return True
-            why = f"a first Triton program computed {found.item()} for {BLOCK}"
-        except Exception as error:  # of Triton, its compiler, the C compiler it calls, or the driver
-            said = (str(error).splitlines() or ["no message"])[0]
-            why = f"a first Triton program failed ({type(error).__name__}: {said})"
-    _log.warning("zerodrift: %s; updates on %s run in plain PyTorch, several times slower", why, device)
-    return False
+        return "Triton is not installed"
+    try:
+        found = squares(torch.ones(BLOCK, device=device), torch.zeros(1, dtype=torch.float64, device=device))
+    except Exception as error:  # of Triton, its compiler, the C compiler it calls, or the driver
+        said = (str(error).splitlines() or ["no message"])[0]
+        return f"a first Triton program failed ({type(error).__name__}: {said})"
+    if found.item() != BLOCK:
+        return f"a first Triton program computed {found.item()} for {BLOCK}"
+    return None
 
 
 def update(call: Pass) -> None:

@@ -41,10 +41,11 @@ def block_square_sums(flat: Tensor, out: Tensor | None = None) -> Tensor:
     blocks = -(-flat.numel() // BLOCK)
     if out is None:
         out = torch.empty(blocks, dtype=torch.float64, device=flat.device)
-    if flat.numel() and flat.is_contiguous() and device.works(flat.device):
+    flat = flat.contiguous()
+    if flat.device.type == "cuda" and flat.numel() and device.obstacle(flat.device) is None:
         return device.squares(flat, out)
     built = native.library() if flat.device.type == "cpu" else None
-    if built is None or not flat.is_contiguous():
+    if built is None:
         return out.copy_(reference_square_sums(flat))
     kind = native.TYPES[flat.dtype]
     built.squares(flat.numel(), flat.data_ptr(), kind, out.data_ptr(), torch.get_num_threads())

@@ -22,7 +22,7 @@ from torch import nn
 
 from zerodrift.errors import ConfigError, UnsupportedError, did_you_mean
 from zerodrift.optim import schemes
-from zerodrift.optim.fused import update
+from zerodrift.optim.fused import Way, update
 from zerodrift.optim.reference import Step
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme
@@ -68,8 +68,10 @@ class FlatUpdater:
         root: Root,
         groups: torch.optim.Optimizer,
         group_of: Mapping[str, int],
+        way: Way = update,
     ) -> None:
         self.groups = groups
+        self._way = way
         # A step of the optimizer's own would find no gradient and do nothing, without a word.
         groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
         self.group_of = group_of
@@ -109,7 +111,7 @@ class FlatUpdater:
     ) -> None:
         step = Step(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number, gradient in gradients.items():
-            update(self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number))
+            self._way(self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number))
             written(number)
         self._steps += 1
         # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.11 to 2.13).
@@ -246,13 +248,13 @@ _MEANINGLESS = ("torch_adam", "fp32_optimizer_states", "bias_correction", "forea
 _EXPECTED = {"fp32_optimizer_states": True, "bias_correction": True, "amsgrad": False}
 
 
-def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe) -> FlatUpdater:
+def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = update) -> FlatUpdater:
     """The optimizer that a config's `optimizer` block means."""
     algorithm, defaults = arguments(recipe)
     # One stand-in parameter: groups exist for their numbers, the values are in the pieces.
     groups = Groups([nn.Parameter(torch.zeros(0))], defaults)
     everything = {row.name: 0 for piece in owned for row in piece.rows}
-    return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything)
+    return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything, way)
 
 
 def arguments(recipe: Recipe) -> tuple[Algorithm, dict[str, Any]]:

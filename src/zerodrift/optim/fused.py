@@ -1,8 +1,9 @@
 """The step of a slice, as fast as there is a way: one compiled pass over memory, or the reference.
 
 Chooses the path by where the slice lies: `kernels/native.cpp` on a CPU, Triton's programs (`optim/device.py`)
-on a GPU, the reference where neither can be built. For the first it checks what compiled code cannot, and
-hands addresses over. The arithmetic is defined by `updates` and `reference`, which the others repeat.
+on a GPU, the reference where neither can be built; `engine/ways.py` decides for all ranks of a GPU run
+whether to come here. For the first it checks what compiled code cannot, and hands addresses over. The
+arithmetic is defined by `updates` and `reference`, which the others repeat.
 
 Invariant: on a CPU both paths leave the same bits, and a GPU's programs leave them too. (The bits of a NaN
 are the one exception: any NaN equals any other.) See [Note: bits on a GPU] for what is left.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,6 +32,9 @@ from zerodrift.optim.rounding import step_key
 from zerodrift.optim.schemes import Scheme, Slice
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updates import Algorithm, Root
+
+Way = Callable[[Scheme, Slice, Tensor, Step, Statistics | None], None]
+"""How a slice is stepped: `update`, or the reference."""
 
 _log = logging.getLogger("zerodrift")
 
@@ -67,10 +72,9 @@ def update(
     scheme: Scheme, of: Slice, gradient: Tensor, step: Step, statistics: Statistics | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
+    gradient = gradient.contiguous()
     built = compiled_for(of.storage.device, step)
-    if not gradient.is_contiguous():
-        reference_update(scheme, of, gradient, step, statistics)
-    elif built is not None:
+    if built is not None:
         if of.numel:
             _update_compiled(built, scheme, of, gradient, step, statistics)
     elif device.works(of.storage.device):

@@ -23,6 +23,7 @@ from zerodrift.errors import ConfigError, Problems, did_you_mean
 from zerodrift.kernels.native import BLOCK
 from zerodrift.optim import muon, schemes
 from zerodrift.optim.flat import FlatUpdater, Groups, check_numbers, keys_of
+from zerodrift.optim.fused import Way, update
 from zerodrift.optim.muon import Numbers
 from zerodrift.optim.schemes import Scheme, Slice
 from zerodrift.optim.statistics import Statistics, account, rooms
@@ -41,12 +42,14 @@ MOMENT = "momentum_buffer"
 class MuonUpdater:
     """An `Updater` whose pieces are Muon's or AdamW's."""
 
-    def __init__(self, plan: Plan, owned: Sequence[Owned], groups: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, plan: Plan, owned: Sequence[Owned], groups: torch.optim.Optimizer, way: Way = update
+    ) -> None:
         self.groups = groups
         self.kind = "muon"
         rest = [piece for piece in owned if not _is_muon(piece)]
         everything = {row.name: ADAMW for piece in rest for row in piece.rows}
-        self._rest = FlatUpdater(plan, rest, Algorithm.ADAMW, Root.EXACT, groups, everything)
+        self._rest = FlatUpdater(plan, rest, Algorithm.ADAMW, Root.EXACT, groups, everything, way)
         mine = [piece for piece in owned if _is_muon(piece)]
         self.group_of = everything | {row.name: MUON for piece in mine for row in piece.rows}
         self._pieces = {piece.number: piece.without_values() for piece in mine}
@@ -196,11 +199,11 @@ _OWN_RATES = {"muon_lr": MUON, "adam_lr": ADAMW}
 """DeepSpeed's keys for a part's own learning rate, over `lr`."""
 
 
-def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe) -> MuonUpdater:
+def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = update) -> MuonUpdater:
     """The optimizer that a config's Muon block means."""
     groups = _groups(json.loads(recipe.params))
     stand_ins = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
-    return MuonUpdater(plan, owned, Groups(stand_ins, {}))
+    return MuonUpdater(plan, owned, Groups(stand_ins, {}), way)
 
 
 def _groups(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zerodrift.optim.fused import Way, update
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.transfers import SideStreams, Transfers
@@ -130,9 +131,11 @@ def make_updater(
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[int, str],
     transfers: Transfers | None = None,
+    way: Way = update,
 ) -> Updater:
     """The updater for a plan. `optimizer` is the caller's, over the model's own parameters, whose names
-    `names` gives by `id`; without one the plan's `optimizer` block is built.
+    `names` gives by `id`; without one the plan's `optimizer` block is built. Slices are stepped in the `way`
+    that all ranks have.
 
     What a plan offloads goes by way of `transfers`: unless told, by streams of the device, and nowhere from a
     CPU, whose memory it is in anyway. Told so, a CPU is treated as if the host were elsewhere.
@@ -141,9 +144,9 @@ def make_updater(
 
     device = owned[0].storage.device if owned else torch.device("cpu")
     if not plan.policy.sharding.offload or (transfers is None and device.type == "cpu"):
-        return _make(plan, owned, optimizer, names)
-    way = transfers or SideStreams(device)
-    return offload.Offloaded(owned, lambda held: _make(plan, held, optimizer, names), way)
+        return _make(plan, owned, optimizer, names, way)
+    sides = transfers or SideStreams(device)
+    return offload.Offloaded(owned, lambda held: _make(plan, held, optimizer, names, way), sides)
 
 
 def _make(
@@ -151,6 +154,7 @@ def _make(
     owned: Sequence[Owned],
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[int, str],
+    way: Way,
 ) -> Updater:
     """The updater of pieces where they are."""
     from zerodrift.optim import flat, matrices, views
@@ -159,9 +163,9 @@ def _make(
         if plan.policy.optimizer is None:
             raise AssertionError("neither an optimizer nor a recipe for one")
         build = matrices.from_recipe if plan.policy.optimizer.type == "Muon" else flat.from_recipe
-        return build(plan, owned, plan.policy.optimizer)
+        return build(plan, owned, plan.policy.optimizer, way)
     group_of = views.group_of(optimizer, names, plan)
     ours = flat.algorithm_of(optimizer)
     if ours is not None:
-        return flat.FlatUpdater(plan, owned, *ours, optimizer, group_of)
+        return flat.FlatUpdater(plan, owned, *ours, optimizer, group_of, way)
     return views.TorchViews(plan, owned, optimizer, group_of)
