@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     )
     from zerodrift.config.load import load
     from zerodrift.config.schema import Config
-    from zerodrift.engine.engine import Engine, StepResult
+    from zerodrift.engine.course import StepResult
+    from zerodrift.engine.engine import Engine
     from zerodrift.errors import (
         CheckpointError,
         ConfigError,
@@ -70,7 +71,7 @@ _HOMES = {
     "Policy": "policy.nouns",
     "PrecisionError": "errors",
     "RankError": "errors",
-    "StepResult": "engine.engine",
+    "StepResult": "engine.course",
     "UnsupportedError": "errors",
     "ZerodriftError": "errors",
     "build": "plan.build",

@@ -213,11 +213,11 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
                 losses.append(engine(tokens))
                 engine.backward(losses[-1])
     elif kind == "late boundary":
-        engine.boundary = False
+        engine.course.boundary = False
         for tokens in (first, second, first):
             losses.append(engine(tokens))
             engine.backward(losses[-1])
-        engine.boundary = True
+        engine.course.boundary = True
     elif kind == "two at once":
         losses += [engine(first), engine(second)]
         for loss in losses:
@@ -244,7 +244,7 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
             losses.append(engine(tokens))
             engine.backward(losses[-1])
     result = engine.step()
-    engine.boundary = None
+    engine.course.boundary = None
     assert result.updated, kind
     # The norm to 14 digits, see `differs`.
     return [float(loss.detach()) for loss in losses] + [float(f"{result.grad_norm:.14g}")]

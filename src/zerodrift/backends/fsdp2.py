@@ -14,7 +14,6 @@ reduced; stage 3 gathers for every forward and backward.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,10 +29,11 @@ from zerodrift.backends.shards import TensorPiece, pieces
 from zerodrift.backends.values import TensorValues
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine import compute, scale, steps
-from zerodrift.engine.engine import Beside, StepResult
+from zerodrift.engine import compute, steps
+from zerodrift.engine.course import Course, StepResult
 from zerodrift.engine.grads import Watcher
 from zerodrift.engine.place import Sources
+from zerodrift.engine.scale import Norm, Scaler, bad_parameters, global_norm
 from zerodrift.errors import RankError, UnsupportedError
 from zerodrift.plan.table import Plan
 from zerodrift.report.explain import Explanation, explain
@@ -86,29 +86,16 @@ class FsdpEngine:
         self.group_of = {} if self.updater is None else self.updater.group_of
         self.held = None
         """What a pipeline has; there is none on this backend."""
-        self.schedule = steps.schedule(plan, self.optimizer, schedule)
-        self.scaler = scale.Scaler(policy.loss_scale)
-        self.passes.watcher = Watcher(self._is_last, self._backward_ended, self._backward_failed)
-        self.global_steps = 0
-        self.skipped_steps = 0
-        self.grad_norm: float | None = None
-        """Of the last complete step, before clipping."""
-        self.accumulation = policy.batch.accumulation
-        """Micro-batches per step, which gradients are divided by; may be changed between steps."""
-        self.boundary: bool | None = None
-        """Whether the micro-batch that is under way ends its step; None where the engine counts."""
-        self._micro_batches = 0
-        self._sync = True
-        self._scaled = False
-        self._closed = False
-        self.beside: Beside | None = None
-        """What else the ranks are doing; at most one thing at a time."""
+        given = steps.schedule(plan, self.optimizer, schedule)
+        self.course = Course(plan, self.updater, given, shows=mesh.rank() == 0)
+        """Micro-batches and steps so far, the loss scale, the schedule."""
+        self.passes.watcher = Watcher(self.course.is_last, self._backward_ended, self._backward_failed)
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in the plan's precision."""
-        self._require_open()
+        self.course.require_open()
         self.attached.check()
         args, kwargs = self._precision.inputs(args, kwargs)
         try:
@@ -122,12 +109,11 @@ class FsdpEngine:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on: multiplied by the loss scale where there is one."""
-        self._scaled = True
-        return loss.float() * self.scaler.scale if self.scaler.active else loss
+        return self.course.scale(loss)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
-        self._require_open()
+        self.course.require_open()
         try:
             with self._precision.backward():
                 self.scale(loss).backward(**kwargs)
@@ -137,15 +123,8 @@ class FsdpEngine:
             self._backward_failed()
             raise
 
-    def _is_last(self) -> bool:
-        """Whether the coming backward is the last micro-batch of its step."""
-        counted = (self._micro_batches + 1) % self.accumulation == 0
-        return (counted if self.boundary is None else self.boundary) and self._sync
-
     def _backward_ended(self) -> None:
-        self._micro_batches += 1
-        scaled, self._scaled = self._scaled, False
-        if self.scaler.active and not scaled:
+        if not self.course.end_backward():
             self._backward_failed()
             raise steps.unscaled(self.plan)
 
@@ -158,30 +137,11 @@ class FsdpEngine:
         """Something was raised in the middle: nothing may be under way or half gathered afterwards."""
         if self.passes.abort():
             self.module.reset_iter_state()  # type: ignore[operator]
-        self._scaled = False
+        self.course.unwind()
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise steps.closed()
-
-    @property
-    def micro_batches(self) -> int:
-        """Of the step under way, so far; 0 between steps."""
-        return self._micro_batches
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside are not the last of their step: what is reduced once per step waits."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    @property
-    def is_boundary(self) -> bool:
-        """Whether `step` would update now."""
-        return self._micro_batches % self.accumulation == 0 if self.boundary is None else self.boundary
+        return self.course.no_sync()
 
     # --- the step ---------------------------------------------------------------------------------------
 
@@ -189,58 +149,75 @@ class FsdpEngine:
         self, error_if_nonfinite: bool = False, schedule_arguments: Mapping[str, Any] | None = None
     ) -> StepResult:
         """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
-        if self.updater is None:
-            raise steps.needs_optimizer()
-        self._require_open()
+        before = self.course.now()
         self.attached.check()
-        lr, loss_scale = self.updater.learning_rates(), self.scaler.scale
-        if self._micro_batches == 0 or not self.is_boundary:
-            return StepResult(False, False, None, loss_scale, lr, self.global_steps)
-        if self.beside is not None:
-            self.beside.check()
+        if self.updater is None or not self.course.begin_step():
+            return before
         with torch.no_grad():
             for group in self.units:
                 group.release()  # what is gathered is of the old values
             self.passes.flush()
             gradients = [(member.row.name, member.gradient()) for member in self._trained]
-            counted = (g for m, (_, g) in zip(self._trained, gradients, strict=True) if m.counts(self.mesh))
-            norm = scale.global_norm(counted, self.comm, self.unscale, self.passes.checksum)
-            self.passes.checksum = 0
-            self.grad_norm = norm.value
-            skip = not norm.finite
-            bad = tuple(scale.bad_parameters(gradients, self.comm)) if skip else ()
-            if not skip:
-                self.updater.step(norm.multiplier(self.unscale, self.plan.policy.clip))
-        self._finish_step(skip, schedule_arguments or {})
-        if skip and (error_if_nonfinite or not (self.plan.policy.skip_nonfinite or self.scaler.active)):
-            raise steps.nonfinite(norm.value, bad)
-        return StepResult(not skip, skip, norm.value, loss_scale, lr, self.global_steps, bad)
-
-    @property
-    def unscale(self) -> float:
-        """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
-        return steps.unscale(self.plan, self.scaler.scale, self.accumulation)
-
-    def _finish_step(self, skipped: bool, schedule_arguments: Mapping[str, Any]) -> None:
+            norm = self._norm(gradient for _, gradient in gradients)
+            bad = [] if norm.finite else bad_parameters(gradients, self.comm)
+            if norm.finite:
+                self.updater.step(self.course.multiplier(norm))
         self.zero_grad()
-        self.scaler.update(skipped)
-        if skipped:
-            self.skipped_steps += 1
-            return
-        self.global_steps += 1
-        if self.schedule is not None:
-            self.schedule.step(**schedule_arguments)
-        every = self.plan.policy.print_every
-        if every and self.global_steps % every == 0 and self.mesh.rank() == 0 and self.updater is not None:
-            rates = self.updater.learning_rates()
-            shown = steps.line(self.global_steps, self.grad_norm, rates, self.scaler, self.skipped_steps)
-            print(shown, flush=True)
+        return self.course.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
+
+    def _norm(self, gradients: Iterable[torch.Tensor]) -> Norm:
+        """Of what this rank has of each gradient; what several ranks have is counted on one of them."""
+        members = zip(self._trained, gradients, strict=True)
+        counted = (gradient for member, gradient in members if member.counts(self.mesh))
+        order, self.passes.checksum = self.passes.checksum, 0
+        return global_norm(counted, self.comm, self.course.unscale, order)
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""
         self.passes.drop()
         self.comm.release()
-        self._micro_batches = 0
+        self.course.restart()
+
+    # --- where it is ------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.course.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.course.skipped_steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last complete step, before clipping."""
+        return self.course.grad_norm
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the step under way, so far; 0 between steps."""
+        return self.course.micro_batches
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step."""
+        return self.course.accumulation
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether `step` would update now."""
+        return self.course.is_boundary
+
+    @property
+    def scaler(self) -> Scaler:
+        """The loss scale."""
+        return self.course.scaler
+
+    @property
+    def schedule(self) -> Any:
+        """What sets the learning rates; None without one."""
+        return self.course.schedule
 
     # --- modes, schedules, the end ----------------------------------------------------------------------
 
@@ -317,21 +294,17 @@ class FsdpEngine:
         """Take our hooks off and leave the process groups; torch's hooks and the sharded parameters stay, so
         the module cannot be run any more. Waits for what goes on beside training, unless an exception is on
         its way through this rank."""
-        if self._closed:
+        if self.course.closed:
             return
         try:
-            if self.beside is not None:
-                if sys.exc_info()[0] is None:
-                    self.beside.finish()
-                else:
-                    self.beside.abandon()
+            self.course.part()
         finally:
             self._leave()
 
     def _leave(self) -> None:
         self._recover()
         self.zero_grad()
-        self._closed = True
+        self.course.closed = True
         for handle in self._handles:
             handle.remove()
         self.passes.watcher = None

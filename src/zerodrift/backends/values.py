@@ -92,7 +92,7 @@ class TensorValues:
         if member.sharded.grad is None:
             return torch.zeros(member.shape, device=member.storage().device)
         whole = member.whole(member.gradient().float(), self._engine.comm)
-        return whole * self._engine.unscale
+        return whole * self._engine.course.unscale
 
     @torch.no_grad()
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class TensorValues:
         self._engine.passes.flush()
         if member.sharded.grad is None:
             raise UnsupportedError(f"`{name}`: must have a gradient to replace; got none in this step.")
-        member.gradient().copy_(member.mine(value / self._engine.unscale))
+        member.gradient().copy_(member.mine(value / self._engine.course.unscale))
 
     # --- moments ----------------------------------------------------------------------------------------
 

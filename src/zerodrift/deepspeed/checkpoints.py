@@ -140,7 +140,8 @@ def _count(engine: DeepSpeedEngine, wanted: Wanted, counts: Mapping[str, int]) -
 def _without_optimizer(engine: DeepSpeedEngine, shared: Mapping[str, Any], wanted: Wanted) -> None:
     below = engine.running
     if wanted.counts:
-        below.global_steps, below.skipped_steps = shared["global_steps"], shared["skipped_steps"]
+        course = below.course
+        course.global_steps, course.skipped_steps = shared["global_steps"], shared["skipped_steps"]
     if wanted.schedule and below.schedule is not None and shared["schedule"] is not None:
         below.schedule.load_state_dict(shared["schedule"])
 

@@ -160,7 +160,7 @@ class DeepSpeedEngine(nn.Module):
 
     def tell(self) -> None:
         """Tell the engine below. See [Note: boundary]."""
-        self._engine.boundary = self.is_gradient_accumulation_boundary()
+        self._engine.course.boundary = self.is_gradient_accumulation_boundary()
 
     # --- the step ---------------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class DeepSpeedEngine(nn.Module):
                 f"`train_batch_size`: must be a multiple of micro-batch x ranks, {per_round}; got "
                 f"{train_batch_size}."
             )
-        self._engine.accumulation = train_batch_size // per_round
+        self._engine.course.accumulation = train_batch_size // per_round
         self.tell()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -329,7 +329,7 @@ class DeepSpeedEngine(nn.Module):
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
-        self._engine.schedule = schedule
+        self._engine.course.schedule = schedule
 
     def get_lr(self) -> list[Any]:
         return self._of_groups("lr")

@@ -107,7 +107,7 @@ def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
     if segment.reduced is None:
         empty = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
         return _mine(empty, segment, row)
-    return _mine(segment.reduced, segment, row).float() * engine.unscale
+    return _mine(segment.reduced, segment, row).float() * engine.course.unscale
 
 
 def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
     engine.gradients.flush()
     if segment.update is None or segment.reduced is None:
         raise ModelError(f"`{row.name}`: must have a gradient to replace; got none in this step.")
-    _write(segment.reduced, segment, row, value / engine.unscale)
+    _write(segment.reduced, segment, row, value / engine.course.unscale)
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> torch.Tensor | None:

@@ -1,8 +1,9 @@
 """The engine: a plan, a model and an optimizer, and the step as a recipe of a few lines.
 
 It owns the parts and decides nothing: what is gathered, cast, reduced and updated in which dtype is in the
-plan's rows, when each happens is in `unit.py` and `grads.py`. A micro-batch is `engine(...)` and
-`engine.backward(loss)`; `engine.step()` ends it and, at the last one of a step, updates.
+plan's rows, when each happens is in `unit.py` and `grads.py`, what is counted and how a step ends in
+`course.py`. A micro-batch is `engine(...)` and `engine.backward(loss)`; `engine.step()` ends it and, at the
+last one of a step, updates.
 
 Invariant: after an exception, in the model's forward or in a backward, the engine is as good as before. A
 forward that failed costs nothing else; a backward that failed costs the micro-batches of its step.
@@ -11,21 +12,22 @@ forward that failed costs nothing else; a backward that failed costs the micro-b
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine import compute, scale, shards, statistics, steps
+from zerodrift.engine import compute, shards, statistics, steps
 from zerodrift.engine.attached import Attached
+from zerodrift.engine.course import Course
+from zerodrift.engine.course import StepResult as StepResult
 from zerodrift.engine.grads import Gradients, Watcher
 from zerodrift.engine.held import Held
 from zerodrift.engine.place import Sources, place
+from zerodrift.engine.scale import Norm, Scaler, bad_parameters, global_norm, parts_of
 from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
@@ -38,39 +40,6 @@ from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
 from zerodrift.report.explain import Explanation, explain
 from zerodrift.report.updates import UpdateReport
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a call of `step` did."""
-
-    updated: bool
-    """Whether parameters were updated: false between the micro-batches of a step, and for a skipped step."""
-    skipped: bool
-    """Whether the update was skipped for a gradient that is not finite."""
-    grad_norm: float | None
-    """Global norm before clipping; None where the step is not complete yet."""
-    loss_scale: float
-    """The multiplier of the loss in this step; 1 without one."""
-    lr: tuple[float, ...]
-    """Learning rate of each parameter group in this step."""
-    step: int
-    """Optimizer steps taken so far, skipped ones not counted."""
-    bad: tuple[str, ...] = ()
-    """The first parameters whose gradient is not finite."""
-
-
-class Beside(Protocol):
-    """Work that goes on beside training on every rank alike, such as a checkpoint being written."""
-
-    def check(self) -> None:
-        """At the beginning of every step. May call collectives, and raise on all ranks what went wrong."""
-
-    def finish(self) -> None:
-        """Before the ranks part: end it, or raise."""
-
-    def abandon(self) -> None:
-        """An exception is ending this rank: let go of it without a collective."""
 
 
 class Engine:
@@ -127,24 +96,10 @@ class Engine:
             self.updater = make_updater(self.part, owned, optimizer, originals, way=way)
         self.group_of = self._groups_of_all()
         """Row name -> its parameter group, of the rows that the optimizer was given, on every stage."""
-        self.schedule = steps.schedule(plan, self.optimizer, schedule)
-        self.scaler = scale.Scaler(policy.loss_scale)
-        self.gradients.watcher = Watcher(self._is_last, self._backward_ended, self._backward_failed)
-        self.global_steps = 0
-        self.skipped_steps = 0
-        self.grad_norm: float | None = None
-        """Of the last complete step, before clipping."""
-        self.accumulation = policy.batch.accumulation
-        """Micro-batches per step, which gradients are divided by; may be changed between steps."""
-        self.boundary: bool | None = None
-        """Whether the micro-batch that is under way ends its step; None where the engine counts."""
-        self._micro_batches = 0
-        """Backwards since the last step."""
-        self._sync = True
-        self._scaled = False
-        self._closed = False
-        self.beside: Beside | None = None
-        """What else the ranks are doing; at most one thing at a time."""
+        given = steps.schedule(plan, self.optimizer, schedule)
+        self.course = Course(plan, self.updater, given, shows=mesh.rank() == 0)
+        """Micro-batches and steps so far, the loss scale, the schedule."""
+        self.gradients.watcher = Watcher(self.course.is_last, self._backward_ended, self._backward_failed)
 
     def _groups_of_all(self) -> Mapping[str, int]:
         mine = {} if self.updater is None else dict(self.updater.group_of)
@@ -170,18 +125,17 @@ class Engine:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on: multiplied by the loss scale where there is one."""
-        self._scaled = True
-        return loss.float() * self.scaler.scale if self.scaler.active else loss
+        return self.course.scale(loss)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
         self.require_open()
         self._require_whole("backward")
-        before = self._micro_batches
+        before = self.course.micro_batches
         try:
             with self.precision.backward():
                 self.scale(loss).backward(**kwargs)
-            if self._micro_batches == before:
+            if self.course.micro_batches == before:
                 self.gradients.end_unseen()
         except RankError:
             raise
@@ -189,15 +143,12 @@ class Engine:
             self._backward_failed()
             raise
 
-    def _is_last(self) -> bool:
-        """Whether the coming backward is the last micro-batch of its step."""
-        counted = (self._micro_batches + 1) % self.accumulation == 0
-        return (counted if self.boundary is None else self.boundary) and self._sync
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside are not the last of their step: what is reduced once per step waits."""
+        return self.course.no_sync()
 
     def _backward_ended(self) -> None:
-        self._micro_batches += 1
-        scaled, self._scaled = self._scaled, False
-        if self.scaler.active and not scaled:
+        if not self.course.end_backward():
             self.zero_grad()
             raise steps.unscaled(self.plan)
 
@@ -211,12 +162,11 @@ class Engine:
         self.gradients.abort()
         for unit in self.units:
             unit.forget()
-        self._scaled = False
+        self.course.unwind()
 
     def require_open(self) -> None:
         """Raise if it was destroyed."""
-        if self._closed:
-            raise steps.closed()
+        self.course.require_open()
 
     def _require_whole(self, what: str) -> None:
         if self.held is not None:
@@ -226,32 +176,12 @@ class Engine:
 
     def end_step(self, micro_batches: int) -> StepResult:
         """All micro-batches of a step have ended: update."""
-        self._micro_batches = micro_batches
-        self._scaled = False
+        self.course.end_backwards(micro_batches)
         return self.step()
 
     def abandon_step(self) -> None:
         """Something was raised in a schedule: the step starts anew."""
         self._backward_failed()
-
-    @property
-    def micro_batches(self) -> int:
-        """Of the step under way, so far; 0 between steps."""
-        return self._micro_batches
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside are not the last of their step: what is reduced once per step waits."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    @property
-    def is_boundary(self) -> bool:
-        """Whether `step` would update now."""
-        return self._micro_batches % self.accumulation == 0 if self.boundary is None else self.boundary
 
     # --- the step ---------------------------------------------------------------------------------------
 
@@ -259,42 +189,31 @@ class Engine:
         self, error_if_nonfinite: bool = False, schedule_arguments: Mapping[str, Any] | None = None
     ) -> StepResult:
         """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
-        if self.updater is None:
-            raise steps.needs_optimizer()
-        self.require_open()
+        before = self.course.now()
         self.attached.check()
-        lr, loss_scale = self.updater.learning_rates(), self.scaler.scale
-        if self._micro_batches == 0:
+        if self.course.micro_batches == 0:
             self.gradients.end_unseen()
-        if self._micro_batches == 0 or not self.is_boundary:
-            return StepResult(False, False, None, loss_scale, lr, self.global_steps)
-        if self.beside is not None:
-            self.beside.check()
+        if not self.course.begin_step():
+            return before
         with torch.no_grad():
-            self.gradients.flush()
-            if self.mesh.size("replicate") > 1:
-                self.gradients.sum_over_replicas()
-            if self.held is not None:
-                self.held.sum_over_ends(self.comm)
-            unscale = self.unscale
-            counted = [segment for segment in self._trained if segment.spec.lead]
-            gradients = [segment.reduced for segment in counted if segment.reduced is not None]
-            norm = scale.global_norm(gradients, self.comm, unscale, self._walk.checksum)
-            self._walk.checksum = 0
-            self.grad_norm = norm.value
-            skip = not norm.finite
-            bad = tuple(scale.bad_parameters(scale.parts_of(self._trained), self.comm)) if skip else ()
-            if not skip:
-                self._update(norm.multiplier(unscale, self.plan.policy.clip))
-        self._finish_step(skip, schedule_arguments or {})
-        if skip and (error_if_nonfinite or not self._may_skip):
-            raise steps.nonfinite(norm.value, bad)
-        return StepResult(not skip, skip, norm.value, loss_scale, lr, self.global_steps, bad)
+            norm = self._norm()
+            bad = [] if norm.finite else bad_parameters(parts_of(self._trained), self.comm)
+            if norm.finite:
+                self._update(self.course.multiplier(norm))
+        self.zero_grad()
+        return self.course.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
 
-    @property
-    def unscale(self) -> float:
-        """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
-        return steps.unscale(self.plan, self.scaler.scale, self.accumulation)
+    def _norm(self) -> Norm:
+        """Of everything that was accumulated, which is reduced when this returns."""
+        self.gradients.flush()
+        if self.mesh.size("replicate") > 1:
+            self.gradients.sum_over_replicas()
+        if self.held is not None:
+            self.held.sum_over_ends(self.comm)
+        counted = [segment for segment in self._trained if segment.spec.lead]
+        gradients = [segment.reduced for segment in counted if segment.reduced is not None]
+        order, self._walk.checksum = self._walk.checksum, 0
+        return global_norm(gradients, self.comm, self.course.unscale, order)
 
     def _update(self, multiplier: float) -> None:
         if self.updater is None:
@@ -316,31 +235,53 @@ class Engine:
         for segment in self._trained:
             segment.changed()
 
-    def _finish_step(self, skipped: bool, schedule_arguments: Mapping[str, Any]) -> None:
-        self.zero_grad()
-        self.scaler.update(skipped)
-        if skipped:
-            self.skipped_steps += 1
-            return
-        self.global_steps += 1
-        if self.schedule is not None:
-            self.schedule.step(**schedule_arguments)
-        every = self.plan.policy.print_every
-        if every and self.global_steps % every == 0 and self.mesh.rank() == 0:
-            rates = self.updater.learning_rates() if self.updater else ()
-            shown = steps.line(self.global_steps, self.grad_norm, rates, self.scaler, self.skipped_steps)
-            print(shown, flush=True)
-
-    @property
-    def _may_skip(self) -> bool:
-        return self.plan.policy.skip_nonfinite or self.scaler.active
-
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""
         self.gradients.drop()
         self._pools.end_step()
         self.comm.release()
-        self._micro_batches = 0
+        self.course.restart()
+
+    # --- where it is ------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.course.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.course.skipped_steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last complete step, before clipping."""
+        return self.course.grad_norm
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the step under way, so far; 0 between steps."""
+        return self.course.micro_batches
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step."""
+        return self.course.accumulation
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether `step` would update now."""
+        return self.course.is_boundary
+
+    @property
+    def scaler(self) -> Scaler:
+        """The loss scale."""
+        return self.course.scaler
+
+    @property
+    def schedule(self) -> Any:
+        """What sets the learning rates; None without one."""
+        return self.course.schedule
 
     # --- modes, schedules, the end ----------------------------------------------------------------------
 
@@ -410,21 +351,17 @@ class Engine:
     def destroy(self) -> None:
         """Take the hooks off and leave the process groups. The module keeps what it holds. Waits for what
         goes on beside training, unless an exception is on its way through this rank."""
-        if self._closed:
+        if self.course.closed:
             return
         try:
-            if self.beside is not None:
-                if sys.exc_info()[0] is None:
-                    self.beside.finish()
-                else:
-                    self.beside.abandon()
+            self.course.part()
         finally:
             self._leave()
 
     def _leave(self) -> None:
         self._recover()
         self.zero_grad()
-        self._closed = True
+        self.course.closed = True
         for handle in self._handles:
             handle.remove()
         self.gradients.watcher = None

@@ -15,13 +15,6 @@ from zerodrift.errors import NonFiniteError, UnsupportedError
 from zerodrift.plan.table import Plan
 
 
-def unscale(plan: Plan, loss_scale: float, accumulation: int) -> float:
-    """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
-    averaging = plan.policy.averaging
-    ranks = plan.mesh.data / averaging.before if averaging.mean else 1.0
-    return 1.0 / (loss_scale * accumulation * ranks)
-
-
 def schedule(plan: Plan, optimizer: torch.optim.Optimizer | None, given: Any) -> Any:
     """The caller's schedule, made of the optimizer where it is a function; else that of the config."""
     from zerodrift.optim.schedules import make_schedule

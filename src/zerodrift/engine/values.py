@@ -123,7 +123,7 @@ class Values:
             return torch.zeros(row.whole_shape, device=segment.storage.device)
         whole = segment.whole_gradient()
         summed = segment.over_replicas(whole, self._engine.gradients.before)
-        found = segment.view(summed, row).float() * self._engine.unscale
+        found = segment.view(summed, row).float() * self._engine.course.unscale
         segment.give_back(whole)
         return self._all_of(row, found)
 
@@ -134,7 +134,7 @@ class Values:
             raise UnsupportedError(f"`{name}`: must have a gradient to replace; got none in this step.")
         whole = segment.whole_gradient()
         with torch.no_grad():
-            part = self._part_of(segment, row, value) / self._engine.unscale
+            part = self._part_of(segment, row, value) / self._engine.course.unscale
             mesh = self._engine.mesh
             if mesh.size("replicate") > 1:
                 # The step has yet to sum over replicas, and to divide before it where no reduction did.

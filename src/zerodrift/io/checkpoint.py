@@ -148,7 +148,7 @@ class Checkpoints:
         name = states.own_file(comm.mesh.rank())
         if self._asynchronous:
             self._pending = (under_way, head)
-            engine.beside = self
+            engine.course.beside = self
             under_way.start(lambda: Job(contents.copied(engine, frozen), name, own))
         else:
             under_way.write(Job(contents.items(engine, frozen), name, own))
@@ -158,7 +158,7 @@ class Checkpoints:
         """Until a save that is under way is a checkpoint; raises on every rank if it failed."""
         if self._pending is not None:
             (save, head), self._pending = self._pending, None
-            self._engine.beside = None
+            self._engine.course.beside = None
             self._say_saved(save.finish(head, self._keep))
 
     def check(self) -> None:
@@ -173,7 +173,7 @@ class Checkpoints:
         """Called by the engine where an exception ends this rank."""
         if self._pending is not None:
             (save, _), self._pending = self._pending, None
-            self._engine.beside = None
+            self._engine.course.beside = None
             save.abandon()
 
     def _say_saved(self, path: Path) -> None:

@@ -71,8 +71,8 @@ def groups(engine: Engine) -> list[dict[str, Any]]:
 def put_shared(engine: Engine, state: Mapping[str, Any], without: frozenset[str]) -> None:
     """The counterpart of `shared`, but for counters, which the moments come after, and for what the caller
     keeps as it is."""
-    engine.global_steps = state["global_steps"]
-    engine.skipped_steps = state["skipped_steps"]
+    engine.course.global_steps = state["global_steps"]
+    engine.course.skipped_steps = state["skipped_steps"]
     if engine.scaler.active and state["scaler"] is not None and "loss_scale" not in without:
         engine.scaler.load_state_dict(state["scaler"])
     if engine.schedule is not None and state["schedule"] is not None and "schedule" not in without:
