@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
-from zerodrift.comm import collectives
+from zerodrift.comm import collectives, pairs
 from zerodrift.comm.collectives import Carrier, Collectives, Recorded
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import AxisName, start
@@ -62,7 +62,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def small_messages(chunk: int = 512, direct: int = 512) -> None:
     """Cut everything into many messages. Of this process, which ends with the test."""
-    collectives.CHUNK, collectives.DIRECT = chunk, direct
+    pairs.CHUNK, collectives.DIRECT = chunk, direct
 
 
 # Sums
@@ -307,7 +307,7 @@ def keep_scratch() -> tuple[int, int]:
     small_messages()
     for count in (10, 4000, 100, 4000, 10):
         comm.reduce_scatter(torch.empty(count), torch.ones(2 * count, dtype=BF16), "shard", Sum(FP32))
-    held = comm._scratch._free
+    held = comm._pairs._scratch._free
     sizes = len(held), sum(buffer.numel() for buffer in held)
     comm.release()
     assert not held
@@ -317,7 +317,7 @@ def keep_scratch() -> tuple[int, int]:
 def test_a_reduction_receives_a_window_however_large_it_is() -> None:
     for buffers, size in run_ranks(keep_scratch, 2):
         assert buffers == 2
-        assert size <= collectives.DEPTH * 512 + 2 * 512  # the window, and a chunk in the dtype of the sum
+        assert size <= pairs.DEPTH * 512 + 2 * 512  # the window, and a chunk in the dtype of the sum
 
 
 # Rows to other ranks

@@ -115,17 +115,20 @@ def test_the_table_has_no_cycle() -> None:
         done |= ready
 
 
-def test_only_one_file_calls_collectives() -> None:
+def test_only_comm_calls_collectives() -> None:
     calls = {
         "all_gather_into_tensor",
         "reduce_scatter_tensor",
         "all_reduce",
         "all_to_all_single",
         "broadcast",
+        "isend",
+        "irecv",
     }
+    # `deepspeed.comm` is torch.distributed for a script's own collectives, not for the engine's.
+    allowed = ("comm/collectives.py", "comm/pairs.py", "deepspeed/comm/__init__.py")
     for path in FILES:
-        # `deepspeed.comm` is torch.distributed for a script's own collectives, not for the engine's.
-        if path.relative_to(PACKAGE).as_posix() in ("comm/collectives.py", "deepspeed/comm/__init__.py"):
+        if path.relative_to(PACKAGE).as_posix() in allowed:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in calls:

@@ -1,31 +1,19 @@
-"""Every collective that zerodrift makes. The only file that calls torch.distributed's.
+"""Every collective that zerodrift makes. Nobody else calls torch.distributed's.
 
 An operation is what the plan says it is (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`), or an
 `all_to_all` of rows, whose sizes the data decides; `record` lists the calls in those words. How it is
-carried differs by backend: on gloo by messages between pairs of ranks, on NCCL by its all-gather and
-all-to-all. Sums are never left to either: the parts travel in the wire dtype and `fold` adds them. Which
+carried differs by backend: on gloo by messages between pairs of ranks (`pairs.py`), on NCCL by its all-gather
+and all-to-all. Sums are never left to either: the parts travel in the wire dtype and `fold` adds them. Which
 buffers move, and when, is the engine's affair.
 
 Invariant: a result depends on the values, the rank order and the dtypes, never on the carrier; and a rank
 that is missing surfaces as RankError with the operation, the axis and the rank that was waited for.
-
-[Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and
-its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order; the
-tag numbers the collectives of a group, so those under way at once cannot take each other's, and has a
-digest of the sizes of their messages, so ranks in collectives of different sizes miss each other and get a
-RankError in time; gloo ends the process when a message does not fit where it is received. A reduction
-that is waited for at once receives a window of chunks rather than everything: the window stays in cache
-between arrival and sum, and the wire needs at most WINDOW bytes however large the segment is. One that is
-only started posts every receive, because a receive that is posted in `wait` would hang two ranks that wait
-for two operations in different orders. Either way the memory is kept for the next reduction, since fresh
-pages cost as much as the message that fills them; `release` lets go of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -34,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from zerodrift.comm.fold import Sum, fold
-from zerodrift.comm.mesh import Axis, AxisName, Mesh, first_line
+from zerodrift.comm.mesh import Axis, AxisName, Mesh
+from zerodrift.comm.pairs import Pairs, missing
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import RankError
 
@@ -43,19 +32,8 @@ T = TypeVar("T")
 Carrier = Literal["pairs", "native"]
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 
-CHUNK = 2 << 20
-"""Bytes of one message of a reduction; below it the messages cost more than they save."""
-WINDOW = 16 << 20
-"""Bytes that a reduction on gloo receives ahead of its sums, at most."""
-DEPTH = 4
-"""Chunks per peer in the window."""
-_ALL = 1 << 62
-"""A window without end."""
 DIRECT = 1 << 18
 """Bytes below which an all-reduce sends whole tensors to everybody: one round trip instead of two."""
-_FIRST_TAG = 1 << 30
-_TAGS = 1 << 14
-"""Collectives that a tag can number; above the number is a digest of as many values. gloo has 31 bits."""
 
 # torch 2.13 gave these their new names and warns about the old ones.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -100,7 +78,7 @@ class Collectives:
         self.mesh = mesh
         self.carrier: Carrier = carrier or ("pairs" if mesh.device.type == "cpu" else "native")
         self._logs: list[list[Recorded]] = []
-        self._scratch = _Scratch()
+        self._pairs = Pairs()
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Recorded]]:
@@ -130,30 +108,24 @@ class Collectives:
             _copy(place, shard)
             shard = place
         if self.carrier == "pairs":
-            return self._pairwise_gather(out, shard, line)
+            finish = self._pairs.gather(out, shard, line)
+            _copy(place, shard)  # while the messages travel
+            return Handle(finish)
         work = _start("all_gather", line, _gather_single, out, shard)
         return Handle(lambda: _issue("all_gather", line, work.wait))
-
-    def _pairwise_gather(self, out: torch.Tensor, shard: torch.Tensor, line: Axis) -> Handle:
-        post = _Post("all_gather", line, shard.nbytes, shard.nbytes)
-        for to, source in post.turns:
-            post.receive(line.slice(out, source), source)
-            post.send(shard, to)
-        _copy(line.slice(out, line.rank), shard)  # while the messages travel
-        return Handle(post.finish)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> None:
         """This rank's slice of the sum of every rank's `full`, into `out`. Values travel in the dtype of
         `full`, are summed as `how` says, and are converted once to the dtype of `out`, which may be this
         rank's slice of `full`."""
-        self._reduce_scatter(out, full, axis, how, DEPTH).wait()
+        self._reduce_scatter(out, full, axis, how, ahead=False).wait()
 
     def start_reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> Handle:
         """The same, under way: the other ranks' slices have room of their own until `wait` sums them."""
-        return self._reduce_scatter(out, full, axis, how, _ALL)
+        return self._reduce_scatter(out, full, axis, how, ahead=True)
 
     def _reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, depth: int
+        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, *, ahead: bool
     ) -> Handle:
         line = self.mesh.axis(axis)
         _check_slices(full, out, line)
@@ -164,7 +136,7 @@ class Collectives:
             return Handle()
         if self.carrier == "pairs":
             slices = [line.slice(full, rank) for rank in range(line.size)]
-            return self._exchange("reduce_scatter", line, out, slices, how, depth)
+            return Handle(self._pairs.sum("reduce_scatter", line, out, slices, how, ahead=ahead))
         if not how.exact and full.dtype is how.dtype:
             parts = [torch.empty_like(out, dtype=full.dtype)]
             call = _reduce_scatter_single
@@ -197,7 +169,7 @@ class Collectives:
     def _all_reduce_directly(self, out: torch.Tensor, values: torch.Tensor, line: Axis, how: Sum) -> None:
         """Everything to everybody, and every rank forms the whole sum."""
         if self.carrier == "pairs":
-            self._exchange("all_reduce", line, out, [values] * line.size, how, DEPTH).wait()
+            self._pairs.sum("all_reduce", line, out, [values] * line.size, how, ahead=False)()
             return
         received = values.new_empty(values.numel() * line.size)
         work = _start("all_reduce", line, _gather_single, received, values)
@@ -235,14 +207,7 @@ class Collectives:
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         going, coming = rows.split(list(send)), arrived.split(list(receive))
         if self.carrier == "pairs":
-            post = _Post("all_to_all", line, rows.shape[1] * rows.itemsize, 0)
-            for to, source in post.turns:
-                if receive[source]:
-                    post.receive(coming[source], source)
-                if send[to]:
-                    post.send(going[to], to)
-            coming[line.rank].copy_(going[line.rank])
-            post.finish()
+            self._pairs.swap(coming, going, line)
         else:
             call, flat = dist.all_to_all_single, (arrived.view(torch.uint8), rows.view(torch.uint8))
             _issue("all_to_all", line, call, *flat, list(receive), list(send), group=line.group)
@@ -293,51 +258,9 @@ class Collectives:
             _difference(other, self.broadcast_object(mine, 0), self.broadcast_object(mine, other))
         )
 
-    def _exchange(
-        self, op: Op, line: Axis, out: torch.Tensor, outgoing: Sequence[torch.Tensor], how: Sum, depth: int
-    ) -> Handle:
-        """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
-
-        Chunk by chunk, `depth` of them received ahead: see [Note: messages].
-        """
-        own = outgoing[line.rank]
-        chunk = _chunk(own, line)
-        post = _Post(op, line, chunk * own.itemsize, own.nbytes)
-        count = -(-own.numel() // chunk)
-        depth = min(depth, count)
-        arrivals, held = self._scratch.take(depth * (line.size - 1) * chunk, own.dtype)
-        rooms = arrivals.view(depth, line.size - 1, chunk)
-
-        def bounds(number: int) -> slice:
-            return slice(number * chunk, min((number + 1) * chunk, own.numel()))
-
-        def receive(number: int) -> None:
-            span = bounds(number)
-            for room, (_, source) in zip(rooms[number % depth], post.turns, strict=True):
-                post.receive(room[: span.stop - span.start], source, number)
-
-        def finish() -> None:
-            spare, held_spare = self._scratch.take(chunk, how.dtype)
-            for number in range(count):
-                # Our own chunk has left, too, before its sum may overwrite it.
-                parts = dict(post.collect(number))
-                parts[line.rank] = own[bounds(number)]
-                fold(out[bounds(number)], [parts[rank] for rank in range(line.size)], how, spare)
-                if number + depth < count:
-                    receive(number + depth)
-            # Not reached when a rank is missing: late messages may still be written to these buffers.
-            self._scratch.give(held, held_spare)
-
-        for number in range(depth):
-            receive(number)
-        for number in range(count):
-            for to, _ in post.turns:
-                post.send(outgoing[to][bounds(number)], to, number)
-        return Handle(finish)
-
     def release(self) -> None:
         """Let go of the memory that is kept between reductions."""
-        self._scratch.drop()
+        self._pairs.release()
 
     def _note(self, op: Op, tensor: torch.Tensor, axis: AxisName, sum_dtype: torch.dtype | None) -> None:
         if not self._logs:
@@ -355,86 +278,6 @@ class Collectives:
             yield
         finally:
             self._logs = logs
-
-
-class _Post:
-    """The messages of one collective between this rank and the others of its axis (gloo)."""
-
-    def __init__(self, op: str, line: Axis, message: int, total: int) -> None:
-        """`message` bytes at a time, `total` to each rank."""
-        self._op, self.line = op, line
-        sizes = zlib.crc32(f"{message} {total}".encode()) % _TAGS
-        self._tag = _FIRST_TAG + sizes * _TAGS + next(line.tags) % _TAGS
-        size, rank = line.size, line.rank
-        self.turns = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
-        """(to, from): in each turn every rank sends one message and receives one."""
-        self._posted: dict[int, list[tuple[dist.Work, int, torch.Tensor | None]]] = {}
-        """Batch -> what was posted in it; the tensor is None for what was sent."""
-
-    def send(self, tensor: torch.Tensor, to: int, batch: int = 0) -> None:
-        try:
-            work = dist.isend(tensor, group=self.line.group, tag=self._tag, group_dst=to)
-        except RuntimeError as error:
-            raise _missing(self._op, self.line, error, to) from error
-        self._add(work, to, None, batch)
-
-    def receive(self, tensor: torch.Tensor, source: int, batch: int = 0) -> None:
-        try:
-            work = dist.irecv(tensor, group=self.line.group, tag=self._tag, group_src=source)
-        except RuntimeError as error:
-            raise _missing(self._op, self.line, error, source) from error
-        self._add(work, source, tensor, batch)
-
-    def _add(self, work: dist.Work | None, peer: int, tensor: torch.Tensor | None, batch: int) -> None:
-        if work is None:
-            raise AssertionError(f"rank {self.line.rank} is not in the group of axis {self.line.name!r}")
-        self._posted.setdefault(batch, []).append((work, peer, tensor))
-
-    def collect(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Wait for a batch; (source, tensor) of what arrived."""
-        for work, peer, tensor in self._posted.pop(batch, []):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise _missing(self._op, self.line, error, peer) from error
-            if tensor is not None:
-                yield peer, tensor
-
-    def finish(self) -> None:
-        for batch in list(self._posted):
-            for _ in self.collect(batch):
-                pass
-
-
-class _Scratch:
-    """Host memory that is kept between reductions."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A flat tensor of that many elements, and what to give back."""
-        size = numel * dtype.itemsize
-        fits = [number for number, buffer in enumerate(self._free) if buffer.numel() >= size]
-        if fits:
-            held = self._free.pop(min(fits, key=lambda number: self._free[number].numel()))
-        else:
-            # One that is too small goes, so there are never more than were in use at once.
-            del self._free[:1]
-            held = torch.empty(size, dtype=torch.uint8)
-        return held[:size].view(dtype), held
-
-    def give(self, *held: torch.Tensor) -> None:
-        self._free.extend(held)
-
-    def drop(self) -> None:
-        self._free.clear()
-
-
-def _chunk(own: torch.Tensor, line: Axis) -> int:
-    """Elements of one message. The same on every rank, whatever has been sent before."""
-    share = WINDOW // (DEPTH * (line.size - 1))
-    return min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
 
 
 @torch.no_grad()
@@ -459,7 +302,7 @@ def _issue(op: str, line: Axis, call: Callable[..., Any], *args: Any, **kwargs: 
     try:
         return call(*args, **kwargs)
     except RuntimeError as error:
-        raise _missing(op, line, error) from error
+        raise missing(op, line, error) from error
 
 
 def _start(
@@ -468,20 +311,6 @@ def _start(
     # As bytes: nothing is computed on the way, and no backend knows every dtype.
     out, values = out.view(torch.uint8), values.view(torch.uint8)
     return _issue(op, line, call, out, values, group=line.group, async_op=True)
-
-
-def _missing(op: str, line: Axis, error: RuntimeError, peer: int | None = None) -> RankError:
-    others = [rank for rank in line.ranks if rank != line.ranks[line.rank]]
-    if peer is not None:
-        others = [line.ranks[peer]]
-    who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))}"
-    more = ", ..." if len(others) > 8 else ""
-    return RankError(
-        f"`{op}` on axis `{line.name}`: {who}{more} must take part within the timeout; "
-        f"got {first_line(error)!r}. "
-        "That rank died, hangs, or is in another collective: look at the output of the rank that failed "
-        "first. If it was only slow, start the mesh with a longer `timeout`."
-    )
 
 
 def _difference(other: int, here: Sequence[str], there: Sequence[str]) -> str:
