@@ -14,7 +14,8 @@ import typer
 from typer.main import get_command
 
 from zerodrift import __version__, cli
-from zerodrift.errors import UnsupportedError
+from zerodrift.cli import planning, streams
+from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError
 
 SURFACE = {
     "": ["--help", "--version"],
@@ -180,7 +181,7 @@ def test_wrong_usage_exits_2_without_a_traceback(arguments: Sequence[str]) -> No
 
 
 def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as caught, cli._errors(debug=False):
+    with pytest.raises(typer.Exit) as caught, streams.errors(debug=False):
         raise UnsupportedError("`backend`: must be native here.")
     assert caught.value.exit_code == 2
     out = capsys.readouterr()
@@ -188,20 +189,20 @@ def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[st
 
 
 def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit), cli._errors(debug=True):
+    with pytest.raises(typer.Exit), streams.errors(debug=True):
         raise UnsupportedError("no")
     err = capsys.readouterr().err
     assert err.startswith("Traceback") and err.endswith("zerodrift: error: no\n")
 
 
 def test_an_interrupt_exits_130() -> None:
-    with pytest.raises(typer.Exit) as caught, cli._errors(debug=False):
+    with pytest.raises(typer.Exit) as caught, streams.errors(debug=False):
         raise KeyboardInterrupt
     assert caught.value.exit_code == 130
 
 
 def test_our_own_mistakes_are_not_hidden() -> None:
-    with pytest.raises(AssertionError), cli._errors(debug=False):
+    with pytest.raises(AssertionError), streams.errors(debug=False):
         raise AssertionError("a broken promise")
 
 
@@ -239,7 +240,7 @@ def test_colour_is_for_terminals(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stdout", Screen(terminal))
-    assert cli._color() is colored
+    assert streams.color() is colored
 
 
 def test_piped_output_has_no_colour_codes() -> None:
@@ -262,22 +263,22 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(write)
     assert done.stderr == ""
-    assert done.returncode == cli.BROKEN_PIPE
+    assert done.returncode == streams.BROKEN_PIPE
 
 
 @pytest.mark.parametrize("texts", [["a"], ["=1"], ["a=b"], ["a=1", "b"]])
 def test_auto_must_be_key_and_number(texts: list[str]) -> None:
-    with pytest.raises(cli.ConfigError, match="--auto"):
-        cli._numbers(texts)
+    with pytest.raises(ConfigError, match="--auto"):
+        planning.numbers(texts)
 
 
 def test_auto_is_a_number_per_key() -> None:
-    assert cli._numbers(["train_batch_size=256", "optimizer.params.lr=1e-4"]) == {
+    assert planning.numbers(["train_batch_size=256", "optimizer.params.lr=1e-4"]) == {
         "train_batch_size": 256.0,
         "optimizer.params.lr": 1e-4,
     }
 
 
 def test_a_page_that_cannot_be_written_says_why(tmp_path: Path) -> None:
-    with pytest.raises(cli.ZerodriftError, match=r"--html.*No such file or directory"):
-        cli._write(tmp_path / "missing" / "plan.html", "")
+    with pytest.raises(ZerodriftError, match=r"--html.*No such file or directory"):
+        planning.write_page(tmp_path / "missing" / "plan.html", "")

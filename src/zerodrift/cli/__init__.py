@@ -1,0 +1,58 @@
+"""The command line: thin verbs over the library. What a verb prints, `report` has written.
+
+The verbs are in `planning`, `files` and `training`, their options in `options`, what `--help` says of them in
+`texts`, and how they end in `streams`. Rooms are imported inside the verbs, so that `--help` is instant and
+needs neither torch nor pydantic.
+
+Invariant: what zerodrift refuses ends as one message and exit code 2, never as a traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from zerodrift import __version__
+from zerodrift.cli import files, planning, streams, texts, training
+
+app = typer.Typer(
+    name="zerodrift",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="zerodrift")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        streams.emit(f"zerodrift {__version__}\n")
+        raise typer.Exit()
+
+
+@app.callback(help=texts.ROOT)
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What comes before the verb."""
+
+
+for verb, line, text in (
+    (planning.plan, "Every dtype of every parameter, why, and what it costs.", texts.PLAN),
+    (planning.explain, "One parameter: its dtypes, their reasons, its slices.", texts.EXPLAIN),
+    (planning.support, "Which combinations run, and why the others do not.", texts.SUPPORT),
+    (files.inspect, "What is in a checkpoint, and whether it is complete.", texts.INSPECT),
+    (files.convert, "A checkpoint to safetensors and back, or out of DeepSpeed.", texts.CONVERT),
+    (training.train, "Train what a job file says.", texts.TRAIN),
+    (training.sample, "Text from a trained model.", texts.SAMPLE),
+):
+    app.command(short_help=line, help=text)(verb)

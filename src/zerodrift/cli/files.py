@@ -1,0 +1,60 @@
+"""The verbs over checkpoints and weights: `inspect`, `convert`.
+
+Invariant: what is read is left as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import typer
+
+from zerodrift.cli import options, streams
+from zerodrift.errors import ConfigError
+
+
+def inspect(
+    checkpoint: options.Checkpoint,
+    verify: options.Verify = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete."""
+    with streams.errors(debug):
+        from zerodrift.io import inspect as looking
+
+        with streams.progress(f"reading {checkpoint}"):
+            found = looking.inspect(checkpoint, verify=verify)
+        if json:
+            streams.emit(looking.inspection_json(found))
+        else:
+            streams.emit(looking.inspection_text(found, color=streams.color()))
+        if not found.complete:
+            raise typer.Exit(streams.USAGE)
+
+
+def convert(
+    source: options.Source,
+    target: options.Target,
+    to: options.To = None,
+    model: options.WeightsModel = None,
+    dtype: options.Dtype = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    tag: options.Tag = "",
+    optimizer: options.Moments = "",
+    overwrite: options.Overwrite = False,
+    trust: options.Trust = False,
+    debug: options.Debug = False,
+) -> None:
+    """Convert weights, and masters, moments and counters where both sides have them."""
+    with streams.errors(debug):
+        if to not in (None, "safetensors", "checkpoint"):
+            raise ConfigError(f"`--to`: must be safetensors or checkpoint; got {to!r}.")
+        from zerodrift.io.convert import Asked
+        from zerodrift.io.convert import convert as run
+
+        kind: Literal["safetensors", "checkpoint"] | None = None
+        if to is not None:
+            kind = "checkpoint" if to == "checkpoint" else "safetensors"
+        asked = Asked(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
+        streams.emit(str(run(source, target, asked, model, shown=True)))

@@ -1,0 +1,154 @@
+"""The verbs that start nothing: `plan`, `explain`, `support`.
+
+Invariant: no weights are read, and no process group and no device is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from zerodrift.cli import options, streams
+from zerodrift.errors import ConfigError, Problems, ZerodriftError
+
+if TYPE_CHECKING:
+    from zerodrift.plan.table import Plan
+    from zerodrift.plan.timeline import Timeline
+
+
+def plan(
+    config: options.Config,
+    model: options.Model,
+    world_size: options.WorldSize = 1,
+    micro_batches: options.MicroBatches = None,
+    rows: options.Rows = None,
+    set_: options.Set = None,
+    auto: options.Auto = None,
+    json: options.Json = False,
+    html: options.Html = None,
+    debug: options.Debug = False,
+) -> None:
+    """Show what will happen: every dtype of every parameter, why, and what it costs."""
+    with streams.errors(debug):
+        with streams.progress(f"planning {model}"):
+            made = _made(config, model, world_size, set_, auto)
+            text = _plan_text(made, micro_batches, rows, json, html)
+        streams.emit(text)
+
+
+def explain(
+    config: options.Config,
+    model: options.Model,
+    parameter: options.Parameter,
+    world_size: options.WorldSize = 1,
+    set_: options.Set = None,
+    auto: options.Auto = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show one parameter: each of its dtypes, what set it, and which rank owns what."""
+    with streams.errors(debug):
+        from zerodrift.report import as_json, terminal
+        from zerodrift.report.explain import explain as explained
+
+        with streams.progress(f"planning {model}"):
+            made = _made(config, model, world_size, set_, auto)
+            found = explained(made, parameter)
+        if json:
+            streams.emit(as_json.explanation_json(found, made))
+        else:
+            streams.emit(terminal.explanation_text(found, made.digest, color=streams.color()))
+
+
+def support(
+    markdown: options.Markdown = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show which modes, accumulate dtypes, states, stages, pipelines and backends go together."""
+    with streams.errors(debug):
+        from zerodrift.policy.support import states, table
+        from zerodrift.report import as_json
+        from zerodrift.report.support import support_markdown, support_text
+
+        if markdown and json:
+            raise typer.BadParameter("give --markdown or --json, not both")
+        if json:
+            streams.emit(as_json.support_json(table(), states()))
+        else:
+            made = table(), states()
+            streams.emit(support_markdown(*made) if markdown else support_text(*made, color=streams.color()))
+
+
+# --- work of the verbs --------------------------------------------------------------------------------
+
+
+def _made(
+    config: str, model: str, world_size: int, overrides: Sequence[str] | None, auto: Sequence[str] | None
+) -> Plan:
+    from zerodrift.api import make_plan
+
+    return make_plan(config, model, world_size, auto=numbers(auto or ()), overrides=tuple(overrides or ()))
+
+
+def _plan_text(made: Plan, micro_batches: int | None, rows: str | None, json: bool, html: Path | None) -> str:
+    """What `plan` prints. The page is written first: if it cannot be, nothing else is said."""
+    from zerodrift.plan.cost import cost
+    from zerodrift.report import as_json, names, terminal
+    from zerodrift.report.explain import explain_row
+    from zerodrift.report.rows import grouped, single
+
+    bill, timeline = cost(made, micro_batches), _timeline(made)
+    if html is not None:
+        from zerodrift.report.page import plan_page
+
+        write_page(html, plan_page(made, bill, grouped(made), timeline))
+    if rows is None:
+        if json:
+            return as_json.plan_json(made, bill, timeline)
+        return terminal.plan_text(made, bill, grouped(made), timeline, color=streams.color())
+    chosen = names.matching(made, rows, "--rows")
+    if json:
+        return as_json.rows_json((explain_row(made, index) for index in chosen), made)
+    return terminal.rows_text(made, single(made, chosen), color=streams.color())
+
+
+def _timeline(made: Plan) -> Timeline | None:
+    """The order of a pipeline, which is torch's to say; None without a pipeline."""
+    if made.policy.pipeline is None:
+        return None
+    from zerodrift.pipeline.schedules import timeline
+
+    return timeline(made)
+
+
+def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
+    """`--auto` texts as numbers, or pairs of them (`betas=0.9,0.95`); all that are wrong at once."""
+    problems = Problems()
+    found: dict[str, float | list[float]] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        try:
+            read = [float(part) for part in value.split(",")]
+            found[key.strip()] = read[0] if len(read) == 1 else read
+        except ValueError:
+            separator = ""
+        if not separator or not key.strip():
+            problems.add("--auto", "must be KEY=NUMBER", repr(text), "For example train_batch_size=256.")
+    problems.raise_as(ConfigError)
+    return found
+
+
+def write_page(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ZerodriftError(
+            f"`--html`: must be a file that can be written; got {str(path)!r}: {reason}."
+        ) from None
+    print(f"zerodrift: wrote {path}", file=sys.stderr)

@@ -1,0 +1,70 @@
+"""What goes to which stream, and how a verb ends.
+
+Only the product goes to stdout, so `--json` can be piped; messages and the progress line go to stderr.
+
+Invariant: what zerodrift refuses ends as one message and exit code 2, never as a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import typer
+
+from zerodrift.errors import ZerodriftError
+
+USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+"""Exit codes; the last two are those of a shell for SIGINT and SIGPIPE."""
+
+
+@contextmanager
+def errors(debug: bool) -> Iterator[None]:
+    """Refusals as a message on stderr and an exit code."""
+    try:
+        yield
+    except ZerodriftError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"zerodrift: error: {error}", file=sys.stderr)
+        raise typer.Exit(USAGE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def color() -> bool:
+    """Colour for a person at a terminal who has not said no (https://no-color.org)."""
+    dumb = os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+
+
+def progress(text: str) -> AbstractContextManager[object]:
+    """A spinner while a large model is read, where somebody is watching."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def emit(text: str) -> None:
+    """Print the product. A reader who has gone away, `| head`, is no error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; let it have something to write to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(BROKEN_PIPE) from None
+
+
+_PLAIN = str.maketrans({"─": "-", "█": "#"})
+"""For terminals that cannot show the drawing characters."""

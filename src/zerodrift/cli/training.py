@@ -1,0 +1,47 @@
+"""The verbs of the reference trainer: `train`, `sample`.
+
+Invariant: what a job does is the trainer's; here its exit code is passed on.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from zerodrift.cli import options, streams
+
+
+def train(
+    job: options.Job,
+    set_: options.SetInJob = None,
+    nproc: options.Nproc = None,
+    debug: options.Debug = False,
+) -> None:
+    """Train: data, model, plan, steps, checkpoints, a report, and the model at the end."""
+    with streams.errors(debug):
+        from zerodrift.train.here import train as run
+
+        code = run(job, tuple(set_ or ()), nproc, debug)
+    if code:
+        raise typer.Exit(code)
+
+
+def sample(
+    run: options.Run,
+    prompt: options.Prompt = "",
+    tokens: options.Tokens = 200,
+    temperature: options.Temperature = 0.8,
+    top: options.Top = 40,
+    seed: options.Seed = 0,
+    chat: options.Chat = False,
+    debug: options.Debug = False,
+) -> None:
+    """Let a trained model go on from a prompt, to see that it learned."""
+    with streams.errors(debug):
+        from zerodrift.train.sample import Sampler, Taste
+
+        with streams.progress(f"reading {run}"):
+            sampler = Sampler(run)
+        streams.emit(prompt if not chat else "")
+        for text in sampler.continued(prompt, Taste(tokens, temperature, top, seed), chat):
+            streams.emit(text)
+        streams.emit("\n")
