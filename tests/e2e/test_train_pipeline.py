@@ -109,7 +109,8 @@ def test_four_ranks_and_every_page_of_it(tmp_path: Path) -> None:
     cells = kinds(tmp_path, "precision")[0]["cells"]
     assert {cell[-1] for cell in cells} <= {"as declared", "not seen"}
     assert {cell[0] for cell in cells if cell[-1] == "not seen"} == {"grad"}
-    assert "done, 4 steps" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert "done, 4 steps" in page and "of the ranks' time" in page.replace("&#x27;", "'"), "with its bubble"
     assert (folder / "export" / "model.safetensors").is_file()
 
 

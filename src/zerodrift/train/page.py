@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
 from zerodrift.report import summary
@@ -36,7 +37,7 @@ def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
         _section("Precision, declared and observed", _precision(lines), id="precision"),
         _skips(lines),
         _section("Plan", _facts(plan), id="plan"),
-        *plan_sections(plan, cost(plan), grouped(plan)),
+        *plan_sections(plan, cost(plan), grouped(plan), timeline(plan)),
     ]
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     return document(f"zerodrift run: {job.run.folder}", body, style)
