@@ -463,3 +463,29 @@ def test_policy_is_a_value() -> None:
     assert decode(Policy, encode(made)) == made
     columns = plan(at(2, "bf16")).rows[0].columns
     assert decode(Columns, encode(columns)) == columns
+
+
+# --- one module, one compute dtype ------------------------------------------------------------------
+
+
+def biased() -> Spec:
+    """Routers with a bias, and a module of somebody's own that may do as it likes with its two."""
+    mine = [
+        parameter(f"layers.{layer}.own.{name}", (4,), "own.Module") for layer in range(2) for name in "ab"
+    ]
+    names = [f"layers.{layer}.router.{name}" for layer in range(2) for name in ("weight", "bias")]
+    return Spec("biased", tuple([*(parameter(name, (4, 4)) for name in names), *mine]))
+
+
+def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
+    written = at(3, "bf16", rules=[{"match": "*.router.weight", "pin": "fp32"}])
+    message = (
+        r"`precision\.rules\[0\]: .*`: must leave all parameters of a module one `compute` dtype; got weight "
+        r"fp32, bias bf16 in `layers\.0\.router` and 1 more\. Match them together: `layers\.\*\.router\.\*`"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan(written, biased())
+    assert plan(at(3, "bf16", rules=[{"match": "*.router.*", "pin": "fp32"}]), biased())
+    assert plan(at(3, "bf16", rules=[{"match": "*.own.a", "pin": "fp32"}]), biased()), "its own affair"
+    assert plan(at(3, "autocast-bf16", rules=written["precision"]["rules"]), biased())
+    assert plan(at(3, "fp32", rules=written["precision"]["rules"]), biased())

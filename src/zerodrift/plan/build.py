@@ -24,7 +24,7 @@ from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import Columns, Master, Policy, Recipe, Share
 from zerodrift.policy.parameters import ColumnsOf
 from zerodrift.policy.pipelining import V_SHAPED
-from zerodrift.policy.rules import require_matches
+from zerodrift.policy.rules import require_matches, require_one_compute
 
 
 def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
@@ -63,6 +63,9 @@ def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
     require_matches(policy.rules, model, columns_of.problems)
     columns = [columns_of(parameter) for parameter in model.parameters]
     columns_of.problems.raise_as(ConfigError)
+    if not policy.mode.autocast:
+        require_one_compute(model, columns, columns_of.problems)
+        columns_of.problems.raise_as(ConfigError)
     return columns
 
 

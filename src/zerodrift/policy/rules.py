@@ -18,7 +18,7 @@ from zerodrift.config import schema
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, nearest
 from zerodrift.model.spec import ModelSpec, Owner, ParameterSpec
-from zerodrift.policy.nouns import Rule
+from zerodrift.policy.nouns import Columns, Rule
 
 PIN: tuple[tuple[str, str], ...] = (
     ("storage", "fp32"),
@@ -183,6 +183,32 @@ def require_matches(rules: Iterable[Rule], model: ModelSpec, problems: Problems)
         pending = [rule for rule in pending if not any(matches(rule, *name) for name in names)]
     for rule in pending:
         problems.add(rule.why, f"must match a parameter of {model.source}", "no match", _hint(rule, model))
+
+
+OF_TORCH = "torch.nn.modules."
+"""Modules whose own forward takes all of their parameters together, in one dtype."""
+
+
+def require_one_compute(model: ModelSpec, columns: Sequence[Columns], problems: Problems) -> None:
+    """A module of torch cannot run with its weight in one dtype and its bias in another. Not for autocast,
+    which casts for each operation."""
+    held: dict[str, dict[str, DType]] = {}
+    why: dict[str, str] = {}
+    for parameter, cells in zip(model.parameters, columns, strict=True):
+        for name, owner in zip(parameter.names, parameter.owners, strict=True):
+            if owner.klass.startswith(OF_TORCH) and cells.compute.is_floating:
+                held.setdefault(owner.path, {})[name.rpartition(".")[2]] = cells.compute
+                if cells.pinned:
+                    why[owner.path] = cells.reasons()["compute"]
+    mixed = [path for path, dtypes in held.items() if len(set(dtypes.values())) > 1]
+    if mixed:
+        path, more = mixed[0], f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
+        problems.add(
+            why.get(path, "precision.rules"),
+            "must leave all parameters of a module one `compute` dtype",
+            f"{', '.join(f'{name} {dtype}' for name, dtype in held[path].items())} in `{path}`{more}",
+            f"Match them together: `{re.sub(r'[0-9]+', '*', path)}.*`.",
+        )
 
 
 def _hint(rule: Rule, model: ModelSpec) -> str:
