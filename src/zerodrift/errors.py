@@ -111,6 +111,17 @@ class Problems:
         raise error("\n".join(lines))
 
 
+def first_line(error: BaseException) -> str:
+    """What somebody else's error says, without its stack; its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def said(error: BaseException) -> str:
+    """The same behind its class, for an error whose text alone could be anything."""
+    name, text = type(error).__name__, first_line(error)
+    return name if text == name else f"{name}: {text}"
+
+
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     """The known words closest to `word`, best first; empty when nothing is close."""
     return difflib.get_close_matches(word, list(known), n=count, cutoff=0.6)

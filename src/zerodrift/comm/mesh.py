@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from zerodrift.errors import MeshError, Problems, RankError
+from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
 
 AxisName = Literal[
@@ -339,8 +339,3 @@ def _spread(shape: MeshShape, rank: int, axis: AxisName) -> range:
 
 def _group(ranks: range, timeout: timedelta) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), timeout=timeout)
-
-
-def first_line(error: BaseException) -> str:
-    """What a backend said, without its stack."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from zerodrift.comm.fold import Sum, fold
-from zerodrift.comm.mesh import Axis, first_line
-from zerodrift.errors import RankError
+from zerodrift.comm.mesh import Axis
+from zerodrift.errors import RankError, first_line
 
 CHUNK = 2 << 20
 """Bytes of one message of a reduction; below it the messages cost more than they save."""

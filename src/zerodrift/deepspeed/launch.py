@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.mesh import first_line, leave_slowly
-from zerodrift.errors import MeshError, RankError
+from zerodrift.comm.mesh import leave_slowly
+from zerodrift.errors import MeshError, RankError, first_line
 
 PORT = 29500
 TIMEOUT = timedelta(minutes=10)

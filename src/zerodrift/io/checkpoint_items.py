@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zerodrift.errors import CheckpointError
+from zerodrift.errors import CheckpointError, said
 from zerodrift.io.checkpoint_manifest import File, measured
 
 CHUNK = 8 << 20
@@ -237,9 +237,8 @@ class _Readable:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, CheckpointError):
-            text = (str(error).strip().splitlines() or [""])[0]
             raise CheckpointError(
-                f"`{self._folder}`: must be readable; got {type(error).__name__}: {text} {_OTHER}"
+                f"`{self._folder}`: must be readable; got {said(error)} {_OTHER}"
             ) from error
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.errors import CheckpointError, UnsupportedError, said
 
 if TYPE_CHECKING:
     from torch import nn
@@ -168,10 +168,9 @@ def packed(state: Mapping[str, Any], what: str) -> bytes:
         torch.save(dict(state), out)
         torch.load(io.BytesIO(out.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedError(
             f"`{what}`: must be made of numbers, strings, tensors, lists, tuples and dicts, to be saved; got "
-            f"{type(error).__name__}: {text}"
+            f"{said(error)}"
         ) from error
     return out.getvalue()
 
@@ -180,9 +179,8 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
-            f"`{path}`: must be readable; got {type(error).__name__}: {text} Load another checkpoint."
+            f"`{path}`: must be readable; got {said(error)} Load another checkpoint."
         ) from error
 
 

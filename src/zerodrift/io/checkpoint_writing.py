@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zerodrift.comm.collectives import Collectives
-from zerodrift.errors import CheckpointError, RankError, ZerodriftError
+from zerodrift.errors import CheckpointError, RankError, ZerodriftError, said
 from zerodrift.io.checkpoint_folder import Folder
 from zerodrift.io.checkpoint_items import Item, Written, write_index, write_items
 from zerodrift.io.checkpoint_lock import Lock
@@ -215,5 +215,4 @@ def _text(error: BaseException, where: Path) -> str:
             f"`{error.filename or where}`: must be writable, with room for the checkpoint; got: {reason}. "
             f"The checkpoints that were there are whole. Make room, or save elsewhere."
         )
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"`{where}`: must be written; got {type(error).__name__}: {text}"
+    return f"`{where}`: must be written; got {said(error)}"

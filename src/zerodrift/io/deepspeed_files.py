@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from zerodrift.errors import CheckpointError, Problems, did_you_mean
+from zerodrift.errors import CheckpointError, Problems, did_you_mean, said
 from zerodrift.model.document import listed
 
 LATEST = "latest"
@@ -196,7 +196,7 @@ def _load(path: Path, problems: Problems, trust: bool) -> dict[str, Any] | None:
     except pickle.UnpicklingError as error:
         klass = re.search(r"(?:GLOBAL|class|global) [`']?([\w.]+)", str(error))
         if klass is None or not _is_zip(path):
-            problems.add(str(path), "must be readable", _first_line(error), _DAMAGED)
+            problems.add(str(path), "must be readable", said(error)[:180], _DAMAGED)
             return None
         problems.add(
             str(path),
@@ -206,7 +206,7 @@ def _load(path: Path, problems: Problems, trust: bool) -> dict[str, Any] | None:
         )
         return None
     except Exception as error:
-        problems.add(str(path), "must be readable", _first_line(error), _DAMAGED)
+        problems.add(str(path), "must be readable", said(error)[:180], _DAMAGED)
         return None
     if not isinstance(state, dict) or not ({"module", "optimizer_state_dict"} & state.keys()):
         problems.add(str(path), "must be a file that DeepSpeed saved", type(state).__name__)
@@ -222,15 +222,9 @@ def _is_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _first_line(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text[:160]}"
-
-
 def _check_version(folder: Path, version: str) -> None:
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) < FIRST:
-        oldest = f"{FIRST[0]}.{FIRST[1]}"
         oldest, got = f"{FIRST[0]}.{FIRST[1]}", version or "no version"
         raise CheckpointError(
             f"`{folder}`: must be saved by DeepSpeed {oldest} or later; got {got}. Load and save it with a "
