@@ -181,7 +181,7 @@ def shares(folder: str) -> tuple[int, int]:
             super().__init__(*args)
             sinks.append(self)
 
-    exporting.Sink = Watched  # type: ignore[misc]
+    exporting.Sink = Watched  # type: ignore[attr-defined,misc,assignment]
     engine = own("1f1b", GPT(LAYERS, tied=False))
     done = zd.export(engine, Path(folder) / "model")
     count = zd.load_weights(engine, Path(folder) / "model", quiet=True).bytes

@@ -92,6 +92,11 @@ class Mesh:
         """The process group of an axis, None where this rank is alone on it."""
         return self.axis(name).group
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those that this mesh has created and not yet destroyed."""
+        return self._created
+
     def size(self, name: AxisName) -> int:
         return self.axis(name).size
 

@@ -26,6 +26,7 @@ from zerodrift.engine.ledger import Ledger
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.engine.walk import Walk
+from zerodrift.errors import RankError
 from zerodrift.plan.cost import REDUCTIONS
 from zerodrift.plan.schedule import reduce_order
 
@@ -233,7 +234,10 @@ class Gradients:
 
     def abort(self) -> None:
         """A backward or forward failed: nothing stays under way, what had been reduced before stays."""
-        self._finish(0)
+        try:
+            self._finish(0)
+        except RankError:
+            self._sending.clear()  # with nobody to end it with, and said where it was first waited for
         self._running = False
         self._ready.clear()
 

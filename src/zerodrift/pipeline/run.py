@@ -5,8 +5,9 @@ Each rank has an `Engine` over its own pieces, whose plan is its part of the pla
 A schedule of torch calls the pieces (`stage.py`); when it is through, the engine's own step reduces what is
 left, forms one norm, one decision to skip and one loss scale over all stages, and updates.
 
-Invariant: every rank of a pipeline is given the same micro-batches, and returns the same result; and
-whatever is wrong with them is found on all ranks before the first message.
+Invariant: every rank of a pipeline is given the same micro-batches, and returns the same result; whatever is
+wrong with them is found on all ranks before the first message; and what raises on one rank after it, ends all
+of them (`comm/alarm.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.comm.alarm import Alarm
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.engine import compute
@@ -78,6 +80,7 @@ class PipelineEngine:
         self.comm: Collectives = engine.comm
         self.mesh: Mesh = engine.mesh
         self._held = engine.held
+        self._alarm = Alarm(engine.mesh)
         self._schedule = pipeline.schedule
         count = pipeline.chunks * plan.mesh.pipeline
         numbers = pieces_of(plan, engine.mesh.rank("pipeline"))
@@ -122,23 +125,26 @@ class PipelineEngine:
                 "another. A pipeline's step has all of its micro-batches together."
             )
         self._weights = tuple(weights)
-        batches = self._taken(micro_batches, training=True)
+        with self._alarm.heeded():
+            batches = self._taken(micro_batches, training=True)
         schedule = self._scheduled(batches, training=True)
         try:
-            with torch.enable_grad():
+            with self._alarm.raised("`pipeline`: the schedule"), torch.enable_grad():
                 self._run(schedule, batches)
-            self._held.end()
+                self._held.end()
+                losses = self._told(len(batches))
         except BaseException:
             self._learnt.pop(True, None)  # what torch had under way is not to be found by the next step
             engine.abandon_step()
             raise
         self._waiting = len(batches)
-        return self._told(len(batches))
+        return losses
 
     def update(self) -> StepResult:
         """The second half: one norm and one decision over all stages, and the update."""
         count, self._waiting = self._waiting, 0
-        return self.stage.end_step(count)
+        with self._alarm.heeded():
+            return self.stage.end_step(count)
 
     def zero_grad(self) -> None:
         """Drop what has been accumulated: the step starts anew."""
@@ -154,14 +160,16 @@ class PipelineEngine:
     def losses(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
         """The loss of each micro-batch, without gradients."""
         self.stage.require_open()
-        batches = self._taken(micro_batches, training=False)
+        with self._alarm.heeded():
+            batches = self._taken(micro_batches, training=False)
         schedule = self._scheduled(batches, training=False)
         try:
-            with torch.no_grad():
+            with self._alarm.raised("`pipeline`: the schedule"), torch.no_grad():
                 self._run(schedule, batches)
+                losses = self._told(len(batches))
         finally:
             self._held.release()
-        return self._told(len(batches))
+        return losses
 
     def _run(self, schedule: Any, batches: list[Any]) -> None:
         self._begun = False
@@ -255,6 +263,7 @@ class PipelineEngine:
         return made
 
     def _record(self, kind: str, piece: int, micro_batch: int) -> None:
+        self._alarm.check()
         self.actions.append(Action(kind, piece, micro_batch))
 
     # --- the rest of an engine --------------------------------------------------------------------------
@@ -349,6 +358,7 @@ class PipelineEngine:
                 piece.queue.clear()
                 piece.queue.detach()
         self._learnt.clear()
+        self._alarm.stop()
         self.stage.destroy()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,134 @@
+"""One rank's failure, told to ranks that wait for its messages.
+
+For work in which ranks wait for each other in an order of their own, as in the schedule of a pipeline: no
+collective can be agreed on in the middle of it (`together.py` is for the rest). The rank that fails writes
+what happened to the store that its group was built with, and cuts its connections. On every other rank a
+thread looks into the store now and then, and cuts the connections there, so that whatever waits, ends.
+
+Invariant: what happened is in the store before any connection is cut, so a rank whose wait ends with an
+error can say why; and a run in which nothing happens sends nothing.
+
+[Note: cutting] `abort` of a group is what ends waits on NCCL; gloo has it, but it does nothing there (torch
+2.13). What gloo does is to close all connections of a group when somebody has waited too long on one of
+them, so here somebody waits, for a message that nobody sends, for a millisecond.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from zerodrift.comm.mesh import Mesh
+from zerodrift.errors import RankError
+
+INTERVAL = 0.5
+"""Seconds between two looks into the store."""
+
+_KEY = "zerodrift/failed"
+_NOBODY_SENDS = (1 << 30) - 1
+"""A tag below those of `collectives`."""
+
+
+class Alarm:
+    """Of one mesh, whose ranks all make one."""
+
+    def __init__(self, mesh: Mesh, interval: float = INTERVAL) -> None:
+        self._mesh = mesh
+        self._said = ""
+        """What happened; empty as long as nothing has."""
+        self._over = threading.Event()
+        world = mesh.group("world")
+        self._store = None if world is None else world.get_group_store()
+        if self._store is not None:
+            # A store answers one call at a time, and one call may wait long: the thread has its own.
+            watch = partial(self._watch, self._store.clone(), interval)
+            threading.Thread(target=watch, name="zerodrift-alarm", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise if another rank has failed. Costs nothing: it asks nobody."""
+        if self._said:
+            raise RankError(self._said)
+
+    @contextlib.contextmanager
+    def heeded(self) -> Iterator[None]:
+        """What fails here because another rank has failed, says so."""
+        try:
+            yield
+        except Exception as error:
+            said = self._heard()
+            if said:
+                raise RankError(said) from error
+            raise
+        self.check()
+
+    @contextlib.contextmanager
+    def raised(self, what: str) -> Iterator[None]:
+        """The same, and what fails here by itself ends the other ranks; `what` is done here."""
+        try:
+            with self.heeded():
+                yield
+        except BaseException as error:
+            if not self._heard():
+                first = _first(error)
+                self._tell(
+                    f"{what} must run on every rank; rank {self._mesh.rank()} raised "
+                    f"{type(first).__name__}: {first}. Mend it there, and start all ranks again."
+                )
+            self._cut()
+            raise
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+    def _tell(self, text: str) -> None:
+        self._said = text
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the rank that has the store may be gone
+                self._store.compare_set(_KEY, "", text)
+
+    def _heard(self) -> str:
+        if not self._said and self._store is not None:
+            self._said = _read(self._store)
+        return self._said
+
+    def _watch(self, store: dist.Store, interval: float) -> None:
+        while not self._over.wait(interval):
+            said = self._said or _read(store)
+            if said:
+                self._said = said
+                self._cut()
+                return
+
+    def _cut(self) -> None:
+        """End all waits on the groups of the mesh, here at once. See [Note: cutting]."""
+        self._over.set()
+        for group in self._mesh.groups:
+            with contextlib.suppress(RuntimeError):
+                if self._mesh.device.type == "cuda":
+                    group.abort()
+                    continue
+                other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+                work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_NOBODY_SENDS)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+
+
+def _first(error: BaseException) -> BaseException:
+    """What others were raised from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _read(store: dist.Store) -> str:
+    try:
+        return store.get(_KEY).decode() if store.check([_KEY]) else ""
+    except RuntimeError:  # closed with its group, or with the rank that has it
+        return ""

@@ -1,0 +1,170 @@
+"""A piece that raises on one rank ends all ranks within seconds, with what happened and where."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.numerics.networks import GPT
+from tests.numerics.runs import config
+from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
+from tests.ranks.harness import run_ranks
+from tests.ranks.test_failures import Bomb, Boom
+from zerodrift.comm import alarm
+from zerodrift.comm.alarm import Alarm, _first
+from zerodrift.comm.mesh import start
+from zerodrift.errors import RankError
+from zerodrift.mesh import MeshShape
+from zerodrift.pipeline.run import PipelineEngine
+
+SOON = 15.0
+"""Seconds within which all must have ended; groups wait for ten minutes."""
+
+
+def mined(layer: int) -> tuple[GPT, Bomb]:
+    model, bomb = GPT(LAYERS, tied=False), Bomb()
+    model.layers[layer].mlp = nn.Sequential(model.layers[layer].mlp, bomb)
+    return model, bomb
+
+
+def until_it_ends(call: Callable[[], Any]) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:  # torch raises one of its own from that of a piece
+        shown = error if isinstance(error, RankError) else _first(error)
+        return f"{type(shown).__name__}: {shown}", time.monotonic() - began
+    except RankError as error:
+        return f"RankError: {error}", time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def one_raises(schedule: str, where: str, rank: int, later: bool) -> list[tuple[str, float]]:
+    """In the first step, where shapes are learnt, or in a later one; on one rank, and what the rest see."""
+    model, bomb = mined(LAYERS - 1 if rank else 0)
+    stages = (
+        {"stages": 4} if schedule in ("gpipe", "1f1b") and torch.distributed.get_world_size() == 4 else {}
+    )
+    engine = pipeline(config(0, "fp32", COUNT), schedule, None, model, **stages)
+    tokens = data(0, engine.mesh.rank("data"))
+    if later:
+        engine.step(tokens)
+    if engine.mesh.rank() == rank:
+        bomb.armed = where
+    found = [until_it_ends(lambda: engine.evaluate(tokens) if where == "evaluate" else engine.step(tokens))]
+    found.append(until_it_ends(lambda: engine.step(tokens)))
+    engine.destroy()
+    assert no_watch()
+    return found
+
+
+def no_watch() -> bool:
+    """Whether no thread is left, shortly after the end."""
+    for thread in threading.enumerate():
+        if thread.name == "zerodrift-alarm":
+            thread.join(timeout=5)
+    return all(thread.name != "zerodrift-alarm" for thread in threading.enumerate())
+
+
+CASES = [
+    ("1f1b", "forward", 0, False, 2),
+    ("1f1b", "backward", 1, True, 2),
+    ("gpipe", "backward", 0, True, 2),
+    ("zbv", "forward", 0, True, 2),
+    ("dualpipev", "backward", 0, True, 2),
+    ("interleaved-zero-bubble", "forward", 1, True, 2),
+    ("1f1b", "forward", 3, True, 4),
+    ("zbv", "backward", 0, True, 4),
+]
+"""(schedule, where, world rank, not in the first step, ranks); on 4, four stages or two pipelines of two."""
+
+
+@pytest.mark.parametrize(("schedule", "where", "rank", "later", "world"), CASES)
+def test_all_ranks_end_and_say_why(schedule: str, where: str, rank: int, later: bool, world: int) -> None:
+    reports = run_ranks(one_raises, world, schedule, where, rank, later)
+    for number, ((first, seconds), (again, more)) in enumerate(reports):
+        said = f"rank {rank} raised Boom: {where}"
+        if number == rank:
+            assert first == f"Boom: {where}"
+        else:
+            assert first.startswith("RankError: `pipeline`: ") and said in first, first
+        assert said in again, "and is over for good"
+        assert seconds < SOON and more < SOON
+
+
+def no_loss_on_the_last() -> tuple[str, float]:
+    """Found by the engine itself, on one rank alone."""
+    engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS, tied=False))
+    engine.step(data(0, 0))
+    if engine.mesh.rank() == 1:
+        engine.pieces[-1].batches = []
+        engine.pieces[-1]._checked = lambda loss: (_ for _ in ()).throw(Boom("no loss"))  # type: ignore
+    found = until_it_ends(lambda: engine.evaluate(data(0, 0)))
+    engine.destroy()
+    return found
+
+
+def test_an_evaluation_ends_alike() -> None:
+    (first, seconds), (second, _) = run_ranks(no_loss_on_the_last, 2)
+    assert "rank 1 raised Boom: no loss" in first and seconds < SOON
+    assert second == "Boom: no loss"
+
+
+# --- the watch --------------------------------------------------------------------------------------------
+
+
+def waits_for_one_that_keeps_its_connections() -> tuple[str, float]:
+    """As on NCCL, where nobody sees that another has ended: only the store says so."""
+    mesh = start(MeshShape(pipeline=2), "cpu")
+    mine = Alarm(mesh, interval=0.1)
+    if mesh.rank() == 1:
+        mine._cut = lambda: None  # type: ignore[method-assign]
+    found = until_it_ends(lambda: _meet(mine, mesh))
+    if mesh.rank() == 1:
+        time.sleep(4)  # the other one's wait must not end because this process does
+    mine.stop()
+    mesh.stop()
+    return found
+
+
+def _meet(mine: Alarm, mesh: Any) -> None:
+    with mine.raised("`meeting`: waiting"):
+        if mesh.rank() == 1:
+            raise Boom("away")
+        torch.distributed.recv(torch.empty(1), group=mesh.group("pipeline"), group_src=1)
+
+
+def test_the_store_alone_ends_a_wait() -> None:
+    (waited, seconds), (raised, _) = run_ranks(waits_for_one_that_keeps_its_connections, 2)
+    assert raised == "Boom: away"
+    assert "rank 1 raised Boom: away" in waited
+    assert seconds < 3
+
+
+def quiet_run() -> int:
+    """How often steps ask the store, from the thread that trains."""
+    asked: list[str] = []
+    read = alarm._read
+
+    def counted(store: Any) -> str:
+        asked.append(threading.current_thread().name)
+        return read(store)
+
+    alarm._read = counted
+    engine: PipelineEngine = pipeline(config(0, "fp32", COUNT), "zbv", None, GPT(LAYERS, tied=False))
+    for step in range(3):
+        engine.step(data(step, 0))
+    engine.destroy()
+    alarm._read = read
+    assert no_watch()
+    return asked.count("MainThread")
+
+
+def test_a_step_that_goes_well_asks_nobody() -> None:
+    assert run_ranks(quiet_run, 2) == [0, 0]
