@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,10 @@ class Alarm:
         """What happened; empty as long as nothing has."""
         self._over = threading.Event()
         world = mesh.group("world")
-        self._store = None if world is None else world.get_group_store()
+        # torch's stubs do not know all that a store can do.
+        self._store: Any = None
+        if world is not None:
+            self._store = world.get_group_store()
         if self._store is not None:
             # A store answers one call at a time, and one call may wait long: the thread has its own.
             watch = partial(self._watch, self._store.clone(), interval)
@@ -98,7 +102,7 @@ class Alarm:
             self._said = _read(self._store)
         return self._said
 
-    def _watch(self, store: dist.Store, interval: float) -> None:
+    def _watch(self, store: Any, interval: float) -> None:
         while not self._over.wait(interval):
             said = self._said or _read(store)
             if said:
@@ -127,7 +131,7 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _read(store: dist.Store) -> str:
+def _read(store: Any) -> str:
     try:
         return store.get(_KEY).decode() if store.check([_KEY]) else ""
     except RuntimeError:  # closed with its group, or with the rank that has it

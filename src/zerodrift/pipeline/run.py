@@ -30,7 +30,7 @@ from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.pipeline import schedules
 from zerodrift.pipeline.cut import Cut, batch_on
 from zerodrift.pipeline.deferred import defer_in_piece
-from zerodrift.pipeline.stage import Piece, Stage
+from zerodrift.pipeline.stage import Before, Piece, Stage
 from zerodrift.plan.stages import pieces_of, rank_of, shared_with_another
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action
@@ -102,7 +102,7 @@ class PipelineEngine:
         self._begun = False
         self._weights: tuple[float, ...] = ()
         """Of the micro-batches under way; empty where all count 1."""
-        self._before = _Before()
+        self._before = Before()
         self.actions: list[Action] = []
         """What this rank has done in the last step, in order."""
 
@@ -179,7 +179,7 @@ class PipelineEngine:
             piece.batches = batches
             piece.losses.clear()
         if self.pieces[0].learning:
-            self._before = _Before.of(self.pieces, self.mesh.device)
+            self._before = Before.of(self.pieces, self.mesh.device)
         if self._held.all_step or self.pieces[0].learning:
             self._held.gather()
         try:
@@ -198,7 +198,7 @@ class PipelineEngine:
             for piece in self.pieces:
                 piece.learning = False
             self._before.put_back(self.pieces, self.mesh.device)
-            self._before = _Before()
+            self._before = Before()
             if not self._held.all_step:
                 self._held.release()
         for piece in self.pieces:
@@ -366,30 +366,6 @@ class PipelineEngine:
             "`call`: must not be used on a pipeline, whose stages run together. Call `step` with the "
             "micro-batches of a step, or `evaluate`."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What torch's learning of shapes may change: see [Note: learning shapes]."""
-
-    buffers: tuple[dict[str, torch.Tensor], ...] = ()
-    """Of each piece."""
-    random: tuple[torch.Tensor, ...] = ()
-    """States of the generators that a forward draws from."""
-
-    @staticmethod
-    def of(pieces: Sequence[Piece], device: torch.device) -> _Before:
-        drawn = [torch.get_rng_state()]
-        if device.type == "cuda":
-            drawn.append(torch.cuda.get_rng_state(device))
-        return _Before(tuple(piece.buffers_now() for piece in pieces), tuple(drawn))
-
-    def put_back(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        for piece, saved in zip(pieces, self.buffers, strict=True):
-            piece.put_buffers(saved)
-        torch.set_rng_state(self.random[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(self.random[1], device)
 
 
 def _of(state: dict[str, torch.Tensor], key: str, known: str) -> torch.Tensor:

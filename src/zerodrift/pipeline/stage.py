@@ -18,7 +18,8 @@ back: a run that goes on in another process has the losses of one that was never
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,6 +124,30 @@ class Piece(nn.Module):
     def put_buffers(self, saved: dict[str, torch.Tensor]) -> None:
         for name, buffer in self.module.named_buffers():
             buffer.copy_(saved[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What torch's learning of shapes may change: see [Note: learning shapes]."""
+
+    buffers: tuple[dict[str, torch.Tensor], ...] = ()
+    """Of each piece."""
+    random: tuple[torch.Tensor, ...] = ()
+    """States of the generators that a forward draws from."""
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], device: torch.device) -> Before:
+        drawn = [torch.get_rng_state()]
+        if device.type == "cuda":
+            drawn.append(torch.cuda.get_rng_state(device))
+        return Before(tuple(piece.buffers_now() for piece in pieces), tuple(drawn))
+
+    def put_back(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        for piece, saved in zip(pieces, self.buffers, strict=True):
+            piece.put_buffers(saved)
+        torch.set_rng_state(self.random[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(self.random[1], device)
 
 
 class Stage(PipelineStage):
