@@ -9,19 +9,24 @@ that the case has to move, so separate passes over the same data count once.
 `norm + ...` reads the gradient once more before the step, for the clip factor: that is what replaces the
 chain, which is unscale, `clip_grad_norm_`, fused AdamW, and the cast of the weights to bf16. `torch root`
 takes the square root from the library that torch's default kernels ask; see [Note: roots] in
-`optim/updates.py`.
+`optim/updates.py`. `limit: ...` moves the same bytes and computes nothing (`traffic.cpp`, where there is a
+compiler): what the machine lets one pass over these arrays reach.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,6 +167,7 @@ def cases(where: torch.device) -> list[Case]:
         ours("split, torch root", 28, DType.BF16, split, wide, fp32, root=Root.TORCH),
         ours("split, SGD momentum", 16 + 4, DType.BF16, split, wide, fp32, Algorithm.SGD),
         ours("split, Lion", 16 + 4, DType.BF16, split, wide, fp32, Algorithm.LION),
+        *(limit_cases() if where.type == "cpu" else []),
         Case("norm of an fp32 grad", 4, norm),
         ours("norm + fp32 master", 34, DType.BF16, exact, wide, fp32, clip=True),
         ours("norm + split", 32, DType.BF16, split, wide, fp32, clip=True),
@@ -212,6 +218,39 @@ def ours(
 
 def norm(gradient: Tensor) -> Callable[[], object]:
     return lambda: total(digits(block_square_sums(gradient)))
+
+
+def limit_cases() -> list[Case]:
+    """The bytes of a step and nothing else; no lines without a compiler."""
+    compiler = native.find_compiler()
+    if compiler is None:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "traffic.so"
+        flags = ("-O3", "-march=native", "-mprefer-vector-width=512", "-shared", "-fPIC")
+        source = Path(__file__).with_name("traffic.cpp")
+        subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
+        moved = ctypes.CDLL(str(built))
+
+    def moving(function: Any, *beside: torch.dtype) -> Callable[[Tensor], Callable[[], object]]:
+        def build(gradient: Tensor) -> Callable[[], object]:
+            arrays = [gradient, *(torch.ones_like(gradient, dtype=dtype) for dtype in beside)]
+
+            def step() -> None:
+                function(
+                    ctypes.c_int64(gradient.numel()), *(ctypes.c_void_p(array.data_ptr()) for array in arrays)
+                )
+
+            return step
+
+        return build
+
+    fp32, bf16, low = torch.float32, torch.bfloat16, torch.int16
+    return [
+        Case("limit: the bytes of fp32 master", 30, moving(moved.move_fp32, bf16, fp32, fp32, fp32)),
+        Case("limit: the bytes of split", 28, moving(moved.move_split, bf16, low, fp32, fp32)),
+        Case("limit: the bytes of a norm", 4, moving(moved.move_read)),
+    ]
 
 
 def torch_step(**kind: bool) -> Callable[[Tensor], Callable[[], object]]:

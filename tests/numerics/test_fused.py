@@ -247,6 +247,30 @@ def test_codes_around_the_bounds_of_decades_and_binades() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("shift", [0, 8, 1])
+@pytest.mark.parametrize(("storage", "master", "rounding"), MASTERS[:4], ids=str)
+def test_large_slices_equal_the_reference(
+    storage: DType, master: Master, rounding: Rounding, shift: int
+) -> None:
+    """From a million elements on, a weight beside an fp32 master is stored past the caches, where its address
+    allows it: multiples of 16 bytes, which a shift of 8 elements is and one of a single element is not."""
+    scheme, numel = Scheme(storage, master, State.FP32, rounding), (1 << 20) + 700
+    weights, gradient = torch.randn(numel, generator=generator()), gradient_of(numel, 1)
+    before, made = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(2)
+        for path in (reference_update, fused.update):
+            held = torch.zeros(numel + shift, dtype=storage.torch)[shift:]
+            mine = allocate(scheme, held, 2, initial=weights.clone())
+            path(scheme, mine, gradient, Step(Algorithm.ADAMW, (Hyper(1e-2, 1),), 1, 0.37))
+            made.append(mine)
+    finally:
+        torch.set_num_threads(before)
+    assert_equal(made[0], made[1])
+    assert not torch.equal(made[1].storage, weights.to(storage.torch))
+
+
+@compiled
 def test_threads_do_not_change_bits() -> None:
     scheme = Scheme(DType.BF16, Master.SPLIT, State.BF16_STOCHASTIC)
     before = torch.get_num_threads()

@@ -13,6 +13,9 @@
 #include <immintrin.h>
 #endif
 
+// For loops whose length the caller knows: a whole block, or a piece of one.
+#define INLINE inline __attribute__((always_inline))
+
 namespace {
 
 constexpr int BLOCK = 256;
@@ -51,15 +54,15 @@ inline uint16_t bf16_random(float x, uint32_t random16) {
   return static_cast<uint16_t>(is_nan(u) ? QUIET : (u + random16) >> 16);
 }
 
-void widen_bf16(float* __restrict out, const uint16_t* __restrict in, int n) {
+INLINE void widen_bf16(float* __restrict out, const uint16_t* __restrict in, int n) {
   for (int i = 0; i < n; ++i) out[i] = value(static_cast<uint32_t>(in[i]) << 16);
 }
 
-void narrow_even(uint16_t* __restrict out, const float* __restrict in, int n) {
+INLINE void narrow_even(uint16_t* __restrict out, const float* __restrict in, int n) {
   for (int i = 0; i < n; ++i) out[i] = bf16_even(in[i]);
 }
 
-void narrow_away(uint16_t* __restrict out, const float* __restrict in, int n) {
+INLINE void narrow_away(uint16_t* __restrict out, const float* __restrict in, int n) {
   for (int i = 0; i < n; ++i) out[i] = bf16_away(in[i]);
 }
 
@@ -89,12 +92,12 @@ void narrow_fp16(uint16_t* __restrict out, const float* __restrict in, int n) {
   }
 }
 
-void join(float* __restrict out, const uint16_t* __restrict high, const int16_t* __restrict low, int n) {
+INLINE void join(float* __restrict out, const uint16_t* __restrict high, const int16_t* __restrict low, int n) {
   for (int i = 0; i < n; ++i)
     out[i] = value((static_cast<uint32_t>(high[i]) << 16) + static_cast<uint32_t>(int32_t{low[i]}));
 }
 
-void split(uint16_t* __restrict high, int16_t* __restrict low, const float* __restrict in, int n) {
+INLINE void split(uint16_t* __restrict high, int16_t* __restrict low, const float* __restrict in, int n) {
   for (int i = 0; i < n; ++i) {
     const uint32_t u = bits(in[i]);
     const bool nan = is_nan(u);
@@ -103,7 +106,7 @@ void split(uint16_t* __restrict high, int16_t* __restrict low, const float* __re
   }
 }
 
-const float* widen(float* buffer, const void* data, int32_t type, int64_t at, int n) {
+INLINE const float* widen(float* buffer, const void* data, int32_t type, int64_t at, int n) {
   if (type == FP32) return static_cast<const float*>(data) + at;
   const uint16_t* narrow = static_cast<const uint16_t*>(data) + at;
   if (type == BF16) {

@@ -7,10 +7,11 @@
 // tensors arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
 //
 // Here are the pass and what is exported. Its parts, one translation unit with this file, are `formats.h` (16
-// bits), `codes.h` (8 bits), `updates.h` (the arithmetic) and `squares.h`. Each names the Python file that
-// defines its numbers, and equals it bit for bit. Three things make that hold: the compiler may not contract
-// a*b+c on its own (-ffp-contract=off), products and sums are contracted exactly where torch's own kernels were
-// seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`), and every sum has a fixed order within its block.
+// bits), `codes.h` (8 bits), `updates.h` (the arithmetic), `squares.h`, and `memory.h`, which is about speed
+// alone. Each of the others names the Python file that defines its numbers, and equals it bit for bit. Three
+// things make that hold: the compiler may not contract a*b+c on its own (-ffp-contract=off), products and sums
+// are contracted exactly where torch's own kernels were seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`),
+// and every sum has a fixed order within its block.
 //
 // Invariant: an element's result depends on its own values, its group and its block's key: never on where a
 // slice begins, on the number of threads, or on alignment.
@@ -20,6 +21,7 @@
 
 #include "codes.h"
 #include "formats.h"
+#include "memory.h"
 #include "squares.h"
 #include "updates.h"
 
@@ -59,14 +61,14 @@ struct Update {
 
 // ---------------------------------------------------------------------------------------------- one block
 
-void load_gradient(float* __restrict out, const Update& u, float scale, int64_t at, int n) {
+INLINE void load_gradient(float* __restrict out, const Update& u, float scale, int64_t at, int n) {
   alignas(64) float buffer[BLOCK];
   const float* __restrict in = widen(buffer, u.grad, u.grad_type, at, n);
   for (int i = 0; i < n; ++i) out[i] = in[i] * scale;
 }
 
 // The master in fp32: in memory where it rests as fp32, in the buffer otherwise.
-float* load_master(const Update& u, float* buffer, int64_t at, int n) {
+INLINE float* load_master(const Update& u, float* buffer, int64_t at, int n) {
   if (u.master_kind == MASTER_FP32) return static_cast<float*>(u.master) + at;
   if (u.master_kind == MASTER_SPLIT) {
     join(buffer, static_cast<const uint16_t*>(u.storage) + at, static_cast<const int16_t*>(u.master) + at, n);
@@ -75,17 +77,54 @@ float* load_master(const Update& u, float* buffer, int64_t at, int n) {
   return const_cast<float*>(widen(buffer, u.storage, u.storage_type, at, n));
 }
 
-void store_visible(const Update& u, const float* p, int64_t at, int n) {
-  uint16_t* narrow = static_cast<uint16_t*>(u.storage) + at;
-  if (u.master_kind == MASTER_SPLIT) {
-    split(narrow, static_cast<int16_t*>(u.master) + at, p, n);
-  } else if (u.storage_type == FP16) {
-    narrow_fp16(narrow, p, n);
-  } else if (u.storage_type == BF16 && u.rounding == AWAY) {
-    narrow_away(narrow, p, n);
-  } else if (u.storage_type == BF16) {
-    narrow_even(narrow, p, n);
+INLINE void narrow(uint16_t* out, const Update& u, const float* p, int n) {
+  if (u.storage_type == FP16) {
+    narrow_fp16(out, p, n);
+  } else if (u.rounding == AWAY) {
+    narrow_away(out, p, n);
+  } else {
+    narrow_even(out, p, n);
   }
+}
+
+// Whether storage is written past the caches: see [Note: streams].
+bool is_streamed(const Update& u) {
+  return u.master_kind == MASTER_FP32 && u.storage_type != FP32 && u.numel >= STREAMED;
+}
+
+INLINE void store_visible(const Update& u, const float* p, int64_t at, int n) {
+  uint16_t* out = static_cast<uint16_t*>(u.storage) + at;
+  if (u.master_kind == MASTER_SPLIT) {
+    split(out, static_cast<int16_t*>(u.master) + at, p, n);
+  } else if (is_streamed(u)) {
+    alignas(LINE) uint16_t buffer[BLOCK];
+    narrow(buffer, u, p, n);
+    stream(out, buffer, n);
+  } else if (u.storage_type != FP32) {
+    narrow(out, u, p, n);
+  }
+}
+
+int visible_size(const Update& u) { return u.storage_type == FP32 ? 4 : 2; }
+
+// Asks for a piece of every array of a step.
+template <class Moment>
+INLINE void ask_all(const Update& u, int64_t at) {
+  ask<false>(u.grad, u.grad_type == FP32 ? 4 : 2, at);
+  if (u.master != nullptr) ask<true>(u.master, u.master_kind == MASTER_FP32 ? 4 : 2, at);
+  if (!is_streamed(u)) ask<true>(u.storage, visible_size(u), at);
+  if (u.moment1 != nullptr) ask<true>(u.moment1, Moment::SIZE, at);
+  if (u.moment2 != nullptr) ask<true>(u.moment2, Moment::SIZE, at);
+}
+
+// The update of a whole block, piece by piece, between requests for the memory of a later one.
+template <class Moment>
+INLINE void advance_asking(const Update& u, const Group& h, const Block<Moment>& block, int64_t at) {
+  for (int from = 0; from < BLOCK; from += PIECE) {
+    ask_all<Moment>(u, at + AHEAD + from);
+    if (u.root == nullptr) advance<Moment, false>(u.algorithm, u.root, h, block.part(from, PIECE));
+  }
+  if (u.root != nullptr) advance<Moment, false>(u.algorithm, u.root, h, block);  // one call for all roots
 }
 
 // What a block looked like before its update, kept on request.
@@ -95,8 +134,6 @@ struct Before {
   float wanted[BLOCK];
   unsigned char visible[BLOCK * 4];
 };
-
-int visible_size(const Update& u) { return u.storage_type == FP32 ? 4 : 2; }
 
 void remember(Before& before, const Update& u, const float* p, const float* g, int64_t at, int n) {
   const int size = visible_size(u);
@@ -143,7 +180,9 @@ void account(double* out, const Before& before, const Update& u, const float* p,
   out[5] = sum_of_squares(before.weight, n);
 }
 
-struct Coded : Wide {};
+struct Coded : Wide {
+  static constexpr int SIZE = 1;
+};
 
 // What a state needs beside its moments, made once per update: for 8-bit codes, their tables.
 template <class Moment>
@@ -192,10 +231,11 @@ struct Moments<Coded> {
   }
 };
 
-template <class Moment>
+// WHOLE: all but the last one are, and their loops have a length that the compiler knows.
+template <class Moment, bool WHOLE>
 void update_block(const Update& u, const Tables<Moment>& tables, int64_t block) {
   const int64_t at = block * BLOCK;
-  const int n = static_cast<int>(u.numel - at < BLOCK ? u.numel - at : BLOCK);
+  const int n = WHOLE ? BLOCK : static_cast<int>(u.numel - at);
   const Group& h = u.table[u.groups == nullptr ? 0 : u.groups[block]];
   alignas(64) float g[BLOCK], p_buffer[BLOCK];
   alignas(64) uint32_t buffer[BLOCK];
@@ -209,7 +249,12 @@ void update_block(const Update& u, const Tables<Moment>& tables, int64_t block) 
   }
   Moments<Moment> moments(u, tables, block, at, n);
   if (u.statistics == nullptr) {
-    advance<Moment, false>(u.algorithm, u.root, h, {p, moments.m, moments.v, g, nullptr, words, n});
+    const Block<Moment> here{p, moments.m, moments.v, g, nullptr, words, n};
+    if (WHOLE) {
+      advance_asking<Moment>(u, h, here, at);
+    } else {
+      advance<Moment, false>(u.algorithm, u.root, h, here);
+    }
     moments.store(u, tables, block, at, words, n);
     store_visible(u, p, at, n);
     return;
@@ -229,12 +274,17 @@ int workers(int64_t numel, int32_t threads) {
 
 template <class Moment>
 void update_all(const Update& u) {
-  const int64_t blocks = (u.numel + BLOCK - 1) / BLOCK;
+  const int64_t whole = u.numel / BLOCK;
   const int count = workers(u.numel, u.threads);
   const Tables<Moment> tables(u);
   (void)count;
-#pragma omp parallel for schedule(static) num_threads(count) if (count > 1)
-  for (int64_t block = 0; block < blocks; ++block) update_block<Moment>(u, tables, block);
+#pragma omp parallel num_threads(count) if (count > 1)
+  {
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < whole; ++block) update_block<Moment, true>(u, tables, block);
+    settle();
+  }
+  if (u.numel % BLOCK != 0) update_block<Moment, false>(u, tables, whole);
 }
 
 }  // namespace
@@ -257,12 +307,14 @@ extern "C" void zerodrift_squares(int64_t numel, const void* data, int32_t type,
                                   int32_t threads) {
   const int64_t blocks = (numel + BLOCK - 1) / BLOCK;
   const int count = workers(numel, threads);
+  const int size = type == FP32 ? 4 : 2;
   (void)count;
 #pragma omp parallel for schedule(static) num_threads(count) if (count > 1)
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t at = block * BLOCK;
     const int n = static_cast<int>(numel - at < BLOCK ? numel - at : BLOCK);
     alignas(64) float buffer[BLOCK];
+    for (int from = 0; from < BLOCK; from += PIECE) ask<false>(data, size, at + AHEAD_READING + from);
     out[block] = sum_of_squares(widen(buffer, data, type, at, n), n);
   }
 }

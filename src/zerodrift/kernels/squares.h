@@ -26,9 +26,10 @@ double sum_of_squares(const float* __restrict x, int n) {
     const double wide = x[i + lane];
     lanes[lane] += wide * wide;
   }
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0];
+  // By halves, written out: a loop over halves costs as much as the rest.
+  for (int lane = 0; lane < 8; ++lane) lanes[lane] += lanes[lane + 8];
+  for (int lane = 0; lane < 4; ++lane) lanes[lane] += lanes[lane + 4];
+  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
 // Adds non-negative doubles exactly: each is cut at multiples of 32 bits, and digits are summed as integers.

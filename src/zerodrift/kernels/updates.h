@@ -1,8 +1,8 @@
 // The arithmetic: AdamW, Adam, SGD and Lion on one block, whose parameters are fp32 and whose moments lie as
 // they rest. The definition is `optim/updates.py`.
 //
-// Invariant: products and sums are contracted where ZERODRIFT_FMA_* says that torch's kernels contract them, and
-// nowhere else.
+// Invariant: products and sums are contracted where ZERODRIFT_FMA_* says that torch's kernels contract them,
+// and nowhere else.
 
 #pragma once
 
@@ -41,12 +41,14 @@ const uint32_t NO_WORDS[BLOCK] = {0};
 // How one moment rests between steps. The word holds 16 random bits at its low end; most ignore it.
 struct Wide {
   using Type = float;
+  static constexpr int SIZE = 4;  // bytes in memory
   static float load(float x) { return x; }
   static float store(float x, uint32_t) { return x; }
 };
 
 struct Nearest {
   using Type = uint16_t;
+  static constexpr int SIZE = 2;
   static float load(uint16_t x) { return value(static_cast<uint32_t>(x) << 16); }
   static uint16_t store(float x, uint32_t) { return bf16_even(x); }
 };
@@ -55,6 +57,7 @@ struct Nearest {
 // high half the second. The word is a keyed mix of the element's place in its block.
 struct Stochastic {
   using Type = uint16_t;
+  static constexpr int SIZE = 2;
   static float load(uint16_t x) { return value(static_cast<uint32_t>(x) << 16); }
   static uint16_t store(float x, uint32_t word) { return bf16_random(x, word & 0xFFFFu); }
 };
@@ -105,17 +108,25 @@ struct Block {
   float* wanted;  // receives what p was to change by, before rounding; used where WANTED
   const uint32_t* words;
   int n;
+
+  Block part(int from, int count) const {
+    return {p + from, behind(m, from), behind(v, from), g + from, behind(wanted, from), words + from, count};
+  }
+  template <class T>
+  static T* behind(T* data, int from) {
+    return data == nullptr ? nullptr : data + from;
+  }
 };
 
 // The gradient of an L2 penalty. Nothing is added for 0, as in torch: 0 * inf would be NaN.
-void add_l2(float* __restrict g, const float* __restrict p, float l2, int n) {
+INLINE void add_l2(float* __restrict g, const float* __restrict p, float l2, int n) {
   if (l2 == 0.0f) return;
   for (int i = 0; i < n; ++i) g[i] = add_scaled(g[i], l2, p[i]);
 }
 
 // NEAR: torch.lerp starts from whichever end is nearer, the old moment for a weight under one half.
 template <class Moment, bool WANTED, bool NEAR>
-void adam_one_pass(const Block<Moment>& b, const Group& group) {
+INLINE void adam_one_pass(const Block<Moment>& b, const Group& group) {
   using Type = typename Moment::Type;
   float* __restrict p = b.p;
   Type* __restrict m = b.m;
@@ -167,7 +178,7 @@ void adam_with_root(const Block<Moment>& b, const Group& group, Root root) {
 }
 
 template <class Moment, bool WANTED>
-void adam(const Block<Moment>& b, const Group& h, Root root) {
+INLINE void adam(const Block<Moment>& b, const Group& h, Root root) {
   add_l2(b.g, b.p, h.l2, b.n);
   if (root != nullptr) {
     adam_with_root<Moment, WANTED>(b, h, root);
@@ -231,7 +242,7 @@ void lion(const Block<Moment>& b, const Group& group) {
 }
 
 template <class Moment, bool WANTED>
-void advance(int32_t algorithm, Root root, const Group& h, const Block<Moment>& block) {
+INLINE void advance(int32_t algorithm, Root root, const Group& h, const Block<Moment>& block) {
   if (algorithm == ADAM) {
     adam<Moment, WANTED>(block, h, root);
   } else if (algorithm == SGD) {
