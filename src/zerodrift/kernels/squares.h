@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "formats.h"
+
 namespace {
 
 constexpr int LANES = 16;     // partial sums of a block; lane i takes elements i, i + 16, ...
@@ -32,27 +34,33 @@ double sum_of_squares(const float* __restrict x, int n) {
   return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
-// Adds non-negative doubles exactly: each is cut at multiples of 32 bits, and digits are summed as integers.
-// The last place of `out` counts what is not finite.
-void add_digits(int64_t count, const double* sums, int64_t* out) {
-  for (int64_t i = 0; i < count; ++i) {
-    uint64_t u;
-    std::memcpy(&u, sums + i, 8);
-    const int exponent = static_cast<int>((u >> 52) & 0x7FF);
-    if (exponent == 0x7FF) {
-      out[DIGITS] += 1;
-      continue;
-    }
-    const uint64_t mantissa = (u & 0xFFFFFFFFFFFFFu) | (exponent ? 0x10000000000000u : 0u);
-    const int place = (exponent ? exponent : 1) - 1075 - LOWEST;
-    if (mantissa == 0 || place < 0) continue;
-    const uint64_t low = (mantissa & 0xFFFFFFFFu) << (place % 32);
-    const uint64_t high = (mantissa >> 32) << (place % 32);
-    int64_t* digit = out + place / 32;
-    digit[0] += static_cast<int64_t>(low & 0xFFFFFFFFu);
-    digit[1] += static_cast<int64_t>((low >> 32) + (high & 0xFFFFFFFFu));
-    digit[2] += static_cast<int64_t>(high >> 32);
+// Adds a non-negative double exactly: it is cut at multiples of 32 bits, and digits are summed as integers. The
+// last place of `out` counts what is not finite.
+INLINE void add_one(double sum, int64_t* out) {
+  uint64_t u;
+  std::memcpy(&u, &sum, 8);
+  const int exponent = static_cast<int>((u >> 52) & 0x7FF);
+  if (exponent == 0x7FF) {
+    out[DIGITS] += 1;
+    return;
   }
+  const uint64_t mantissa = (u & 0xFFFFFFFFFFFFFu) | (exponent ? 0x10000000000000u : 0u);
+  const int place = (exponent ? exponent : 1) - 1075 - LOWEST;
+  if (mantissa == 0 || place < 0) return;
+  const uint64_t low = (mantissa & 0xFFFFFFFFu) << (place % 32);
+  const uint64_t high = (mantissa >> 32) << (place % 32);
+  int64_t* digit = out + place / 32;
+  digit[0] += static_cast<int64_t>(low & 0xFFFFFFFFu);
+  digit[1] += static_cast<int64_t>((low >> 32) + (high & 0xFFFFFFFFu));
+  digit[2] += static_cast<int64_t>(high >> 32);
+}
+
+// Into four sums that take turns: one would wait for the digit it has just written.
+void add_digits(int64_t count, const double* sums, int64_t* out) {
+  int64_t parts[4][DIGITS + 1] = {};
+  for (int64_t i = 0; i < count; ++i) add_one(sums[i], parts[i % 4]);
+  for (const auto& part : parts)
+    for (int place = 0; place <= DIGITS; ++place) out[place] += part[place];
 }
 
 }  // namespace
