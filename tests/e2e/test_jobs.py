@@ -80,3 +80,18 @@ def test_adapters_train_and_nothing_else(tmp_path: Path) -> None:
 def test_blocks_compile(tmp_path: Path) -> None:
     more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache", "model.compile=true"]
     assert train("examples/jobs/function.yaml", [*SMALL, *more]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("moe", 2), pytest.param("pipeline", 4, marks=pytest.mark.slow)], ids=str
+)
+def test_experts_on_ranks_of_their_own(tmp_path: Path, name: str, ranks: int) -> None:
+    """Two expert ranks, alone and inside of a pipeline: the file that is exported is whole."""
+    from safetensors import safe_open
+
+    more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache", "config.experts.ranks=2"]
+    more += ["config.zero_optimization.stage=3", "model.weights=random"]
+    assert train(f"examples/jobs/{name}.yaml", [*SMALL, *more], nproc=ranks) == 0
+    with safe_open(str(tmp_path / "run" / "export" / "model.safetensors"), "pt") as file:
+        stacks = [key for key in file.keys() if ".experts." in key]  # noqa: SIM118 (not a dict)
+    assert len(stacks) == 4 * 8 * 3, "every expert of every layer, under the names of published files"
