@@ -1,0 +1,82 @@
+"""What an `optimizer` block means: each of DeepSpeed's names as an update of ours, with its own defaults."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from zerodrift.errors import ConfigError
+from zerodrift.optim.flat import algorithm_of, arguments
+from zerodrift.optim.updates import Algorithm, Root
+from zerodrift.policy.nouns import Recipe
+
+ADAMW, ADAM = Algorithm.ADAMW, Algorithm.ADAM
+
+
+def recipe(kind: str, **params: Any) -> Recipe:
+    return Recipe(type=kind, params=json.dumps(params))
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "algorithm", "decay"),
+    [
+        # DeepSpeed decouples the decay of Adam unless `adam_w_mode` is off.
+        ("Adam", {"weight_decay": 0.2}, ADAMW, 0.2),
+        ("Adam", {"adam_w_mode": False}, ADAM, 0.0),
+        ("AdamW", {}, ADAMW, 0.01),
+        ("FusedAdam", {}, ADAMW, 0.0),
+        ("FusedAdam", {"adam_w_mode": False, "weight_decay": 0.3}, ADAM, 0.3),
+        ("CPUAdam", {}, ADAMW, 0.0),
+        ("CPUAdam", {"adam_w_mode": False, "fp32_optimizer_states": True}, ADAM, 0.0),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, Algorithm.SGD, 0.0),
+        ("Lion", {"betas": [0.95, 0.98]}, Algorithm.LION, 0.0),
+    ],
+)
+def test_a_block_is_one_of_our_updates(
+    kind: str, params: dict[str, Any], algorithm: Algorithm, decay: float
+) -> None:
+    found, numbers = arguments(recipe(kind, **params))
+    assert found is algorithm
+    assert numbers["weight_decay"] == decay
+    for key in ("momentum", "nesterov", "betas"):
+        if key in params:
+            assert numbers[key] == params[key]
+    assert not {"adam_w_mode", "fp32_optimizer_states"} & numbers.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "told"),
+    [
+        ("AdamW", {"momentum": 0.9}, r"`optimizer.params.momentum`: must be an argument of AdamW"),
+        (
+            "CPUAdam",
+            {"fp32_optimizer_states": False},
+            r"fp32_optimizer_states`: must be True or left out",
+        ),
+        ("Adam", {"amsgrad": True}, r"`optimizer.params.amsgrad`: must be False"),
+        ("Lion", {"betas": [0.9, 1.0]}, r"`optimizer.params.betas`: must be two numbers in \[0, 1\)"),
+        ("SGD", {"lr": -1.0}, r"`optimizer.params.lr`: must be a number of at least 0; got -1.0"),
+    ],
+)
+def test_what_a_block_cannot_mean_is_refused(kind: str, params: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        arguments(recipe(kind, **params))
+
+
+def test_which_of_torchs_objects_are_ours() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optim = torch.optim
+    assert algorithm_of(optim.AdamW([weight])) == (ADAMW, Root.TORCH)
+    assert algorithm_of(optim.AdamW([weight], fused=True)) == (ADAMW, Root.EXACT)
+    assert algorithm_of(optim.Adam([weight])) == (ADAM, Root.TORCH)
+    assert algorithm_of(optim.Adam([weight], decoupled_weight_decay=True)) == (ADAMW, Root.TORCH)
+    assert algorithm_of(optim.SGD([weight], lr=1.0)) == (Algorithm.SGD, Root.TORCH)
+    for other in (
+        optim.NAdam([weight]),
+        optim.AdamW([weight], amsgrad=True),
+        optim.AdamW([weight], lr=torch.tensor(1e-3), foreach=False, capturable=False),
+    ):
+        assert algorithm_of(other) is None
