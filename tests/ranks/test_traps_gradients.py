@@ -13,7 +13,7 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from tests.ranks.plain import differs, pair, run_all, weights
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import ModelError
+from zerodrift.errors import ModelError, RankError
 
 WIDTH = 8
 
@@ -270,6 +270,48 @@ def a_gradient_that_was_set_by_hand_is_added(stage: int) -> Any:
     return wrong + left
 
 
+def a_gradient_that_was_set_after_the_backward_is_in_the_norm(stage: int) -> Any:
+    engine, plain = pair(Net(), stage, 1)
+    engine.backward(engine(data()))
+    plain(data()).backward()
+    for model in (engine.module, plain):
+        parameter = model.get_parameter("layers.1.dense.weight")
+        extra = torch.full((WIDTH, WIDTH), 0.5)
+        parameter.grad = extra if parameter.grad is None else parameter.grad + extra
+    squares = [p.grad.double().square().sum() for p in plain.parameters() if p.grad is not None]
+    expected, norm = torch.stack(squares).sum().sqrt().item(), engine.step().grad_norm
+    engine.destroy()
+    return [] if norm is not None and abs(norm - expected) < 1e-6 * expected else [f"{norm}, not {expected}"]
+
+
+def set_by_hand_on_one_rank(stage: int, before: bool) -> str:
+    """After the backward, or with none at all, on rank 1 alone: what every rank is told, and soon."""
+    engine, _ = pair(Net(), stage, 1)
+    if before:
+        engine.backward(engine(data()))
+    parameter = engine.module.get_parameter("layers.2.dense.bias")
+    if engine.mesh.rank() == 1:
+        parameter.grad = torch.ones(WIDTH)
+    said = ""
+    try:
+        engine.step()
+    except RankError as error:
+        said = str(error)
+    engine.zero_grad()
+    parameter.grad = torch.ones(WIDTH)
+    updated = engine.step().updated
+    engine.destroy()
+    return said if updated else "the next step did not update"
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_was_set_on_one_rank_is_told_on_all(stage: int, before: bool) -> None:
+    for said in run_ranks(set_by_hand_on_one_rank, 2, stage, before, timeout=20.0):
+        assert "must be set on every rank or on none" in said
+        assert "`layers.2.dense.bias` on some ranks only" in said
+
+
 def clearing_inside_a_hook_loses_only_that(stage: int) -> Any:
     """A user's hook that takes the gradient away, as for an optimizer of its own in the backward."""
     engine, plain = pair(Net(), stage, 1)
@@ -316,6 +358,7 @@ CHECKS = [
     sparse_gradients,
     zero_grad_on_the_module_between,
     a_gradient_that_was_set_by_hand_is_added,
+    a_gradient_that_was_set_after_the_backward_is_in_the_norm,
     clearing_inside_a_hook_loses_only_that,
     a_late_gradient_reaches_the_same_accumulator,
 ]

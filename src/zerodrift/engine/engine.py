@@ -12,7 +12,7 @@ forward that failed costs nothing else; a backward that failed costs the micro-b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from zerodrift.engine.course import StepResult as StepResult
 from zerodrift.engine.grads import Gradients, Watcher
 from zerodrift.engine.held import Held
 from zerodrift.engine.place import Sources, place
-from zerodrift.engine.scale import Norm, Scaler, bad_parameters, global_norm, parts_of
+from zerodrift.engine.scale import Norm, Scaler, Stray, bad_parameters, global_norm, parts_of, set_on_some
 from zerodrift.engine.segment import FlatSegment, Pools
 from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
@@ -192,7 +192,7 @@ class Engine:
         before = self.course.now()
         self.attached.check()
         if self.course.micro_batches == 0:
-            self.gradients.end_unseen()
+            self._end_unseen()
         if not self.course.begin_step():
             return before
         with torch.no_grad():
@@ -203,17 +203,37 @@ class Engine:
         self.zero_grad()
         return self.course.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
 
+    def _end_unseen(self) -> None:
+        """A backward that nobody was told of ends here, on all ranks or on none."""
+        loose = self.comm.all_gather_object(self.gradients.loose)
+        if any(loose) and not all(loose):
+            raise set_on_some(next(filter(None, loose)))
+        self.gradients.end_unseen()
+
     def _norm(self) -> Norm:
-        """Of everything that was accumulated, which is reduced when this returns."""
-        self.gradients.flush()
+        """Of everything that was accumulated, which is reduced when this returns.
+
+        Gradients that were set by hand are reduced when the ranks know that all have them, which travels with
+        a norm of what else there is. Over replicas it does not, and is taken for granted.
+        """
+        alone = self.mesh.size("replicate") == 1 and self.held is None
+        strays = self.gradients.strays if alone else []
+        self.gradients.flush(without=strays)
         if self.mesh.size("replicate") > 1:
             self.gradients.sum_over_replicas()
         if self.held is not None:
             self.held.sum_over_ends(self.comm)
+        norm = self._norm_of_reduced([Stray(segment.number, segment.loose) for segment in strays])
+        if not strays:
+            return norm
+        self.gradients.reduce(strays)
+        return self._norm_of_reduced()
+
+    def _norm_of_reduced(self, strays: Sequence[Stray] = ()) -> Norm:
         counted = [segment for segment in self._trained if segment.spec.lead]
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
         order, self._walk.checksum = self._walk.checksum, 0
-        return global_norm(gradients, self.comm, self.course.unscale, order)
+        return global_norm(gradients, self.comm, self.course.unscale, order, strays)
 
     def _update(self, multiplier: float) -> None:
         if self.updater is None:

@@ -15,7 +15,7 @@ waits for the step's last micro-batch, or in `reduced`; no `param.grad` is left 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,7 +140,7 @@ class Gradients:
                 self._reduce(unit)
             self._finish(0)
             for segment in self._segments():
-                if segment.has_loose_gradients:
+                if segment.loose:
                     self._collect(segment)
             self._finish(0)
             for unit in self._units:
@@ -155,10 +155,15 @@ class Gradients:
         if self.watcher is not None:
             self.watcher.ended()
 
+    @property
+    def loose(self) -> str:
+        """A parameter with a gradient that was not collected; "" where there is none."""
+        return next((segment.loose for segment in self._segments() if segment.loose), "")
+
     def end_unseen(self) -> bool:
         """End a backward that no hook has told of: the model's output holds no tensor that could be found.
         Returns whether there was one."""
-        if self._running or not any(segment.has_loose_gradients for segment in self._segments()):
+        if self._running or not self.loose:
             return False
         self._start()
         self._end()
@@ -200,7 +205,16 @@ class Gradients:
 
     # --- the step -------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
+    @property
+    def strays(self) -> list[FlatSegment]:
+        """Segments with gradients that were put there since the last backward, and that others of the axis
+        may have none for."""
+        if self._late is not None:
+            return []
+        found = (segment for segment in self._segments() if segment.ranks > 1)
+        return [segment for segment in found if segment.loose and not segment.waits]
+
+    def flush(self, without: Sequence[FlatSegment] = ()) -> None:
         """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""
         self._finish(0)
         if self._late is not None:
@@ -208,7 +222,9 @@ class Gradients:
             self._late.drain()
         for segment in self._segments():
             # Which gradients are late is no decision of the plan's: all segments go, on all ranks alike.
-            if segment.has_loose_gradients or segment.waits or self._late is not None:
+            if segment in without:
+                continue
+            if segment.loose or segment.waits or self._late is not None:
                 self._land(segment)
                 self._send(segment)
         self._finish(0)

@@ -10,7 +10,8 @@ order: it is the same at every stage and for every way to slice, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,15 @@ class Scaler:
 
 
 @dataclass(frozen=True, slots=True)
+class Stray:
+    """A segment that waits to be reduced although no backward asks for it."""
+
+    segment: int
+    name: str
+    """Of a parameter whose gradient was set by hand."""
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """The global gradient norm of a step."""
 
@@ -100,33 +110,63 @@ class Norm:
         return unscale * factor if factor < 1.0 else unscale
 
 
-def global_norm(gradients: Iterable[torch.Tensor], comm: Collectives, unscale: float, order: int = 0) -> Norm:
+def global_norm(
+    gradients: Iterable[torch.Tensor],
+    comm: Collectives,
+    unscale: float,
+    order: int = 0,
+    strays: Sequence[Stray] = (),
+) -> Norm:
     """One small collective, and one more over the stages of a pipeline; the one place of a step where the
     host waits for the device. `gradients` are the flat slices of this rank.
 
     `order` is a checksum of the units that this rank has gathered since the last step, in their order. Where
-    another rank has another, weights of different units may have been mixed: RankError.
+    another rank has another, weights of different units may have been mixed. Where another has
+    other `strays`, a reduction of them would wait for ever. Both are a RankError, on all ranks.
     """
+    # Below 2^40, so that a sum over ranks stays far below 2^63.
+    numbers = [stray.segment for stray in strays]
+    done = (order + zlib.crc32(str(numbers).encode()) if strays else order) % (1 << 40)
     summed = torch.zeros(squares.DIGITS + 2, dtype=torch.int64, device=comm.mesh.device)
     places = summed[:-1]
     for gradient in gradients:
         squares.digits(squares.block_square_sums(gradient), places)
-    summed[-1] = order
+    summed[-1] = done
     ranks = 1
     for axis in AXES:
         if comm.mesh.size(axis) > 1:
             summed = comm.all_reduce_sum(summed, axis)
             ranks *= comm.mesh.size(axis)
-    summed[-1] = int(summed[-1]) != ranks * order
+    summed[-1] = int(summed[-1]) != ranks * done
     if comm.mesh.size("pipeline") > 1:
         summed = comm.all_reduce_sum(summed, "pipeline")
     if int(summed[-1]):
-        raise RankError(
-            "`units`: must be used in the same order on every rank; got different orders in this step. A "
-            "unit that only some ranks run, such as an expert without tokens, cannot be gathered by itself: "
-            "name a larger one in `sharding.units`."
-        )
+        raise _different(strays, comm)
     return Norm(math.sqrt(squares.total(summed[:-1])) * unscale)
+
+
+def _different(strays: Sequence[Stray], comm: Collectives) -> RankError:
+    """What ranks do not agree on; that they do not, all of them know."""
+    found = [strays]
+    for axis in AXES:
+        found = [entry for rank in comm.all_gather_object(found, axis) for entry in rank]
+    held = [{stray.segment: stray.name for stray in entry} for entry in found]
+    some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]
+    if some:
+        return set_on_some(some[0])
+    return RankError(
+        "`units`: must be used in the same order on every rank; got different orders in this step. A "
+        "unit that only some ranks run, such as an expert without tokens, cannot be gathered by itself: "
+        "name a larger one in `sharding.units`."
+    )
+
+
+def set_on_some(name: str) -> RankError:
+    """For gradients that only some ranks have, of units whose reduction all take part in."""
+    return RankError(
+        f"`param.grad`: must be set on every rank or on none, where it is set outside of a backward; got one "
+        f"of `{name}` on some ranks only. Set it on all of them, to zeros where a rank has nothing to add."
+    )
 
 
 def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives, limit: int = 5) -> list[str]:

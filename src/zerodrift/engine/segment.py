@@ -250,9 +250,12 @@ class FlatSegment:
                 self._opened.add(number)
 
     @property
-    def has_loose_gradients(self) -> bool:
-        """Whether a parameter has a gradient that was not collected."""
-        return self.update is not None and any(parameter.grad is not None for parameter in self.parameters)
+    def loose(self) -> str:
+        """The first parameter with a gradient that was not collected; "" where there is none."""
+        if self.update is None:
+            return ""
+        pairs = zip(self.rows, self.parameters, strict=True)
+        return next((row.name for row, parameter in pairs if parameter.grad is not None), "")
 
     @property
     def waits(self) -> bool:
