@@ -27,8 +27,9 @@ from zerodrift.engine.course import StepResult as StepResult
 from zerodrift.engine.grads import Gradients, Watcher
 from zerodrift.engine.held import Held
 from zerodrift.engine.place import Sources, place
+from zerodrift.engine.pools import Pools
 from zerodrift.engine.scale import Norm, Scaler, Stray, bad_parameters, global_norm, parts_of, set_on_some
-from zerodrift.engine.segment import FlatSegment, Pools
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
 from zerodrift.engine.walk import Walk

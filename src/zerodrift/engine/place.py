@@ -26,7 +26,8 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.dtypes import DType, from_torch
-from zerodrift.engine.segment import FlatSegment, Pools
+from zerodrift.engine.pools import Pools
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model import recipe

@@ -27,54 +27,11 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
+from zerodrift.engine.pools import Pools
 from zerodrift.optim.split import round_away
 from zerodrift.optim.update import Owned
 from zerodrift.plan.table import Row, Segment
 from zerodrift.policy.nouns import Master
-
-
-class Pool:
-    """Flat buffers that segments of one size take turns in, because fresh memory costs a page fault per
-    4 KiB: as much as what is then done with it."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer with anything in it."""
-        free = self._free.get((numel, dtype))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
-
-    def give(self, flat: torch.Tensor) -> None:
-        self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
-
-    def clear(self) -> None:
-        self._free.clear()
-
-
-class SparePool(Pool):
-    """Buffers that are full for a moment only."""
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if not self._free.get((numel, dtype)):
-            # What is free is of other sizes: kept, there would be a buffer for every size there is.
-            self._free.clear()
-        return super().take(numel, dtype, device)
-
-
-class Pools:
-    """Where buffers of gradients come from and go to: the plan's accumulators, and all others."""
-
-    def __init__(self, *, keep: bool) -> None:
-        self.sums = Pool() if keep else SparePool()
-        self.spare = SparePool()
-        self._keep = keep
-
-    def end_step(self) -> None:
-        """Spare memory goes back, and the accumulators' too unless the plan keeps it."""
-        self.spare.clear()
-        if not self._keep:
-            self.sums.clear()
 
 
 class FlatSegment:
