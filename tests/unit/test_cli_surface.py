@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typer.main import get_command
 from zerodrift import __version__, cli
 from zerodrift.cli import planning, streams
 from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError
+
+ROOT = Path(__file__).parents[2]
 
 SURFACE = {
     "": ["--help", "--version"],
@@ -142,6 +145,16 @@ def test_help_imports_nothing_heavy(verb: str) -> None:
 def test_help_of_a_verb_has_an_example(verb: str) -> None:
     text = run(verb, "--help").stdout
     assert f"  zerodrift {verb}" in text.split("Example", 1)[1]
+
+
+def test_help_names_files_that_are_there() -> None:
+    group = get_command(cli.app)
+    found = [
+        path
+        for command in group.commands.values()  # type: ignore[attr-defined]
+        for path in re.findall(r"examples/[\w./-]+", command.help or "")
+    ]
+    assert found and [path for path in found if not (ROOT / path).exists()] == []
 
 
 def test_help_says_what_every_option_does() -> None:

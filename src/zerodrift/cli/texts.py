@@ -77,7 +77,7 @@ the ranks that were started. Ctrl-C finishes the step and saves; a second one en
 
 \b
 Examples:
-  zerodrift train examples/pretrain.yaml
+  zerodrift train examples/jobs/pretrain.yaml
   zerodrift train job.yaml --set run.steps=100 --set config.zero_optimization.stage=2 --nproc 2
   torchrun --nproc-per-node=8 -m zerodrift train job.yaml
 """
