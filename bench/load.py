@@ -3,17 +3,28 @@
     python bench/load.py                          # a 1 GB bf16 checkpoint, bf16 and fp32 targets
     python bench/load.py --gigabytes 2 --only plain,zerodrift,zerodrift-adamw
     python bench/load.py --rounds 5
+    python bench/load.py --folder models/a --dtype fp32 --only zerodrift,dcp
 
-Two gloo ranks, one thread each, a fresh pair of processes per engine and round; engines take turns, so a
-machine whose speed drifts drifts for all, and seconds are medians. The checkpoint is a Llama of random
-weights, made in a temporary folder and removed, and is in the page cache. `share` is what a rank holds when
-it is done, computed; `beyond` is the peak resident memory minus what the process had before and minus that
-share. `plain` reads each rank's half of the files into one buffer and keeps nothing: the floor of seconds.
-Bytes are what the operating system counted for both ranks, beside what the loader says it read; what others
-read through a memory map is not in its count. What is loaded is compared with the files afterwards, except
-by `plain`. `transformers`' table of conversions, which `from_pretrained` and zerodrift honour and the others
-do not look at, is built once per process, before anything is measured, like an import. Needs Linux and
-`transformers`; DeepSpeed is left out where it is not installed.
+Two gloo ranks, one thread each, a fresh pair of processes per engine and round. Engines take turns, each
+round begins with another one, and seconds are medians of the slower rank's. The checkpoint is a Llama of
+random weights, made in a temporary folder and removed unless `--folder` has one, and is in the page cache.
+
+What is timed is the same for all: imports and a process group of the script's are there before; the clock
+covers building the model, dividing it, allocating what rests, reading, and a barrier. For DCP that is a model
+on the meta device, `fully_shard`, `to_empty` and its reader. For zerodrift it is everything until an engine
+could train: `empty()`, a process group of its own, the plan, the engine with its hooks. Before the clock
+every process touches about as much memory as it will use and lets it go: a virtual machine that has given
+free pages back to its host pays several times as much for their first touch as for any later one, and whose
+turn that is should not be chance. `cpu s` is what the slower rank computed, faults of fresh pages included;
+the rest of `s` it waited, for the other rank or for a core.
+
+`share` is what a rank holds when it is done, computed; `beyond` is the peak resident memory minus what the
+process had before and minus that share. `plain` reads each rank's half of the files into one buffer and keeps
+nothing: the floor of seconds. Bytes are what the operating system counted for both ranks, beside what the
+loader says it read; what others read through a memory map is not in its count. What is loaded is compared
+with the files afterwards, except by `plain`. `transformers`' table of conversions, which `from_pretrained`
+and zerodrift honour and the others do not look at, is built once per process, before anything is measured,
+like an import. Needs Linux and `transformers`; DeepSpeed is left out where it is not installed.
 """
 
 from __future__ import annotations
@@ -223,6 +234,12 @@ def share(name: str, dtype: torch.dtype, elements: int) -> float:
     return kept * elements / RANKS
 
 
+def used(name: str, dtype: torch.dtype, elements: int) -> int:
+    """About as many bytes as a rank uses at its peak: the whole model and more where it is loaded whole."""
+    whole = name in ("from_pretrained", "broadcast", "deepspeed")
+    return int(share(name, dtype, elements) * (3 if whole else 1.1))
+
+
 # --- a measurement --------------------------------------------------------------------------------------
 
 
@@ -239,20 +256,23 @@ def read_so_far() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def measure(rank: int, store: str, name: str, folder: str, dtype: torch.dtype, queue: Any) -> None:
+def measure(rank: int, store: str, name: str, folder: str, dtype: torch.dtype, most: int, queue: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29534")
     dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=rank, world_size=RANKS)
     warm(name)
+    touch(most)
     dist.barrier()
     base, asked = status("VmRSS"), read_so_far()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    start = time.perf_counter()
+    computed, start = time.process_time(), time.perf_counter()
     said, values = ENGINES[name](Path(folder), dtype)
+    computed = time.process_time() - computed
     dist.barrier()
     found = {
         "seconds": time.perf_counter() - start,
+        "cpu": computed,
         "peak": status("VmHWM") - base,
         "asked": read_so_far() - asked,
         "said": said,
@@ -282,6 +302,11 @@ def warm(name: str) -> None:
         print(f"(transformers built its table of conversions in {time.perf_counter() - start:.2f} s, before)")
 
 
+def touch(count: int) -> None:
+    """Touch so many bytes and let them go: the machine has them at hand for what is measured next."""
+    torch.empty(count, dtype=torch.uint8).fill_(1)
+
+
 def compare(folder: Path, dtype: torch.dtype, held: Held) -> int:
     """How many parameters are not the file's bits. Collective, after everything was measured."""
     from safetensors import safe_open
@@ -296,13 +321,13 @@ def compare(folder: Path, dtype: torch.dtype, held: Held) -> int:
         )
 
 
-def launch(name: str, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
+def launch(name: str, folder: Path, dtype: torch.dtype, most: int) -> list[dict[str, Any]]:
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as store:
         ranks = mp.start_processes(
             measure,
-            args=(store, name, str(folder), dtype, queue),
+            args=(store, name, str(folder), dtype, most, queue),
             nprocs=RANKS,
             join=False,
             start_method="spawn",
@@ -315,13 +340,15 @@ def launch(name: str, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
 def show(names: list[str], dtype: torch.dtype, rounds: dict[str, list[Any]], size: int) -> None:
     text = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     print(
-        f"\n{text} on each rank" + f"{'s':>18}{'of plain':>10}{'peak MB':>10}{'share':>8}{'beyond':>8}",
+        f"\n{text} on each rank"
+        + f"{'s':>18}{'of ' + names[0]:>14}{'cpu s':>8}{'peak MB':>10}{'share':>8}{'beyond':>8}",
         end="",
     )
     print(f"{'read MB':>10}{'said':>8}{'wrong':>7}")
     floor = statistics.median(max(r["seconds"] for r in ranks) for ranks in rounds[names[0]])
     for name in names:
         seconds = statistics.median(max(r["seconds"] for r in ranks) for ranks in rounds[name])
+        computed = statistics.median(max(r["cpu"] for r in ranks) for ranks in rounds[name])
         peak = max(r["peak"] for ranks in rounds[name] for r in ranks)
         asked = statistics.median(sum(r["asked"] for r in ranks) for ranks in rounds[name])
         said = rounds[name][0]
@@ -329,8 +356,9 @@ def show(names: list[str], dtype: torch.dtype, rounds: dict[str, list[Any]], siz
         wrong = max(r["wrong"] for ranks in rounds[name] for r in ranks)
         holds = share(name, dtype, size // 2)
         print(
-            f"  {name:18}{seconds:16.2f}{seconds / floor:10.2f}{peak / 1e6:10.0f}{holds / 1e6:8.0f}"
-            f"{(peak - holds) / 1e6:8.0f}{asked / 1e6:10.1f}{counted / 1e6 if counted else 0:8.1f}{wrong:7}"
+            f"  {name:18}{seconds:16.2f}{seconds / floor:14.2f}{computed:8.2f}{peak / 1e6:10.0f}"
+            f"{holds / 1e6:8.0f}{(peak - holds) / 1e6:8.0f}{asked / 1e6:10.1f}"
+            f"{counted / 1e6 if counted else 0:8.1f}{wrong:7}"
         )
         if wrong:
             raise SystemExit(f"{name}: {wrong} parameters are not the bits of the files")
@@ -341,6 +369,7 @@ def show(names: list[str], dtype: torch.dtype, rounds: dict[str, list[Any]], siz
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--folder", type=Path, help="a folder of a Llama in bf16, instead of making one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="comma-separated engines; the first is what ratios are to")
     parser.add_argument("--dtype", choices=["bf16", "fp32", "both"], default="both")
@@ -350,24 +379,32 @@ def main() -> None:
         parser.error(f"unknown engines: {', '.join(unknown)}; known: {', '.join(ENGINES)}")
     if importlib.util.find_spec("deepspeed") is None:
         names = [name for name in names if name != "deepspeed"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        maker = mp.get_context("spawn").Process(target=write, args=(folder, options.gigabytes))
-        maker.start()
-        maker.join()
+    dtypes = {"bf16": [torch.bfloat16], "fp32": [torch.float32]}.get(
+        options.dtype, [torch.bfloat16, torch.float32]
+    )
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or made(stack, options.gigabytes)
         size = tensors_in(folder)
         files = len(list(folder.glob("*.safetensors")))
         print(about("transformers", "deepspeed"))
         print(f"{size / 1e9:.3f} GB of tensors in {files} files, {RANKS} ranks, {options.rounds} rounds")
-        dtypes = {"bf16": [torch.bfloat16], "fp32": [torch.float32]}.get(
-            options.dtype, [torch.bfloat16, torch.float32]
-        )
         for dtype in dtypes:
             rounds: dict[str, list[Any]] = {name: [] for name in names}
-            for _ in range(options.rounds):
-                for engine in names:
-                    rounds[engine].append(launch(engine, folder, dtype))
+            for first in range(options.rounds):
+                for turn in range(len(names)):
+                    engine = names[(first + turn) % len(names)]
+                    most = used(engine, dtype, size // 2)
+                    rounds[engine].append(launch(engine, folder, dtype, most))
             show(names, dtype, rounds, size)
+
+
+def made(stack: contextlib.ExitStack, gigabytes: float) -> Path:
+    """A checkpoint that lives as long as `stack`."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    maker = mp.get_context("spawn").Process(target=write, args=(folder, gigabytes))
+    maker.start()
+    maker.join()
+    return folder
 
 
 if __name__ == "__main__":

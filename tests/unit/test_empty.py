@@ -128,6 +128,22 @@ def test_writes_with_chance_are_what_torch_draws_from_the_same_seed(what: str) -
     assert not torch.equal(play(model.x, "layers.0.x", seed=4), found)
 
 
+def test_a_draw_that_torch_refuses_is_refused_inside_too() -> None:
+    """A good draw is only written down where there is no memory; a bad one must not pass so."""
+    x = one(lambda: torch.empty(40, 30)).x
+    with empty():
+        bare = one(lambda: torch.empty(40, 30)).x
+        for parameter in (x, bare):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="std"):
+                parameter.normal_(0.0, -1.0)
+            with pytest.raises(RuntimeError, match="leaf"):
+                parameter.normal_()
+    with empty(), torch.no_grad():
+        bare = one(lambda: torch.empty(40, 30)).x
+        assert bare.normal_(mean=2.0, std=0) is bare
+    assert torch.equal(play(bare), torch.full((40, 30), 2.0))
+
+
 @pytest.mark.parametrize("factory", [torch.zeros, torch.ones, torch.randn, torch.rand])
 def test_what_is_made_with_values_keeps_them(factory: Callable[..., torch.Tensor]) -> None:
     with empty():

@@ -19,8 +19,8 @@ from zerodrift.errors import ModelError, Problem
 from zerodrift.io.strided import Piece, simplified
 from zerodrift.model.header import Stored
 
-CHUNK = 8 << 20
-"""Bytes of one read. From here on a larger one is not faster."""
+CHUNK = 2 << 20
+"""Bytes of one read. A larger one is not faster: what is converted is still in the cache then."""
 FILES = 64
 """Files that are open at once."""
 SPARSE = 2

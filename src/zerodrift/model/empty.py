@@ -97,7 +97,7 @@ class _Recorder(TorchFunctionMode):
         if func == _SET_DATA and id(args[0]) in self._made:
             return self._assign(*args)
         name = getattr(func, "__name__", "")
-        out = func(*args, **kwargs)
+        out = args[0] if _is_idle(name, args, kwargs) else func(*args, **kwargs)
         if name in _FACTORIES and kwargs.get("out") is None:
             self._begin(name, out, args, kwargs)
         elif name == "clone" and type(out) is torch.Tensor:
@@ -257,6 +257,22 @@ _INSTEAD = "_zerodrift_instead"
 
 def _window(tensor: torch.Tensor) -> Window:
     return Window(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+
+def _is_idle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call could change nothing and raise nothing: numbers drawn into what has no memory.
+
+    torch's form of `normal_` for the meta device is written in Python and takes as long as a constructor.
+    """
+    if name != "normal_" or len(args) not in (1, 2, 3) or not kwargs.keys() <= {"mean", "std", "generator"}:
+        return False
+    target, numbers = args[0], [*args[1:], *(kwargs[key] for key in ("mean", "std") if key in kwargs)]
+    if type(target) not in (torch.Tensor, nn.Parameter) or not target.is_meta:
+        return False
+    if not target.is_floating_point() or (target.requires_grad and torch.is_grad_enabled()):
+        return False
+    std = kwargs.get("std", args[2] if len(args) == 3 else 1.0)
+    return all(type(number) in (int, float) for number in numbers) and std >= 0
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
