@@ -272,7 +272,7 @@ def _is_idle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not target.is_floating_point() or (target.requires_grad and torch.is_grad_enabled()):
         return False
     std = kwargs.get("std", args[2] if len(args) == 3 else 1.0)
-    return all(type(number) in (int, float) for number in numbers) and std >= 0
+    return all(type(number) in (int, float) for number in numbers) and bool(std >= 0)
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
