@@ -22,8 +22,7 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.engine import compute, shards, statistics, steps
 from zerodrift.engine.attached import Attached
-from zerodrift.engine.course import Course
-from zerodrift.engine.course import StepResult as StepResult
+from zerodrift.engine.course import Course, StepResult
 from zerodrift.engine.grads import Gradients, Watcher
 from zerodrift.engine.held import Held
 from zerodrift.engine.place import Sources, place

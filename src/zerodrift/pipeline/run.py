@@ -24,7 +24,8 @@ from zerodrift.comm.alarm import Alarm
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.engine import compute
-from zerodrift.engine.engine import Engine, StepResult
+from zerodrift.engine.course import StepResult
+from zerodrift.engine.engine import Engine
 from zerodrift.engine.unit import tensors_in
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.pipeline import schedules

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from zerodrift.engine.engine import Engine, StepResult
+from zerodrift.engine.course import StepResult
+from zerodrift.engine.engine import Engine
 from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.train.feed import MicroBatch
 

@@ -21,7 +21,8 @@ import torch
 from zerodrift.audit import compare
 from zerodrift.audit.observe import observe
 from zerodrift.audit.observed import together
-from zerodrift.engine.engine import Engine, StepResult
+from zerodrift.engine.course import StepResult
+from zerodrift.engine.engine import Engine
 from zerodrift.errors import NonFiniteError, ZerodriftError
 from zerodrift.train import trouble
 from zerodrift.train.display import Display

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from zerodrift.engine.engine import StepResult
+from zerodrift.engine.course import StepResult
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
 from zerodrift.report.figures import size
