@@ -197,7 +197,7 @@ def ours(
         blocks = gradient.numel() // native.BLOCK
         mine = allocate(
             scheme,
-            torch.randn_like(gradient).to(storage.torch),
+            gradient.to(storage.torch, copy=True),
             moment_count(algorithm, (HYPER,)),
             groups=torch.zeros(blocks, dtype=torch.int32, device=gradient.device),
             keys=block_keys(parameter_key("weight"), 0, blocks, gradient.device),
@@ -255,7 +255,7 @@ def limit_cases() -> list[Case]:
 
 def torch_step(**kind: bool) -> Callable[[Tensor], Callable[[], object]]:
     def build(gradient: Tensor) -> Callable[[], object]:
-        parameter = torch.nn.Parameter(torch.randn_like(gradient))
+        parameter = torch.nn.Parameter(gradient.clone())
         parameter.grad = gradient
         optimizer = torch.optim.AdamW([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
         optimizer.param_groups[0].update(kind)
@@ -272,7 +272,7 @@ def deepspeed_cases() -> list[Case]:
         return []
 
     def build(gradient: Tensor) -> Callable[[], object]:
-        parameter = torch.nn.Parameter(torch.randn_like(gradient))
+        parameter = torch.nn.Parameter(gradient.clone())
         parameter.grad = gradient
         return DeepSpeedCPUAdam([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay).step
 
@@ -280,7 +280,7 @@ def deepspeed_cases() -> list[Case]:
 
 
 def chain(gradient: Tensor) -> Callable[[], object]:
-    parameter = torch.nn.Parameter(torch.randn_like(gradient))
+    parameter = torch.nn.Parameter(gradient.clone())
     summed = parameter.grad = gradient.clone()
     visible = torch.empty_like(gradient, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW([parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True)
