@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 from typing import Any
 
@@ -26,7 +28,9 @@ def recipe(kind: str, **params: Any) -> Recipe:
         # DeepSpeed decouples the decay of Adam unless `adam_w_mode` is off.
         ("Adam", {"weight_decay": 0.2}, ADAMW, 0.2),
         ("Adam", {"adam_w_mode": False}, ADAM, 0.0),
-        ("AdamW", {}, ADAMW, 0.01),
+        ("AdamW", {}, ADAMW, 0.0),
+        ("AdamW", {"torch_adam": True}, ADAMW, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, ADAM, 0.0),
         ("FusedAdam", {}, ADAMW, 0.0),
         ("FusedAdam", {"adam_w_mode": False, "weight_decay": 0.3}, ADAM, 0.3),
         ("CPUAdam", {}, ADAMW, 0.0),
@@ -64,6 +68,19 @@ def test_a_block_is_one_of_our_updates(
 def test_what_a_block_cannot_mean_is_refused(kind: str, params: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         arguments(recipe(kind, **params))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("AdamW", "adam.cpu_adam:DeepSpeedCPUAdam"), ("Lion", "lion.cpu_lion:DeepSpeedCPULion")],
+)
+def test_what_a_block_leaves_out_is_deepspeeds(kind: str, place: str) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
+    module, _, name = place.partition(":")
+    made = getattr(importlib.import_module(f"deepspeed.ops.{module}"), name)
+    theirs = {key: value.default for key, value in inspect.signature(made).parameters.items()}
+    _, ours = arguments(recipe(kind))
+    assert ours == {key: theirs[key] for key in ours}
 
 
 def test_which_of_torchs_objects_are_ours() -> None:

@@ -282,7 +282,7 @@ class Optimizer(Block):
     type: str
     """Adam, AdamW, FusedAdam, CPUAdam, SGD, Lion or Muon."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """The optimizer's arguments."""
+    """The optimizer's arguments. Those left out have DeepSpeed's defaults: no `weight_decay`, `lr` 1e-3."""
 
 
 class Scheduler(Block):

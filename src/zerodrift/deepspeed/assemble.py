@@ -29,6 +29,7 @@ from zerodrift.deepspeed.ops.lion import FusedLion
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.optim import schedules
+from zerodrift.optim.flat import TORCH_DECAY
 
 Path = str | os.PathLike[str]
 
@@ -162,10 +163,10 @@ def _is_everything(parameters: Iterable[Any], model: nn.Module) -> bool:
 
 def _of_block(kind: str, params: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
     """The config's optimizer over some parameters, or groups of them."""
-    params.pop("torch_adam", None)
+    torchs = bool(params.pop("torch_adam", False))
     decoupled = bool(params.pop("adam_w_mode", True)) or kind == "AdamW"
     if kind in ("Adam", "AdamW", "FusedAdam", "CPUAdam"):
-        decay = {"weight_decay": 0.01 if kind == "AdamW" else 0.0}
+        decay = {"weight_decay": TORCH_DECAY if torchs and decoupled else 0.0}
         return FusedAdam(parameters, adam_w_mode=decoupled, **{**decay, **params})
     if kind == "SGD":
         return torch.optim.SGD(parameters, **params)

@@ -236,11 +236,15 @@ def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
 # --- from a config ------------------------------------------------------------------------------------
 
 _DEFAULTS: dict[Algorithm, dict[str, Any]] = {
-    Algorithm.ADAMW: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    Algorithm.ADAMW: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     Algorithm.ADAM: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     Algorithm.SGD: {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-    Algorithm.LION: {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    Algorithm.LION: {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
 }
+"""DeepSpeed's, whose block it is: its AdamW does not decay unless told."""
+
+TORCH_DECAY = 0.01
+"""What `torch.optim.AdamW` decays by, which is what DeepSpeed makes where the block says `torch_adam`."""
 
 _MEANINGLESS = ("torch_adam", "fp32_optimizer_states", "bias_correction", "foreach", "fused", "amsgrad")
 """Accepted at the value that says what happens here anyway."""
@@ -261,6 +265,9 @@ def arguments(recipe: Recipe) -> tuple[Algorithm, dict[str, Any]]:
     """What an `optimizer` block means: the update, and torch's arguments for it."""
     params = json.loads(recipe.params)
     algorithm = _algorithm(recipe.type, bool(params.pop("adam_w_mode", True)))
+    defaults = dict(_DEFAULTS[algorithm])
+    if algorithm is Algorithm.ADAMW and params.get("torch_adam"):
+        defaults["weight_decay"] = TORCH_DECAY
     for key in _MEANINGLESS:
         value = params.pop(key, None)
         if value is not None and key in _EXPECTED and value is not _EXPECTED[key]:
@@ -268,9 +275,6 @@ def arguments(recipe: Recipe) -> tuple[Algorithm, dict[str, Any]]:
                 f"`optimizer.params.{key}`: must be {_EXPECTED[key]} or left out; got {value!r}. Build the "
                 f"optimizer yourself and pass it to `initialize`."
             )
-    defaults = dict(_DEFAULTS[algorithm])
-    if recipe.type in ("FusedAdam", "CPUAdam"):
-        defaults["weight_decay"] = 0.0
     unknown = [key for key in params if key not in (*defaults, "maximize")]
     if unknown:
         raise ConfigError(
