@@ -152,9 +152,9 @@ def quiet_run() -> int:
     asked: list[str] = []
     read = alarm._read
 
-    def counted(store: Any) -> str:
+    def counted(store: Any, key: str) -> str:
         asked.append(threading.current_thread().name)
-        return read(store)
+        return read(store, key)
 
     alarm._read = counted
     engine: PipelineEngine = pipeline(config(0, "fp32", COUNT), "zbv", None, GPT(LAYERS, tied=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +14,17 @@ from tests.unit.test_plan import at, moe, plan
 from zerodrift.config.load import load
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
-from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.model.spec import ModelSpec, Owner, ParameterSpec
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.build import build
 from zerodrift.plan.check import broken
 from zerodrift.plan.cost import cost, stage_cost
-from zerodrift.plan.stages import even_by_cost, names_of, part, pieces_of, rank_of
+from zerodrift.plan.stages import crossings, even_by_cost, names_of, part, pieces_of, rank_of, width
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy.nouns import Pipelining
 from zerodrift.policy.resolve import resolve
+from zerodrift.report.stages import facts
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
@@ -136,6 +138,42 @@ def test_the_bill_is_that_of_the_dearest_stage() -> None:
     assert cost(made) == max(bills, key=lambda bill: bill.peak.total)
     assert sum(bill.parameters for bill in bills) == sum(row.numel for row in made.rows) + 32 * 8  # its copy
     assert {line.axis for line in bills[0].traffic} == {"shard", "ends", "pipeline"}
+
+
+def test_what_a_token_costs_between_ranks() -> None:
+    """Known of models of `transformers`, by their embedding; of others it is said that it is not known."""
+    model = tied(8, ("model.embed_tokens.weight", "lm_head.weight"))
+    ours = tuple(replace(each, owners=(Owner(each.owners[0].path, KLASS),)) for each in model.parameters[1:])
+    library = replace(model, parameters=(model.parameters[0], *ours))
+    for schedule, stages, count in (
+        ("1f1b", 4, 3),
+        ("interleaved", 2, 3),
+        ("zbv", 2, 2),
+        ("dualpipev", 4, 6),
+    ):
+        made = cut(schedule, library, stages) if stages == 2 else cut(schedule, _more(library), stages)
+        assert (crossings(made), width(made)) == (count, 8)
+        said = dict(facts(made, None))["travels"]
+        assert (
+            said.startswith(f"16 B per token over each of {count} boundaries") and "8 values in bf16" in said
+        )
+    assert width(cut("1f1b", model)) is None
+    said = dict(facts(cut("1f1b", tied(8)), None))["travels"]
+    assert said.startswith("over 1 boundary between ranks") and "not known before it runs" in said
+
+
+KLASS = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
+
+
+def _more(model: ModelSpec) -> ModelSpec:
+    """The same with as many blocks as four ranks with two pieces each need."""
+    extra = tuple(
+        replace(each, names=(each.name.replace("layers.", "layers.1"),))
+        for each in model.parameters
+        if each.name.startswith("layers.")
+    )
+    place = len(model.parameters) - 1
+    return replace(model, parameters=(*model.parameters[:place], *extra, model.parameters[place]))
 
 
 # --- time

@@ -26,18 +26,18 @@ import torch
 import torch.distributed as dist
 
 from zerodrift.comm.mesh import Mesh
-from zerodrift.errors import RankError
+from zerodrift.errors import RankError, ZerodriftError
 
 INTERVAL = 0.5
 """Seconds between two looks into the store."""
 
-_KEY = "zerodrift/failed"
+_MADE = "zerodrift/alarms"
 _NOBODY_SENDS = (1 << 30) - 1
 """A tag below those of `collectives`."""
 
 
 class Alarm:
-    """Of one mesh, whose ranks all make one."""
+    """Of one mesh, whose ranks all make one, each before any makes another."""
 
     def __init__(self, mesh: Mesh, interval: float = INTERVAL) -> None:
         self._mesh = mesh
@@ -49,7 +49,11 @@ class Alarm:
         self._store: Any = None
         if world is not None:
             self._store = world.get_group_store()
+        self._key = ""
         if self._store is not None:
+            # A launcher may keep a store longer than a mesh lasts: each has a key of its own.
+            number = (self._store.add(_MADE, 1) - 1) // mesh.size("world")
+            self._key = f"zerodrift/failed/{number}"
             # A store answers one call at a time, and one call may wait long: the thread has its own.
             watch = partial(self._watch, self._store.clone(), interval)
             threading.Thread(target=watch, name="zerodrift-alarm", daemon=True).start()
@@ -95,16 +99,16 @@ class Alarm:
         self._said = text
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the rank that has the store may be gone
-                self._store.compare_set(_KEY, "", text)
+                self._store.compare_set(self._key, "", text)
 
     def _heard(self) -> str:
         if not self._said and self._store is not None:
-            self._said = _read(self._store)
+            self._said = _read(self._store, self._key)
         return self._said
 
     def _watch(self, store: Any, interval: float) -> None:
         while not self._over.wait(interval):
-            said = self._said or _read(store)
+            said = self._said or _read(store, self._key)
             if said:
                 self._said = said
                 self._cut()
@@ -112,9 +116,11 @@ class Alarm:
 
     def _cut(self) -> None:
         """End all waits on the groups of the mesh, here at once. See [Note: cutting]."""
+        if self._over.is_set():
+            return  # done, or being done by the other thread
         self._over.set()
         for group in self._mesh.groups:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ValueError):  # cut already, or destroyed
                 if self._mesh.device.type == "cuda":
                     group.abort()
                     continue
@@ -125,14 +131,14 @@ class Alarm:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What others were raised from."""
-    while error.__cause__ is not None:
+    """What others were raised from; one of ours says it best."""
+    while error.__cause__ is not None and not isinstance(error, ZerodriftError):
         error = error.__cause__
     return error
 
 
-def _read(store: Any) -> str:
+def _read(store: Any, key: str) -> str:
     try:
-        return store.get(_KEY).decode() if store.check([_KEY]) else ""
+        return store.get(key).decode() if store.check([key]) else ""
     except RuntimeError:  # closed with its group, or with the rank that has it
         return ""

@@ -186,6 +186,14 @@ class PipelineEngine:
         try:
             # Numbers alone: what they mean, every rank has. The target is what a schedule hands to the loss.
             schedule.step(number=numbers, target=numbers, return_outputs=False)
+        except RuntimeError as error:
+            if _is_reentrant(error):
+                raise UnsupportedError(
+                    "`checkpoint`: must be called with `use_reentrant=False` in a pipeline, whose backwards "
+                    "ask for gradients of inputs by themselves; got True. Change the call, or pass "
+                    "`{'use_reentrant': False}` to `gradient_checkpointing_enable`."
+                ) from error
+            raise
         finally:
             for piece in self.pieces:
                 piece.batches = []
@@ -371,6 +379,15 @@ class PipelineEngine:
 
 def _of(state: dict[str, torch.Tensor], key: str, known: str) -> torch.Tensor:
     return state[key]
+
+
+def _is_reentrant(error: BaseException | None) -> bool:
+    """Whether it began with activation checkpointing of the kind that runs a backward inside of another."""
+    while error is not None:
+        if "use_reentrant=True" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _signature(batch: Any) -> Signature:

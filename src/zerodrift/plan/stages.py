@@ -17,6 +17,7 @@ then stay equal without another message.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -48,6 +49,22 @@ def pieces_of(plan: Plan, rank: int) -> tuple[int, ...]:
     """The pieces of a rank of the pipeline axis, in the order of the model."""
     count = pieces(plan.policy.pipeline, plan.mesh)
     return tuple(piece for piece in range(count) if rank_of(plan.policy.pipeline, plan.mesh, piece) == rank)
+
+
+def crossings(plan: Plan) -> int:
+    """Boundaries between pieces that lie between ranks: what a micro-batch is sent over, forth and back. At
+    the turn of a V both pieces are on one rank."""
+    pipeline, count = plan.policy.pipeline, pieces(plan.policy.pipeline, plan.mesh)
+    homes = [rank_of(pipeline, plan.mesh, piece) for piece in range(count)]
+    return sum(one != other for one, other in itertools.pairwise(homes))
+
+
+def width(plan: Plan) -> int | None:
+    """Values per token that go from piece to piece: the width of the embedding of a causal language model of
+    `transformers`. None for any other model, whose layers pass on what they like."""
+    row = plan.row("model.embed_tokens.weight")
+    library = any(each.klass.startswith("transformers.models.") for each in plan.rows)
+    return row.shape[-1] if row is not None and library and len(row.shape) == 2 else None
 
 
 # --- cutting --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from zerodrift.plan.cost import stage_cost
-from zerodrift.plan.stages import part, pieces, pieces_of
+from zerodrift.plan.stages import crossings, part, pieces, pieces_of, width
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.report import figures
@@ -39,6 +39,7 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
             f"ranks",
         )
     ]
+    found.append(("travels", _travels(plan)))
     if timeline is not None:
         found.append(
             (
@@ -50,6 +51,22 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
             )
         )
     return tuple(found)
+
+
+def _travels(plan: Plan) -> str:
+    """What is sent between pieces, apart from the bill: how many tokens there are, nobody knows yet."""
+    count, values, dtype = crossings(plan), width(plan), plan.policy.mode.dtype
+    over = f"{count} {'boundary' if count == 1 else 'boundaries'} between ranks"
+    if values is None:
+        return (
+            f"over {over}, forth and back per micro-batch: what the model's layers pass on, which is not "
+            f"known before it runs"
+        )
+    size = figures.size(values * dtype.size)
+    return (
+        f"{size} per token over each of {over}, forth and as much back per micro-batch: {values:,} values "
+        f"in {dtype}; not in the bill"
+    )
 
 
 def ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, str, str, str], ...]:
