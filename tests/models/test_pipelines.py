@@ -27,7 +27,7 @@ from zerodrift.model.sources import describe
 from zerodrift.pipeline.cut import Causal, prune
 from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.plan.build import build
-from zerodrift.plan.stages import names_of
+from zerodrift.plan.stages import names_of, width
 from zerodrift.policy.resolve import resolve
 
 COUNT = 4
@@ -57,7 +57,9 @@ def reference(name: str, ranks: int) -> dict[str, torch.Tensor]:
     return {name: value.grad for name, value in exact.named_parameters() if value.grad is not None}
 
 
-def pipeline(name: str, mode: str, stage: int, schedule: str, weights: str | None) -> PipelineEngine:
+def pipeline(
+    name: str, mode: str, stage: int, schedule: str, weights: str | None, made: nn.Module | None = None
+) -> PipelineEngine:
     torch.set_num_threads(1)
     block: dict[str, Any] = {"stages": 2, "schedule": schedule, "micro_batches": COUNT}
     if weights is not None:
@@ -65,7 +67,7 @@ def pipeline(name: str, mode: str, stage: int, schedule: str, weights: str | Non
     architecture = ARCHITECTURES[name]
     rules = [{"match": architecture.routers, "pin": "fp32"}] if architecture.routers else []
     written = config(stage, mode, COUNT, precision={"rules": rules}, pipeline=block)
-    return initialize_pipeline(model(name), written, device="cpu", quiet=True)
+    return initialize_pipeline(model(name) if made is None else made, written, device="cpu", quiet=True)
 
 
 def micro_batches(rank: int) -> list[dict[str, torch.Tensor]]:
@@ -140,6 +142,77 @@ def check(name: str, mode: str, ways: list[tuple[str, str | None]]) -> None:
         assert far == set(), (way, far)
         for parameter, arrived in {**counts, **second[way][1]}.items():
             assert len(arrived) == COUNT and all(count >= 1 for count in arrived), (way, parameter, arrived)
+
+
+def passed_on(mode: str) -> list[tuple[int, int]]:
+    """Bytes that leave each piece of this rank for the next, and what the plan says of them."""
+    engine = pipeline("llama", mode, 0, "zbv", None)
+    found = []
+
+    def record(piece: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        values = width(engine.plan)
+        assert values is not None
+        found.append((output.nbytes, output.dtype.itemsize * values * tokens(0).numel()))
+
+    handles = [
+        piece.register_forward_hook(record, with_kwargs=True) for piece in engine.pieces if piece.number < 3
+    ]
+    engine.step(micro_batches(0))
+    for handle in handles:
+        handle.remove()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_what_goes_from_piece_to_piece_is_what_the_plan_says(mode: str) -> None:
+    for found in run_ranks(passed_on, 2, mode):
+        assert len(found) >= COUNT
+        for sent, planned in found:
+            assert sent == planned == (4 if mode == "fp32" else 2) * tokens(0).numel() * SIZES["hidden_size"]
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------
+
+
+def recomputed(name: str, mode: str, ways: list[tuple[str, str | None]]) -> list[str]:
+    """What `gradient_checkpointing_enable` changes; nothing but how often layers run."""
+    wrong = []
+    for schedule, weights in ways:
+        found, runs = [], []
+        for enabled in (False, True):
+            made = model(name)
+            if enabled:
+                made.gradient_checkpointing_enable({"use_reentrant": False})
+            engine = pipeline(name, mode, 0, schedule, weights, made)
+            calls: list[int] = []
+            for part in engine.stage.module.modules():
+                if type(part).__name__.endswith("Attention"):
+                    part.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+            engine.step(micro_batches(0))
+            calls.clear()
+            losses = engine.accumulate(micro_batches(0))
+            runs.append(len(calls))
+            ledger = engine.stage.gradients.ledger
+            assert ledger is not None
+            gradients = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+            found.append((losses, ledger.arrivals(), gradients))
+            engine.update()
+            engine.destroy()
+        here, (plain, other) = f"{schedule} {weights}", found
+        wrong += [f"{here} runs {runs}"] if runs[1] < 2 * runs[0] else []
+        wrong += [f"{here} losses or arrivals"] if plain[:2] != other[:2] else []
+        wrong += [f"{here} {key}" for key in plain[2] if not torch.equal(plain[2][key], other[2][key])]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("llama", "fp32"), *(pytest.param(n, "bf16", marks=pytest.mark.slow) for n in ARCHITECTURES)],
+)
+def test_checkpointing_of_transformers_changes_no_bit(name: str, mode: str) -> None:
+    ways = FEW if (name, mode) == ("llama", "fp32") else WAYS
+    assert run_ranks(recomputed, 2, name, mode, ways, timeout=200) == [[]] * 2
 
 
 QUICK = [("llama", "fp32"), ("gpt-oss", "bf16")]

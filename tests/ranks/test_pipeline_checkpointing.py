@@ -1,4 +1,4 @@
-"""Activation checkpointing inside the pieces of a pipeline: the same bits, each gradient counted once."""
+"""Recomputed and compiled layers inside the pieces of a pipeline: the same bits, each counted once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config
-from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data
+from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
 from tests.ranks.harness import run_ranks
 from tests.ranks.ways import WAYS
 from zerodrift.api import initialize_pipeline
@@ -162,3 +162,32 @@ def refused(schedule: str) -> str:
 def test_a_backward_inside_of_a_backward_is_refused_by_name(schedule: str) -> None:
     for said in run_ranks(refused, 2, schedule):
         assert "`checkpoint`: must be called with `use_reentrant=False`" in said
+
+
+# --- compiled blocks ----------------------------------------------------------------------------------------
+
+
+def compiled(schedule: str) -> str:
+    """Bits of a run with compiled blocks, or why there is none. Nothing is generated: the graphs of autograd
+    are, and those are what a schedule meets."""
+    torch.set_num_threads(1)
+    found = []
+    for compiles in (False, True):
+        model = GPT(LAYERS, tied=False)
+        for layer in model.layers if compiles else ():
+            layer.compile(backend="aot_eager")
+        try:
+            engine = pipeline(config(0, "fp32", COUNT), schedule, None, model)
+        except ZerodriftError as error:
+            return str(error)
+        losses = engine.accumulate(data(0, 0))
+        found.append((losses, {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}))
+        engine.destroy()
+    same = all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    return "same" if same and found[0][0] == found[1][0] else "not the same"
+
+
+def test_compiled_blocks_run_where_backwards_are_whole() -> None:
+    assert run_ranks(compiled, 2, "1f1b", timeout=120) == ["same"] * 2
+    for said in run_ranks(compiled, 2, "zbv", timeout=120):
+        assert said.startswith("`layers.0`: must not be compiled under `zbv`")

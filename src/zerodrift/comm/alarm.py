@@ -54,7 +54,6 @@ class Alarm:
             # A launcher may keep a store longer than a mesh lasts: each has a key of its own.
             number = (self._store.add(_MADE, 1) - 1) // mesh.size("world")
             self._key = f"zerodrift/failed/{number}"
-            # A store answers one call at a time, and one call may wait long: the thread has its own.
             watch = partial(self._watch, self._store.clone(), interval)
             threading.Thread(target=watch, name="zerodrift-alarm", daemon=True).start()
 

@@ -23,6 +23,7 @@ from zerodrift.pipeline.cut import Causal, Cut, check_names, prune
 from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.plan.stages import names_of, part, pieces_of, shared_with_another
 from zerodrift.plan.table import Plan
+from zerodrift.policy.pipelining import SPLIT
 
 
 def pipeline_engine(
@@ -36,6 +37,7 @@ def pipeline_engine(
     pieces = [names_of(plan, piece) for piece in pieces_of(plan, rank)]
     tree = prune(model, frozenset().union(*pieces), how)
     check_names(tree, frozenset(name for row in mine.rows for name in row.names))
+    _require_eager(plan, model)
     engine = Engine(plan, tree, mesh, None, schedule, _known_here(plan, mine, sources))
     engine.whole = model
     _make_equal(engine)
@@ -59,6 +61,21 @@ def _require_trained(plan: Plan) -> None:
             "`optimizer`: must be a block of the config with a pipeline, whose ranks each build their "
             "part of it; got none. Write `optimizer: {type: AdamW, params: {...}}`."
         )
+
+
+def _require_eager(plan: Plan, model: nn.Module) -> None:
+    """A backward in two parts goes through the graph twice, or looks at products as they are called; what
+    was compiled lets neither happen. Private in torch (2.13): where `Module.compile` leaves its mark."""
+    pipeline = plan.policy.pipeline
+    if pipeline is None or pipeline.schedule not in SPLIT:
+        return
+    for path, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise UnsupportedError(
+                f"`{path or 'model'}`: must not be compiled under `{pipeline.schedule}`, which splits "
+                f"backwards; got a compiled {type(module).__name__}. Use `gpipe`, `1f1b` or `interleaved`, "
+                f"or do not compile it."
+            )
 
 
 @dataclass(frozen=True)
