@@ -176,7 +176,9 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
         "`zerodrift.Parts`; got int",
         "model.lora={rank: 2}": "`model.lora`: must be absent with `config.pipeline`",
         "config.pipeline.stages=3": "`pipeline.stages`",
+        "model.compile=true": "`model.compile`: must be false under zbv, which splits backwards",
     }
     for override, message in cases.items():
-        for said in run_ranks(run, 2, file, [override]):
+        more = ["config.pipeline.schedule=zbv"] if "compile" in override else []
+        for said in run_ranks(run, 2, file, [override, *more]):
             assert message in said, (override, said)

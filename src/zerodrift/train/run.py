@@ -26,6 +26,7 @@ from zerodrift.io.checkpoint_folder import Folder as Saved
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.policy.nouns import Policy
+from zerodrift.policy.pipelining import SPLIT
 from zerodrift.policy.resolve import mesh_for, resolve
 from zerodrift.report.rows import grouped
 from zerodrift.report.terminal import plan_text
@@ -168,9 +169,14 @@ def _driver(
     if config.pipeline is None or config.pipeline.stages == 1:
         made = initialize(model, None, config, weights=weights, device=device, auto=numbers, quiet=True)
         return Alone(made)
+    problems = Problems()
     if job.model.lora is not None:
-        must, todo = "must be absent with `config.pipeline`: adapters are not cut", "Use one of the two."
-        raise ConfigError(str(Problem("model.lora", must, "both", todo)))
+        must = "must be absent with `config.pipeline`: adapters are not cut"
+        problems.add("model.lora", must, "both", "Use one of the two.")
+    if job.model.compile and config.pipeline.schedule in SPLIT:
+        must = f"must be false under {config.pipeline.schedule}, which splits backwards"
+        problems.add("model.compile", must, "true", "Use gpipe, 1f1b or interleaved.")
+    problems.raise_as(ConfigError)
     parts = models.parts(job.model)
     return Staged(
         initialize_pipeline(
