@@ -216,7 +216,7 @@ def test_looking_changes_nothing(backend: str) -> None:
 # --- a pipeline -------------------------------------------------------------------------------------------
 
 
-def piecewise(schedule: str, weights: str, keep: str) -> tuple[str, list[Finding], set[str], set[str]]:
+def piecewise(schedule: str, weights: str | None, keep: str) -> tuple[str, list[Finding], set[str], set[str]]:
     rules = {"rules": [{"match": "layers.1.mlp.router.weight", "pin": "fp32"}]}
     written = config(3, "bf16", COUNT, precision=rules, sharding={"keep_gathered": keep})
     engine = pipeline(written, schedule, weights, GPT(LAYERS, moe=True))
@@ -232,16 +232,21 @@ def piecewise(schedule: str, weights: str, keep: str) -> tuple[str, list[Finding
 
 @pytest.mark.parametrize(
     ("schedule", "weights", "keep"),
-    [("1f1b", "queue", "step"), ("zbv", "queue", "micro-batch"), ("zbv", "autograd", "step")],
+    [
+        ("1f1b", None, "step"),
+        ("zbv", "queue", "micro-batch"),
+        pytest.param("zbv", "autograd", "step", marks=pytest.mark.slow),
+    ],
 )
-def test_a_pipeline_is_seen_on_every_stage(schedule: str, weights: str, keep: str) -> None:
+def test_a_pipeline_is_seen_on_every_stage(schedule: str, weights: str | None, keep: str) -> None:
+    grad = "bfloat16" if weights == "queue" else "bfloat16,float32"  # late ones, the router's too, are not
     for told, found, unseen, without in run_ranks(piecewise, 4, schedule, weights, keep):
         assert found == []
         assert unseen <= {"grad"}, "each column of every parameter, wherever it is"
         assert told == (
             "precision: backend=native storage=bfloat16,float32 gather=bfloat16,float32 "
-            "compute=bfloat16,float32 logits=- grad=bfloat16,float32 accumulate=float32 reduce=float32 "
+            f"compute=bfloat16,float32 logits=- grad={grad} accumulate=float32 reduce=float32 "
             "master=split,same state=float32"
         )
-        if schedule == "zbv" and weights == "queue":
-            assert "layers.0.qkv.weight" in without, "it is formed in the dtype that it is added in"
+        if weights == "queue":
+            assert "layers.0.attention.qkv.weight" in without, "it is formed in the dtype that it is added in"

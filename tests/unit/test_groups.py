@@ -89,7 +89,7 @@ def refusal(model: nn.Module, **rest: Any) -> str:
 
 
 def test_two_kinds_in_one_module() -> None:
-    text = refusal(GPT(layers=1), **rules({"match": "*.bias", "pin": "fp32"}))
+    text = refusal(GPT(layers=1), **rules({"match": "*.bias", "reduce": "bf16"}))
     for path in ("layers.0.norm1", "layers.0.attention.out", "layers.0.mlp.up", "norm"):
         assert f"`{path}`" in text
     assert "native backend" in text
