@@ -31,7 +31,12 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+# tests/e2e/test_two_hosts.py runs the one of two hosts where it can.
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "two-hosts")) for path in JOBS],
+    ids=lambda path: path.stem,
+)
 def test_a_job_trains(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
     if path.stem == "deepspeed":

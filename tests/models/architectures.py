@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import (
@@ -110,6 +111,12 @@ ARCHITECTURES = {
     "qwen3-moe": Architecture(_qwen3_moe, "*.mlp.gate.*"),
     "deepseek-v3": Architecture(_deepseek_v3, "*.mlp.gate.*"),
 }
+
+
+def some(*quick: str) -> list[Any]:
+    """All of them as a parameter of a test: these in every run, the others where there is time."""
+    rest = [pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name not in quick]
+    return [*quick, *rest]
 
 
 @functools.cache

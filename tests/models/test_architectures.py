@@ -15,7 +15,7 @@ from zerodrift.engine.engine import Engine
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
-from tests.models.architectures import ARCHITECTURES, Architecture, tokens
+from tests.models.architectures import ARCHITECTURES, Architecture, some, tokens
 
 STEPS = 20
 STAGES = (0, 3)
@@ -113,7 +113,7 @@ def compare_modes(name: str, modes: tuple[str, ...]) -> list[Report]:
 MODES = {name: ("bf16", "fp32") if name == "llama" else ("bf16",) for name in ARCHITECTURES}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", some("llama", "qwen3-moe"))
 def test_stages_and_checkpointing_are_the_same_bits(name: str) -> None:
     found = run_ranks(compare_modes, 2, name, MODES[name], timeout=200)
     for report in (report for reports in found for report in reports):

@@ -231,6 +231,7 @@ def through_files(name: str, folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE)
 def test_files_do_not_know_of_expert_parallelism(name: str, tmp_path: Path) -> None:
     assert run_ranks(through_files, 4, name, str(tmp_path), timeout=200) == [[]] * 4

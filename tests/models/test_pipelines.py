@@ -327,7 +327,8 @@ def filled_alone(name: str, folder: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_stages_fill_their_own_pieces_from_files_or_by_their_own_code(name: str, tmp_path: Path) -> None:
     model(name).save_pretrained(tmp_path)
     for folder in (str(tmp_path), ""):

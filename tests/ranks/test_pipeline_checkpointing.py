@@ -187,6 +187,7 @@ def compiled(schedule: str) -> str:
     return "same" if same and found[0][0] == found[1][0] else "not the same"
 
 
+@pytest.mark.slow
 def test_compiled_blocks_run_where_backwards_are_whole() -> None:
     assert run_ranks(compiled, 2, "1f1b", timeout=120) == ["same"] * 2
     for said in run_ranks(compiled, 2, "zbv", timeout=120):
