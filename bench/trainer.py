@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from about import about
 
 from zerodrift.train.display import Lines
+from zerodrift.train.drive import loss_of
 from zerodrift.train.loop import Loop, _Clock
 from zerodrift.train.metrics import Metrics
 from zerodrift.train.read import read_job
 from zerodrift.train.run import Session, assemble
 from zerodrift.train.stopping import Stop
-from zerodrift.train.trouble import loss_of
 
 
 def job(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
