@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zerodrift.comm.collectives import Collectives
+from zerodrift.engine.unit import loss_in
 from zerodrift.errors import ModelError, UnsupportedError
 
 
@@ -40,13 +41,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def loss_of(output: Any) -> torch.Tensor:
     """The loss in what a model returned."""
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if found is None:
-        found = output
+    found = loss_in(output)
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f" of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
         raise ModelError(

@@ -230,6 +230,17 @@ def mark_inputs(
     return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor))
 
 
+def loss_in(output: Any) -> Any:
+    """Where a model's loss is in what it returned: `.loss`, an item of that name, the first of several, or
+    all of it. Whether that is a loss is the caller's to say."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    return output if found is None else found
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses, each once."""
     seen: set[int] = set()

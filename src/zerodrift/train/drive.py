@@ -14,6 +14,7 @@ import torch
 
 from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.unit import loss_in
 from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.train.feed import MicroBatch
 
@@ -106,12 +107,7 @@ def _inputs(batch: MicroBatch) -> dict[str, torch.Tensor]:
 
 def loss_of(output: Any) -> torch.Tensor:
     """The loss in what a model returned."""
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, dict):
-        found = output.get("loss")
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    found = output if found is None else found
+    found = loss_in(output)
     if not isinstance(found, torch.Tensor) or found.dim():
         raise TypeError(
             f"`model`: must return a loss, or an object with `.loss`, when it is called with `input_ids` and "

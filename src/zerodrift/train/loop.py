@@ -23,7 +23,7 @@ from zerodrift.audit.observe import observe
 from zerodrift.audit.observed import together
 from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import NonFiniteError, ZerodriftError
+from zerodrift.errors import NonFiniteError, ZerodriftError, first_line, said
 from zerodrift.train import trouble
 from zerodrift.train.display import Display
 from zerodrift.train.feed import Feed, MicroBatch, held_out
@@ -100,7 +100,7 @@ class Loop:
             self._finish(step)
         except BaseException as error:
             if self._leads and not isinstance(error, KeyboardInterrupt):
-                self._write("end", {"step": step, "error": _first_line(error)})
+                self._write("end", {"step": step, "error": _told(error)})
                 session.report(self._lines)
             raise
         finally:
@@ -269,6 +269,5 @@ def _seed(seed: int, step: int, rank: int) -> int:
     return (seed * 1_000_003 + step) * 65_537 + rank
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return text[0] if isinstance(error, ZerodriftError) else f"{type(error).__name__}: {text[0]}"
+def _told(error: BaseException) -> str:
+    return first_line(error) if isinstance(error, ZerodriftError) else said(error)
