@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from zerodrift.errors import ModelError, Problem
+from zerodrift.io.pages import Pages
 from zerodrift.io.strided import Piece, simplified
 from zerodrift.model.header import Stored
 
@@ -36,6 +37,7 @@ class Reader:
         self._progress = progress
         self._open: dict[Path, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pages = Pages()
         self.count = 0
         """Bytes read so far."""
 
@@ -56,11 +58,13 @@ class Reader:
 
     def _run(self, stored: Stored, origin: int, out: torch.Tensor) -> None:
         dtype = stored.dtype.torch
-        direct = out.dtype is dtype and out.device.type == "cpu"
+        near = out.device.type == "cpu"
         step = CHUNK // dtype.itemsize
         for first in range(0, out.numel(), step):
             part = out[first : first + step]
-            if direct:
+            if near:
+                self._pages.ready(part)
+            if near and out.dtype is dtype:
                 self._bytes(stored, origin + first, part)
             else:
                 part.copy_(self._staged(stored, origin + first, part.numel()))

@@ -97,7 +97,9 @@ class _Recorder(TorchFunctionMode):
         if func == _SET_DATA and id(args[0]) in self._made:
             return self._assign(*args)
         name = getattr(func, "__name__", "")
-        out = args[0] if _is_idle(name, args, kwargs) else func(*args, **kwargs)
+        out = _drawn_into(name, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
         if name in _FACTORIES and kwargs.get("out") is None:
             self._begin(name, out, args, kwargs)
         elif name == "clone" and type(out) is torch.Tensor:
@@ -259,20 +261,25 @@ def _window(tensor: torch.Tensor) -> Window:
     return Window(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
-def _is_idle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call could change nothing and raise nothing: numbers drawn into what has no memory.
+def _drawn_into(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What a call returns that could change nothing and raise nothing: numbers drawn into what has no memory.
 
-    torch's form of `normal_` for the meta device is written in Python and takes as long as a constructor.
+    torch's form of `normal_` for the meta device is written in Python and takes as long as a constructor. A
+    tensor's method passes its tensor by place, the function of `torch.nn.init` by name.
     """
-    if name != "normal_" or len(args) not in (1, 2, 3) or not kwargs.keys() <= {"mean", "std", "generator"}:
-        return False
-    target, numbers = args[0], [*args[1:], *(kwargs[key] for key in ("mean", "std") if key in kwargs)]
-    if type(target) not in (torch.Tensor, nn.Parameter) or not target.is_meta:
-        return False
-    if not target.is_floating_point() or (target.requires_grad and torch.is_grad_enabled()):
-        return False
-    std = kwargs.get("std", args[2] if len(args) == 3 else 1.0)
-    return all(type(number) in (int, float) for number in numbers) and bool(std >= 0)
+    if name != "normal_" or len(args) > 3 or not kwargs.keys() <= {"tensor", "mean", "std", "generator"}:
+        return None
+    given = dict(zip(("tensor", "mean", "std"), args, strict=False)) | kwargs
+    target, mean, std = given.get("tensor"), given.get("mean", 0.0), given.get("std", 1.0)
+    if not isinstance(target, torch.Tensor) or type(target) not in (torch.Tensor, nn.Parameter):
+        return None
+    if not target.is_meta:
+        return None
+    by_name = "tensor" in kwargs  # that function writes without gradients
+    if not target.is_floating_point() or (not by_name and target.requires_grad and torch.is_grad_enabled()):
+        return None
+    fits = type(mean) in (int, float) and type(std) in (int, float) and std >= 0
+    return target if fits else None
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

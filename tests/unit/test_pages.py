@@ -1,0 +1,51 @@
+"""Fresh memory that is made before it is written: its pages are there, and what is in it stays."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerodrift.io.pages import Pages
+
+SIZE = 64 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def resident() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("VmRSS")
+
+
+@linux
+def test_pages_are_there_without_a_write() -> None:
+    pages, flat = Pages(), torch.empty(SIZE, dtype=torch.uint8)
+    before = resident()
+    pages.ready(flat)
+    if pages._ask is None:
+        pytest.skip("this kernel does not know the request")
+    assert resident() - before > 0.9 * SIZE
+
+
+def test_what_is_there_stays() -> None:
+    """Also at the edges, where the pages that are asked for have neighbours' values."""
+    flat = torch.arange(3 * mmap.PAGESIZE, dtype=torch.int32)
+    Pages().ready(flat[100:-100])
+    assert torch.equal(flat, torch.arange(3 * mmap.PAGESIZE, dtype=torch.int32))
+
+
+def test_nothing_happens_where_the_system_refuses() -> None:
+    pages, asked = Pages(), []
+    pages._ask = lambda *args: asked.append(args) or -1
+    for _ in range(2):
+        pages.ready(torch.zeros(10))
+    assert len(asked) == 1
+
+
+def test_nothing_is_asked_for_nothing() -> None:
+    Pages().ready(torch.empty(0))
