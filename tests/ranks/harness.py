@@ -32,8 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "pytest", "zerodrift.comm.collectives", __name__]
-"""Imported once, before the ranks are forked. `torch._dynamo` is what the first optimizer step imports."""
+PRELOAD = ["tests.ranks.preload", __name__]
+"""Imported once, before the ranks are forked."""
 
 GRACE = 0.5
 """Seconds for the stacks of hung ranks to be written."""

@@ -266,7 +266,7 @@ def test_every_key_ends_used_or_ignored_in_the_order_written() -> None:
         ("optimizer.type", "used"),
         ("optimizer.params.lr", "used"),
         ("optimizer.params.betas", "used"),
-        ("optimizer.params.torch_adam", "ignored"),
+        ("optimizer.params.torch_adam", "used"),
         ("zero_optimization.stage", "used"),
         ("zero_optimization.reduce_bucket_size", "ignored"),
         ("zero_optimization.offload_param.device", "ignored"),
@@ -282,11 +282,11 @@ def test_every_key_ends_used_or_ignored_in_the_order_written() -> None:
     assert config.gradient_clipping is None and config.fp16 is None
 
 
-def test_ignored_arguments_do_not_reach_the_optimizer() -> None:
+def test_arguments_of_an_optimizer_reach_it() -> None:
+    """Also those that only say what others default to."""
     params = {"lr": 1, "torch_adam": True, "adam_w_mode": False}
     config = load({"optimizer": {"type": "Adam", "params": params}})
-    assert config.optimizer is not None
-    assert config.optimizer.params == {"lr": 1, "adam_w_mode": False}
+    assert config.optimizer is not None and config.optimizer.params == params
 
 
 def test_a_block_of_ignored_keys_leaves_nothing_behind() -> None:

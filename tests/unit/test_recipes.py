@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.optim.flat import algorithm_of, arguments
 from zerodrift.optim.updates import Algorithm, Root
@@ -49,6 +51,14 @@ def test_a_block_is_one_of_our_updates(
         if key in params:
             assert numbers[key] == params[key]
     assert not {"adam_w_mode", "fp32_optimizer_states"} & numbers.keys()
+
+
+@pytest.mark.parametrize(("params", "decay"), [({}, 0.0), ({"torch_adam": True}, 0.01)])
+def test_what_a_config_says_arrives(params: dict[str, Any], decay: float) -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}}}
+    plan = make_plan(config, nn.Linear(2, 2), world_size=1)
+    assert plan.policy.optimizer is not None
+    assert arguments(plan.policy.optimizer)[1]["weight_decay"] == decay
 
 
 @pytest.mark.parametrize(

@@ -330,14 +330,13 @@ OPTIMIZER = Section(
     "Optimizer and schedule",
     (
         _used("optimizer.type", "the optimizer that is built where none is passed"),
-        _used("optimizer.params.*", "its arguments"),
+        _used("optimizer.params.*", "its arguments; a default is DeepSpeed's, or torch's under `torch_adam`"),
         _refused(
             "optimizer.params.max_grad_norm",
             "clipping belongs to the step, not to the optimizer",
             "Write `gradient_clipping`.",
             (),
         ),
-        _ignored("optimizer.params.torch_adam", "there is one Adam here"),
         _refused(
             "optimizer.params.fp32_optimizer_states",
             "moments follow their column",
