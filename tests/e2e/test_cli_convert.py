@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zerodrift as zd
+from tests import commands
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from zerodrift.model.safetensors import stored
 
 
 def convert(*arguments: str | Path, code: int = 0) -> str:
-    command = [sys.executable, "-m", "zerodrift", "convert", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = commands.run("convert", *arguments)
     assert done.returncode == code, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr

@@ -1,4 +1,4 @@
-"""`plan`, `explain` and `support` as a person runs them: a subprocess, files, pipes, exit codes."""
+"""`plan`, `explain` and `support` as a person runs them: a process, files, pipes, exit codes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import COLUMNS
 
@@ -81,13 +82,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     config = folder / "config.yaml"
     config.write_text(CONFIG)
     return Files(config, safetensors(folder / "model.safetensors"))
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zerodrift", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
-    )
 
 
 def ok(*arguments: str, **environment: str) -> str:
@@ -268,7 +262,9 @@ def test_debug_adds_a_traceback(files: Files) -> None:
 def test_an_interrupt_exits_130_and_says_nothing(files: Files, tmp_path: Path) -> None:
     (tmp_path / "interrupted.py").write_text("def model():\n    raise KeyboardInterrupt\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    done = run("plan", str(files.config), "--model", "interrupted:model", PYTHONPATH=path)
+    command = [sys.executable, "-m", "zerodrift", "plan", str(files.config), "--model", "interrupted:model"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

@@ -28,9 +28,15 @@ def run_stages(
     return same(runs)
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    ("world", "moe"),
+    [
+        pytest.param(world, moe, id=f"{world}-{name}", marks=[pytest.mark.slow] * (world == 4 and not moe))
+        for world in (1, 2, 4)
+        for moe, name in ((False, "dense"), (True, "moe"))
+    ],
+)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world", [1, 2, 4])
 def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, mode: str, moe: bool) -> None:
     for found in run_ranks(run_stages, world, (0, 1, 2, 3), mode, moe, 1, STEPS, {}, timeout=280):
         assert found == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.unit.test_checkpoint_folder import save
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint_folder import Folder
@@ -16,8 +17,7 @@ from zerodrift.io.inspect import Inspection, Shelf, inspect, inspection_json, in
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zerodrift", "inspect", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return commands.run("inspect", *arguments)
 
 
 def test_one_checkpoint(tmp_path: Path) -> None:
