@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerodrift.errors import said
 from zerodrift.kernels.native import BLOCK
 from zerodrift.kernels.probe import Contraction
 
@@ -78,8 +79,7 @@ def obstacle(device: torch.device) -> str | None:
     try:
         found = squares(torch.ones(BLOCK, device=device), torch.zeros(1, dtype=torch.float64, device=device))
     except Exception as error:  # of Triton, its compiler, the C compiler it calls, or the driver
-        said = (str(error).splitlines() or ["no message"])[0]
-        return f"a first Triton program failed ({type(error).__name__}: {said})"
+        return f"a first Triton program failed ({said(error)})"
     if found.item() != BLOCK:
         return f"a first Triton program computed {found.item()} for {BLOCK}"
     return None
