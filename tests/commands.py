@@ -7,25 +7,22 @@ What depends on the start of the interpreter, or on what is not imported, needs 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
-from tests.ranks.harness import PRELOAD
+from tests.ranks.harness import forks, redirect
 
 
 def run(*arguments: str | Path, timeout: float = 120.0, **environment: str) -> CompletedProcess[str]:
     """What `zerodrift ARGUMENTS` prints and ends with, in the current folder."""
     words = [*map(str, arguments)]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="command-") as name:
         folder = Path(name)
-        process = context.Process(
-            target=_main, args=(words, folder, os.getcwd(), {**os.environ, **environment}), daemon=False
+        process = forks().Process(
+            target=_main, args=(words, folder, os.getcwd(), {**os.environ, **environment})
         )
         process.start()
         process.join(timeout)
@@ -39,12 +36,7 @@ def run(*arguments: str | Path, timeout: float = 120.0, **environment: str) -> C
 
 def _main(words: list[str], folder: Path, current: str, environment: dict[str, str]) -> None:
     """The life of the process."""
-    for number, stream in ((1, "out"), (2, "err")):
-        file = os.open(folder / stream, os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, number)
-        os.close(file)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False)
+    redirect(folder / "out", folder / "err")
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(current)

@@ -40,15 +40,16 @@ def test_convergence_measures_every_scheme_it_is_asked_for(tmp_path: Path) -> No
 
 def test_bytes_that_stay_are_the_plans() -> None:
     small = ("--width", "128", "--layers", "2", "--vocabulary", "1024", "--steps", "2")
-    names = ["zd-3", "zd-3 8bit", "fsdp2 with gradients"]
+    names = ["zd-3", "zd-3 bf16-stochastic", "zd-3 8bit", "fsdp2", "fsdp2 with gradients"]
     lines = run("persistent", *small, "--only", ",".join(names))
     found = {}
     for line, name in zip(lines[-len(names) :], names, strict=True):
         assert line.startswith(name + " ")
         found[name] = line[len(name) :].split()
-    for name in names[:2]:
+    for name in names[:3]:
         planned, tensors, _ = (float(text) for text in found[name])
         # The table of groups and keys, and the counters, are a few bytes per block of 256.
         assert tensors == pytest.approx(planned, abs=0.1)
-    assert [float(found[name][0]) for name in names[:2]] == pytest.approx([12, 6.03], rel=0.02)
+    assert [float(found[name][0]) for name in names[:3]] == pytest.approx([12, 8, 6.03], rel=0.02)
+    assert float(found["fsdp2"][1]) == pytest.approx(12, rel=0.02)
     assert float(found["fsdp2 with gradients"][1]) == pytest.approx(16, rel=0.02)

@@ -81,8 +81,7 @@ def run_ranks(
     """
     # Pickled by hand: multiprocessing would share the memory of tensors with a process that may be gone.
     call = pickle.dumps((function, args))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forks()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         ranks = []
         try:
@@ -97,6 +96,23 @@ def run_ranks(
         finally:
             for rank_ in ranks:
                 rank_.end()
+
+
+def forks() -> multiprocessing.context.ForkServerContext:
+    """Processes that begin with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def redirect(out: Path, err: Path) -> None:
+    """What this process prints, in Python or below, goes to files, or in its order to one."""
+    for number, path in ((1, out), (2, err)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True)
 
 
 @dataclass
@@ -191,12 +207,8 @@ def _rank(sender: Connection, work: _Work) -> None:
 
 def _capture(work: _Work) -> None:
     """Everything the rank prints, in Python or below, and its stacks, go to a file of its own."""
-    log = os.open(work.folder / f"{work.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True)
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True)
+    log = work.folder / f"{work.rank}.log"
+    redirect(log, log)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 

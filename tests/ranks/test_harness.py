@@ -34,6 +34,18 @@ def test_results_come_back_in_rank_order() -> None:
     assert all(total.tolist() == [3.0, 3.0] for *_, total in found)
 
 
+def not_imported() -> list[str]:
+    """What this rank should have been forked with and was not."""
+    listed = sys.modules["tests.ranks.preload"].MODULES
+    return [name for name in listed if name not in sys.modules]
+
+
+def test_ranks_begin_with_everything_imported() -> None:
+    """A name that is wrong there would only make tests slow."""
+    pytest.importorskip("transformers")
+    assert run_ranks(not_imported, 1) == [[]]
+
+
 def fail_on(rank: int) -> None:
     print(f"rank {dist.get_rank()} says goodbye")
     if dist.get_rank() == rank:

@@ -270,10 +270,9 @@ def _drawn_into(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
     if name != "normal_" or len(args) > 3 or not kwargs.keys() <= {"tensor", "mean", "std", "generator"}:
         return None
     given = dict(zip(("tensor", "mean", "std"), args, strict=False)) | kwargs
-    target, mean, std = given.get("tensor"), given.get("mean", 0.0), given.get("std", 1.0)
-    if not isinstance(target, torch.Tensor) or type(target) not in (torch.Tensor, nn.Parameter):
-        return None
-    if not target.is_meta:
+    target: Any = given.get("tensor")
+    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+    if type(target) not in (torch.Tensor, nn.Parameter) or not target.is_meta:
         return None
     by_name = "tensor" in kwargs  # that function writes without gradients
     if not target.is_floating_point() or (not by_name and target.requires_grad and torch.is_grad_enabled()):
