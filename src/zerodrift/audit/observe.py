@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerodrift.audit.observed import Observed, name
 from zerodrift.audit.segments import Segments
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.unit import tensors_in
+from zerodrift.engine.nested import tensors_in
 
 
 class Subject(Protocol):

@@ -97,9 +97,8 @@ class FsdpEngine:
         """The model's forward, in the plan's precision."""
         self.course.require_open()
         self.attached.check()
-        args, kwargs = self._precision.inputs(args, kwargs)
         try:
-            with self._precision.forward():
+            with self._precision.forward(), self._precision.cast((args, kwargs)) as (args, kwargs):
                 return self.module(*args, **kwargs)
         except RankError:
             raise  # there is nobody to finish with what is under way

@@ -10,8 +10,8 @@ to be reduced) or in `Member.sharded.grad` (reduced over the shard axis), and no
 
 [Note: zeros] torch leaves out parameters without a gradient, so ranks whose experts got no token would
 reduce buffers of other sizes; its own cure makes zeros in the wrong dtype. So zeros are put into
-`full.grad` when the group's backward is over: before torch looks, because our identity around the inputs
-is inside of torch's, and our callback at the end of a backward was queued before torch's.
+`full.grad` when the group's backward is over: before torch looks, because our hook is on what torch's
+identity around the inputs returns, and our callback at the end of a backward was queued before torch's.
 
 [Note: replicas] Copies of the model are summed by a hook during the backward where all that the step has
 summed so far is in the buffer at hand, and otherwise in the step, once.
@@ -33,7 +33,9 @@ from zerodrift.backends.sends import Sends
 from zerodrift.backends.spread import Spread
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.unit import in_backward, mark_inputs, tensors_in
+from zerodrift.engine.call import Call
+from zerodrift.engine.nested import tensors_in
+from zerodrift.engine.unit import in_backward
 from zerodrift.plan.groups import Group
 from zerodrift.plan.table import Row
 
@@ -155,12 +157,13 @@ class LiveGroup:
         return [module.register_forward_hook(after) for module in self.modules]
 
     def mark(self, backwards: Backwards) -> list[Any]:
-        """After `fully_shard`, so that our identity is inside of torch's; returns the handles."""
+        """After `fully_shard`: our hooks are on what torch's identity returns. Returns the handles."""
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not in_backward():
                 backwards.forward_begins(self)
-            return mark_inputs(args, kwargs, self.fill) if torch.is_grad_enabled() else None
+            if torch.is_grad_enabled():
+                Call.of(args, kwargs).tell(self.fill, also_leaves=in_backward())
 
         return [module.register_forward_pre_hook(before, with_kwargs=True) for module in self.modules]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.engine.unit import map_tensors, tensors_in
+from zerodrift.engine.nested import Replacement, tensors_in
 from zerodrift.errors import UnsupportedError
 from zerodrift.plan.table import Plan, Row
 
@@ -100,30 +100,52 @@ def attach(model: nn.Module, found: list[Boundary]) -> list[Any]:
     return handles
 
 
-def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
-    inputs: list[torch.dtype | None] = []
-    switches: list[torch.autocast | None] = []
+@dataclass(slots=True)
+class _Inside:
+    """A forward of a module with a boundary, under way."""
+
+    inputs: Replacement
+    versions: list[tuple[torch.Tensor, torch.Tensor, int]]
+    """(a tensor of the caller, what stands in for it, the version of that)."""
+    dtype: torch.dtype | None
+    """Of the first floating input."""
+    switch: torch.autocast | None
     """None where autocast is off anyway: entering it then would be one more thing to compile."""
 
+    def leave(self) -> None:
+        """Give the caller's containers back, with what the module has changed in place."""
+        self.inputs.undo()
+        for own, cast, version in self.versions:
+            if cast._version != version:
+                own.copy_(cast)
+        if self.switch is not None:
+            self.switch.__exit__(None, None, None)
+
+
+def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
+    calls: list[_Inside] = []
+
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        floating = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        inputs.append(floating[0] if floating else None)
-        device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
+        found = list(tensors_in((args, kwargs)))
+        dtype = next((tensor.dtype for tensor in found if tensor.is_floating_point()), None)
+        device = found[0].device.type if found else "cpu"
         switch = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
         if switch is not None:
             switch.__enter__()
-        switches.append(switch)
-        return map_tensors((args, kwargs), lambda tensor: _cast(tensor, boundary.dtype))
+        inputs = Replacement(lambda tensor: _cast(tensor, boundary.dtype))
+        changed = inputs.apply((args, kwargs))
+        versions = [(own, cast, cast._version) for own, cast in inputs.pairs]
+        calls.append(_Inside(inputs, versions, dtype, switch))
+        return changed
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Called even when the forward raised: autocast must come back on, whatever happened.
-        switch = switches.pop()
-        if switch is not None:
-            switch.__exit__(None, None, None)
-        dtype = inputs.pop()
-        if boundary.keep or dtype is None or output is None:
+        inside = calls.pop()
+        inside.leave()
+        if boundary.keep or inside.dtype is None or output is None:
             return None
-        return map_tensors(output, lambda tensor: _cast(tensor, dtype))
+        dtype = inside.dtype
+        return Replacement(lambda tensor: _cast(tensor, dtype)).apply(output)
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -145,11 +167,19 @@ class Precision:
         self._device = device.type
         self._warned = False
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Floating inputs in the mode's dtype; under autocast they stay what they are."""
-        if self._mode.autocast:
-            return args, kwargs
-        return map_tensors((args, kwargs), lambda tensor: _cast(tensor, self._dtype))
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A floating input of the model in the mode's dtype; under autocast it stays what it is."""
+        return tensor if self._mode.autocast else _cast(tensor, self._dtype)
+
+    @contextlib.contextmanager
+    def cast(self, inputs: Any) -> Iterator[Any]:
+        """Inside, the inputs with every tensor as `of` gives it. Afterwards the caller's containers are as
+        they were, but for what the model wrote there."""
+        replacement = Replacement(self.of)
+        try:
+            yield replacement.apply(inputs)
+        finally:
+            replacement.undo()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

@@ -113,9 +113,10 @@ class Engine:
         self.require_open()
         self._require_whole("call")
         self.attached.check()
-        args, kwargs = self.precision.inputs(args, kwargs)
+        for unit in self.units:
+            unit.take_places()
         try:
-            with self.precision.forward():
+            with self.precision.forward(), self.precision.cast((args, kwargs)) as (args, kwargs):
                 return self.module(*args, **kwargs)
         except RankError:
             raise  # there is nobody to finish with what is under way
@@ -131,12 +132,10 @@ class Engine:
         """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
         self.require_open()
         self._require_whole("backward")
-        before = self.course.micro_batches
+        scaled = self.scale(loss)
         try:
-            with self.precision.backward():
-                self.scale(loss).backward(**kwargs)
-            if self.course.micro_batches == before:
-                self.gradients.end_unseen()
+            with self.precision.backward(), self.gradients.micro_batch(scaled):
+                scaled.backward(**kwargs)
         except RankError:
             raise
         except BaseException:

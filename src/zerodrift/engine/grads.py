@@ -15,7 +15,8 @@ waits for the step's last micro-batch, or in `reduced`; no `param.grad` is left 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +25,7 @@ import torch
 from zerodrift.comm.collectives import Handle
 from zerodrift.engine.ledger import Ledger
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.unit import LiveUnit
+from zerodrift.engine.unit import LiveUnit, current_backward
 from zerodrift.engine.walk import Walk
 from zerodrift.errors import RankError
 from zerodrift.plan.cost import REDUCTIONS
@@ -61,7 +62,7 @@ class Watcher:
     is_last: Callable[[], bool]
     """Whether the backward that begins now is the last micro-batch of its step."""
     ended: Callable[[], None]
-    """Every gradient of a backward is where it belongs."""
+    """Every gradient of a backward is where it belongs. Not called after one that adds to no gradient."""
     failed: Callable[[], None]
     """A backward that the engine did not call has raised; its gradients are incomplete."""
 
@@ -79,6 +80,14 @@ class Gradients:
         """In the order in which the plan reduces them."""
         self.before = before
         self._running = False
+        self._task = -1
+        """The backward of autograd in which `counts` was found out."""
+        self.counts = False
+        """Whether the backward under way adds to gradients of parameters, and so is a micro-batch."""
+        self._told = False
+        """Whether the engine itself calls the backward that comes, which counts whatever it reaches."""
+        self._uses: list[int] = []
+        """Of each unit, when the backward began."""
         self._last = True
         self._ready: set[int] = set()
         self._next = 0
@@ -113,21 +122,46 @@ class Gradients:
             # autograd drops its callbacks when a backward raises, so only the next forward tells.
             self.watcher.failed()
 
+    @contextlib.contextmanager
+    def micro_batch(self, loss: torch.Tensor) -> Iterator[None]:
+        """A backward of this loss inside is a micro-batch, whatever it reaches: it begins at the loss."""
+        handle = loss.register_hook(lambda grad: self.begin()) if loss.requires_grad else None
+        self._told = True
+        try:
+            yield
+        finally:
+            self._told = False
+            if handle is not None:
+                handle.remove()
+
     def begin(self) -> None:
-        if self._running:
-            return
-        self._start()
-        # The one callback at the end of a backward that autograd offers; FSDP2 and DDP use it too.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if not self._running:
+            self._start()
+            # The one callback at the end of a backward that autograd offers; FSDP2 and DDP use it too.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if not self.counts and current_backward() != self._task:
+            self._look()
 
     def _start(self) -> None:
-        self._running = True
+        self._running, self.counts, self._task = True, False, -1
         self._walk.turn()
         self._last = self.watcher is None or self.watcher.is_last()
         self._ready.clear()
         self._next = 0
+        self._uses = [unit.uses for unit in self._units]
+
+    def _look(self) -> None:
+        """Ask autograd which units this backward reaches. A reentrant checkpoint has a backward of its own
+        inside, which the one around it does not know of."""
+        self._task = current_backward()
+        reached = frozenset(unit.number for unit in self._trained if unit.is_reached())
+        self.counts = self._told or bool(reached)
+        if self.counts:
+            self._walk.reaches(reached)
 
     def over(self, unit: LiveUnit) -> None:
+        if not self.counts:
+            return
         self._ready.add(unit.number)
         while self._next < len(self._trained) and self._trained[self._next].number in self._ready:
             self._reduce(self._trained[self._next])
@@ -135,25 +169,34 @@ class Gradients:
 
     def _end(self) -> None:
         try:
-            self._walk.end(self)
-            for unit in self._trained[self._next :]:
-                self._reduce(unit)
-            self._finish(0)
-            for segment in self._segments():
-                if segment.loose:
-                    self._collect(segment)
-            self._finish(0)
-            for unit in self._units:
-                unit.uses = 0 if self._last else unit.uses
+            if self.counts:
+                self._reduce_rest()
+            for unit, uses in zip(self._units, self._uses, strict=True):
+                if not self.counts:
+                    unit.uses = uses
+                elif self._last:
+                    unit.uses = 0
                 unit.rest()
         finally:
             self._running = False
+        if not self.counts:
+            return
         if self._late is not None:
             self._late.end_micro_batch()
         if self.ledger is not None:
             self.ledger.next_micro_batch()
         if self.watcher is not None:
             self.watcher.ended()
+
+    def _reduce_rest(self) -> None:
+        self._walk.end(self)
+        for unit in self._trained[self._next :]:
+            self._reduce(unit)
+        self._finish(0)
+        for segment in self._segments():
+            if segment.loose:
+                self._collect(segment)
+        self._finish(0)
 
     @property
     def loose(self) -> str:
@@ -166,6 +209,7 @@ class Gradients:
         if self._running or not self.loose:
             return False
         self._start()
+        self.counts = True
         self._end()
         return True
 

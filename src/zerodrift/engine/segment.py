@@ -5,10 +5,12 @@ affair, which dtype everything has is the plan's. The optimizer's side (master, 
 
 Invariant: parameters are views of `full` wherever that is there, and never get other memory.
 
-[Note: freeing] A gathered buffer is freed with `untyped_storage().resize_(0)` and allocated again on the
-same storage, so views that autograd saved (`weight.t()` of a linear) see the bytes of the next gather.
-Most kernels do not look whether memory is there, so between, a parameter is not a view of the buffer but
-one NaN expanded to its shape: reading it cannot pass for a value, and writing it in place is an error.
+[Note: freeing] The memory of a gathered buffer is given back with `untyped_storage().resize_(0)`, and only
+where the segment's own tensors are all that is left on it. Most kernels do not look whether memory is there,
+so whoever else has a view (a user, a graph that is to be differentiated twice) keeps the buffer with its
+values, and the segment takes another at the next gather. Autograd has none: `saved.py` packs what it saves.
+While a buffer is not there, a parameter is one NaN expanded to its shape: reading it cannot pass for a value,
+and writing it in place is an error.
 
 [Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first of a parameter is copied there when its unit's backward
@@ -87,6 +89,10 @@ class FlatSegment:
         """Of `full`, one per parameter."""
         self._stubs: list[torch.Tensor] = []
         """What parameters are while `full` is not there; see [Note: freeing]."""
+        self._own = 0
+        """How many tensors of this segment share the memory of `full` while no parameter does."""
+        self.starts = [row.offset for row in rows]
+        """Of each row, in elements."""
 
     def _make_full(self, device: torch.device) -> torch.Tensor:
         if self._resident:
@@ -101,7 +107,7 @@ class FlatSegment:
         """Turn the parameters into views; `place.py` fills storage."""
         if not self._resident:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
-        self._views = [self.view(self.full, row) for row in self.rows]
+        self._views = self._views_of_full()
         absent = torch.full((), _nowhere(self.full.dtype), dtype=self.full.dtype, device=self.full.device)
         self._stubs = [absent.expand(row.shape) for row in self.rows]
         self._show(self._views)
@@ -110,7 +116,12 @@ class FlatSegment:
                 # Sticks to the parameter: autograd casts what it leaves to this dtype before adding.
                 parameter.grad_dtype = self.update.accumulate.dtype.torch
         if not self._resident:
+            self._show(self._stubs)
+            self._own = _holders(self.full)
             self._free()
+
+    def _views_of_full(self) -> list[torch.Tensor]:
+        return [self.view(self.full, row) for row in self.rows]
 
     def at_rest(self, values: torch.Tensor) -> torch.Tensor:
         """Values as storage holds them, rounded as the master scheme rounds: also where another rank owns
@@ -147,6 +158,9 @@ class FlatSegment:
         a collective."""
         if self.is_full or self._gathering is not None:
             return False
+        if not self._views:
+            self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
+            self._views = self._views_of_full()
         self._allocate(self.full)
         with torch.no_grad():
             if not self.sharded:
@@ -183,8 +197,11 @@ class FlatSegment:
 
     def _free(self) -> None:
         self._show(self._stubs)
-        self.full.untyped_storage().resize_(0)
         self.is_full = False
+        if _holders(self.full) > self._own:
+            self.full, self._views = self.full.new_empty(0), []
+        else:
+            self.full.untyped_storage().resize_(0)
 
     @property
     def gathers(self) -> bool:
@@ -403,6 +420,11 @@ class FlatSegment:
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
+
+
+def _holders(flat: torch.Tensor) -> int:
+    """How many tensors share the memory of one; a relative figure. Private in torch (2.13 to 2.15)."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 def _nowhere(dtype: torch.dtype) -> float | int:

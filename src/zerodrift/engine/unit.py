@@ -4,44 +4,58 @@ A unit is gathered when its module's forward begins, released when it ends, gath
 gradient of its output arrives, and handed to `grads.py` when its backward is over. Hooks on modules and
 tensors do all of it, so a user's own loop, `generate`, or a call of a unit work like `engine(...)`.
 
-Invariant: hooks never change a value. Which collectives they lead to is `walk.py`'s affair for gathers and
-`grads.py`'s for reductions.
+Invariant: hooks never change a value, nor which tensors and containers a module gets and returns. They only
+say when: a unit that is released early is gathered again where autograd asks for what it saved (`saved.py`),
+and a gradient that comes after its unit was reduced is reduced at the end of the backward. Which collectives
+this leads to is for `walk.py` to say of gathers and for `grads.py` of reductions.
 
-[Note: end of a backward] A unit's backward is over when the gradients of its inputs are formed, which an
-identity function around the inputs tells, once per forward that is in flight. Where no input needs a
-gradient, or a unit was not used at all, the end of the whole backward tells, by a callback of the engine
-of autograd. torch's AccumulateGrad nodes run before that identity, so weight gradients have landed.
+[Note: end of a backward] A unit's backward is over when a gradient is about to reach what came before its
+forward. Of the inputs, the newest tells: autograd runs what is newer first, so by then all that the unit
+added to the graph has run, weight gradients included. Where no input has a graph behind it, or a unit was not
+used at all, the end of the whole backward tells, by a callback of the engine of autograd.
 
 [Note: recomputation] Activation checkpointing runs forwards inside a backward. Such a forward counts no new
 use and does not release the unit, which its own backward needs at once: no third gather. Reentrant
-checkpointing builds a graph of its own there, so its inputs are marked as well; the other kind discards
-what it builds, and its marks never run.
+checkpointing builds a graph of its own there, whose newest input tells as well; the other kind discards what
+it builds, and nothing there ever tells.
 
 [Note: copies] A deep copy of a module carries its hooks along, and they are ours. A hook that is called for
 another module than the unit's does nothing: a copy is a plain module.
+
+[Note: order of hooks] A unit gathers before any other hook of its module runs, and releases after all, so a
+hook that a user puts there later sees values. Hooks on the gradients of a module come in front of ours unless
+ours is one of them: then it is, first.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerodrift.engine import saved
+from zerodrift.engine.call import Call
+from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.walk import Backward, Walk
 from zerodrift.errors import ModelError
 from zerodrift.plan.table import Unit
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread.
+def current_backward() -> int:
+    """The number of the backward that autograd is running on this thread; -1 where there is none.
 
-    Private in torch (2.11 to 2.13); its own checkpointing asks the same way.
+    Private in torch (2.13 to 2.15); its own checkpointing asks the same way.
     """
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return current_backward() != -1
 
 
 class LiveUnit:
@@ -70,6 +84,12 @@ class LiveUnit:
         """Whether its last forward in training was under activation checkpointing."""
         self.walk: Walk
         """Set by the walk that goes through it."""
+        self._calls: list[Call] = []
+        """Forwards under way, the innermost last."""
+        self._first, self._last = -1, [-1]
+        self._before_backward = -1
+        """Hooks of the module, by number."""
+        self._begins: Callable[[], None]
         self._gathers = any(segment.gathers for segment in segments)
         self.trains = any(segment.update is not None for segment in segments)
 
@@ -113,66 +133,147 @@ class LiveUnit:
     def forget(self) -> None:
         """What was under way is not: an exception ended it."""
         self.uses = 0
+        self._calls.clear()
         self.release()
+
+    # --- what a backward reaches --------------------------------------------------------------------------
+
+    def is_reached(self) -> bool:
+        """Whether the backward that is running will add to a gradient of this unit.
+
+        Private in torch (2.13 to 2.15). Under `torch.autograd.grad` it is an error to ask for a leaf that is
+        differentiated by, and nothing is added to that one.
+        """
+        for node in self._ends:
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:
+                continue
+        return False
+
+    @functools.cached_property
+    def _ends(self) -> list[Any]:
+        """Where the gradients of trained parameters arrive in any graph."""
+        trained = [parameter for s in self.segments if s.update is not None for parameter in s.parameters]
+        return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
 
     # --- hooks ----------------------------------------------------------------------------------------
 
     def attach(self, backward: Backward) -> list[Any]:
         """Put the hooks on the module; returns their handles."""
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not self.module:
-                return None  # see [Note: copies]
+                return  # see [Note: copies]
+            self.take_places()
             if in_backward():
                 backward.begin()
                 self.walk.recompute(self, backward)
-                self._open_gradients()
+                self._open_gradients(backward)
             else:
                 backward.forward_begins()
                 if self.is_root:
                     self.walk.enter(torch.is_grad_enabled())
                 self.walk.forward(self)
-            if not torch.is_grad_enabled():
-                return None
-            return mark_inputs(args, kwargs, lambda: self._backward_is_over(backward))
+            self._calls.append(Call.of(args, kwargs))
+            if torch.is_grad_enabled():
+                self._calls[-1].tell(lambda: self._backward_is_over(backward), also_leaves=in_backward())
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module is not self.module or in_backward():
                 return
+            call = self._calls[-1]
             if self.is_root:
                 self.walk.leave()
-            needs_backward = False
-            if torch.is_grad_enabled():
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad:
-                        needs_backward = True
-                        tensor.register_hook(lambda grad: self._backward_begins(backward))
-            if needs_backward:
-                self.uses += 1
-                self.leave()
-            else:
+            _refuse_unfinished(self.spec.name, output)
+            if not torch.is_grad_enabled():
                 self.release()
+                return
+            left = [tensor for tensor in (*tensors_in(output), *call.changed()) if tensor.requires_grad]
+            for tensor in left:
+                tensor.register_hook(lambda grad: self._backward_begins(backward))
+            if not left:
+                self.release()
+                return
+            self.uses += 1
+            if self._gathers and not self._keep_after_forward:
+                gathering = [segment for segment in self.segments if segment.gathers]
+                saved.pack(left, call.newest, gathering, lambda: self._backward_begins(backward))
+            self.leave()
 
-        return [
+        def ended(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if module is self.module and self._calls:
+                self._calls.pop()
+
+        handles = [
             self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             self.module.register_forward_hook(after, with_kwargs=True),
+            self.module.register_forward_hook(ended, always_call=True),
         ]
+        self._first, *self._last = (handle.id for handle in handles)
+        self._begins = lambda: self._backward_begins(backward)
+        return handles
+
+    def take_places(self) -> None:
+        """Ours first and last among the hooks of the module; see [Note: order of hooks]."""
+        # torch keeps hooks in ordered dicts, and declares dicts.
+        hooks: Any = self.module._forward_pre_hooks
+        if self._first in hooks and next(iter(hooks)) != self._first:
+            hooks.move_to_end(self._first, last=False)
+        hooks = self.module._forward_hooks
+        if self._last[-1] in hooks and next(reversed(hooks)) != self._last[-1]:
+            for number in self._last:
+                hooks.move_to_end(number)
+        if self.module._backward_pre_hooks and self._gathers:
+            self._begin_first()
+
+    def _begin_first(self) -> None:
+        hooks: Any = self.module._backward_pre_hooks
+        if self._before_backward not in hooks:
+            hook = self.module.register_full_backward_pre_hook(lambda module, grads: self._begins())
+            self._before_backward = hook.id
+        hooks.move_to_end(self._before_backward, last=False)
 
     def _backward_begins(self, backward: Backward) -> None:
-        backward.begin()
-        self.walk.backward(self, backward)
-        self._open_gradients()
+        if in_backward():
+            backward.begin()
+            self.walk.backward(self, backward)
+            self._open_gradients(backward)
+        else:
+            self.gather()  # somebody looks at what a node has saved
 
-    def _open_gradients(self) -> None:
-        for segment in self.segments:
+    def _open_gradients(self, backward: Backward) -> None:
+        for segment in self.segments if backward.counts else ():
             segment.open_gradients()
 
     def _backward_is_over(self, backward: Backward) -> None:
+        backward.begin()
+        if not self.walk.is_over(self, backward):
+            return
         self.uses = max(0, self.uses - 1)
         if self.uses == 0:
             backward.over(self)
             if not (self._keep_after_backward or self.is_root):
                 self.release()
+
+
+_UNFINISHED = (Iterator, Awaitable, AsyncIterator)
+
+
+def _refuse_unfinished(path: str, output: Any) -> None:
+    items: Iterable[Any] = (output,)
+    if isinstance(output, (tuple, list)):
+        items = output
+    elif isinstance(output, Mapping):
+        items = output.values()
+    for item in items:
+        if isinstance(item, _UNFINISHED):
+            raise ModelError(
+                f"`{path or 'model'}`: must return what it has computed; got a {type(item).__name__}, which "
+                f"computes after the forward, when parameters are not gathered and the precision is not set. "
+                f"Return a list."
+            )
 
 
 def guard(model: nn.Module, segments: list[FlatSegment]) -> list[Any]:
@@ -200,36 +301,6 @@ def _refusal(path: str, owner: nn.Module, held: list[FlatSegment]) -> Callable[.
     return refuse
 
 
-# --- marking inputs -----------------------------------------------------------------------------------
-
-
-class _Identity(torch.autograd.Function):
-    """Passes tensors through; its backward runs when the gradients of all of them are formed."""
-
-    @staticmethod
-    def forward(ctx: Any, then: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.then = then
-        # Not the tensors themselves: autograd would refuse a model that changes its input in place.
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.then()
-        return (None, *grads)
-
-
-def mark_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The same inputs behind an identity that calls `then`; None where no input needs a gradient."""
-    found = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-    if not found:
-        return None
-    marked = iter(_Identity.apply(then, *found))
-    replaced = {id(old): next(marked) for old in found}
-    return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor))
-
-
 def loss_in(output: Any) -> Any:
     """Where a model's loss is in what it returned: `.loss`, an item of that name, the first of several, or
     all of it. Whether that is a loss is the caller's to say."""
@@ -239,42 +310,3 @@ def loss_in(output: Any) -> Any:
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]
     return output if found is None else found
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, each once."""
-    seen: set[int] = set()
-    stack = [value]
-    while stack:
-        item = stack.pop(0)
-        if isinstance(item, torch.Tensor):
-            if id(item) not in seen:
-                seen.add(id(item))
-                yield item
-        elif isinstance(item, Mapping):
-            stack.extend(item.values())
-        elif isinstance(item, (tuple, list)):
-            stack.extend(item)
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            stack.extend(getattr(item, field.name) for field in dataclasses.fields(item))
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with every tensor changed; what holds no tensor is the same object."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return [map_tensors(item, change) for item in value]
-    if isinstance(value, dict):
-        changed = {key: map_tensors(item, change) for key, item in value.items()}
-        if type(value) is dict:
-            return changed
-        # A dict of a class of its own (a model's output) keeps its class and its attributes.
-        for key, item in changed.items():
-            if item is not value[key]:
-                value[key] = item
-        return value
-    return value

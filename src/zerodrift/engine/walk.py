@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 class Backward(Protocol):
     """What units ask of the step that they are part of."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether the backward under way adds to gradients of parameters."""
+
     def forward_begins(self) -> None:
         """A forward begins outside of any backward."""
 
@@ -45,7 +49,7 @@ def will_be_recomputed() -> bool:
     """Whether activation checkpointing is around a forward that is part of a training step.
 
     The reentrant kind runs it without gradients, the other kind takes what autograd saves. Private in torch
-    (2.11 to 2.13).
+    (2.13 to 2.15).
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return not torch.is_grad_enabled() or hooks is not None
@@ -76,6 +80,8 @@ class Walk:
         """How many of `_forth` this forward has come past."""
         self._came = 0
         """How many of `_back` this backward has come past."""
+        self._reached: frozenset[int] | None = None
+        """Trained units whose gradients this backward adds to; None where it adds to none."""
         for unit in units:
             unit.walk = self
 
@@ -129,6 +135,28 @@ class Walk:
         """A backward begins."""
         self._walking = False
         self._came = 0
+        self._reached = None
+
+    def reaches(self, reached: frozenset[int]) -> None:
+        """The backward adds to the gradients of these units and of no others: those that came forward and
+        are not among them count as over in their turn."""
+        self._reached = reached
+
+    def is_over(self, unit: LiveUnit, step: Backward) -> bool:
+        """Whether a gradient that goes on from the unit's input means that its backward is over: not where
+        that input went elsewhere too, and this backward has no use for the unit."""
+        if unit.is_root or unit.recomputed or self._back_place[unit.number] < self._came:
+            return True
+        if self._reached is None or unit.number not in self._reached:
+            return False
+        self.backward(unit, step)
+        return True
+
+    def _is_to_come(self, unit: LiveUnit) -> bool:
+        """Whether this backward, or one that a forward is still owed, will come to the unit out of turn."""
+        if self._reached is None or not unit.trains:
+            return unit.uses > 0
+        return unit.number in self._reached
 
     def backward(self, unit: LiveUnit, step: Backward) -> None:
         """Come to a unit again: full when this returns."""
@@ -156,8 +184,8 @@ class Walk:
     def _pass_back(self, until: int, step: Backward) -> None:
         for place in range(self._came, until):
             unit = self._back[place]
-            if unit.uses:
-                continue  # its backward is still to come, out of turn or in another graph
+            if self._is_to_come(unit):
+                continue
             self._come(place)
             step.over(unit)
             unit.rest()

@@ -26,7 +26,7 @@ from zerodrift.comm.mesh import Mesh
 from zerodrift.engine import compute
 from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.unit import tensors_in
+from zerodrift.engine.nested import tensors_in
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.pipeline import schedules
 from zerodrift.pipeline.cut import Cut, batch_on
@@ -234,7 +234,6 @@ class PipelineEngine:
     def _taken(self, micro_batches: Iterable[Any], training: bool) -> list[Any]:
         """The micro-batches as pieces take them; the same problem on every rank, if there is one."""
         batches = list(micro_batches)
-        change = self.stage.precision.inputs
         wanted = self.stage.accumulation if training else None
         found = [_signature(batch) for batch in batches]
         problem = _problem(found, wanted) or _problem_of_weights(self._weights if training else (), wanted)
@@ -254,7 +253,7 @@ class PipelineEngine:
         if any(each[3] for each in told):
             self._learnt.pop(training, None)
         device = self.mesh.device
-        return [batch_on(batch, device, lambda tensor: change((tensor,), {})[0][0]) for batch in batches]
+        return [batch_on(batch, device, self.stage.precision.of) for batch in batches]
 
     def _scheduled(self, batches: list[Any], training: bool) -> Any:
         """The schedule for micro-batches of these shapes; a new one has to learn what travels."""

@@ -1,0 +1,50 @@
+"""One forward of a module under way: what went in, and when a backward has come past it.
+
+Invariant: the tensors that went in are only looked at. A hook on one of them goes with its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerodrift.engine.nested import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The inputs of a forward, before it runs."""
+
+    inputs: tuple[tuple[torch.Tensor, int], ...]
+    """With the version of each: what a module changes in place, it returns."""
+    newest: int
+    """The highest number of the nodes behind them; what the forward adds to the graph has higher ones."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        found = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
+        numbers = [_number(tensor) for tensor in found]
+        return cls(tuple((tensor, tensor._version) for tensor in found), max(numbers, default=-1))
+
+    def changed(self) -> Iterator[torch.Tensor]:
+        """Inputs that were changed in place."""
+        return (tensor for tensor, version in self.inputs if tensor._version != version)
+
+    def tell(self, over: Callable[[], None], also_leaves: bool) -> None:
+        """Call `over` when a gradient is about to go on from the newest input: autograd runs newer nodes
+        first, so all that the forward added has run. A leaf would keep the hook for ever, unless it is one of
+        a graph that is built inside a backward, and goes with it."""
+        for tensor, _ in self.inputs:
+            if not tensor.requires_grad or _number(tensor) != self.newest:
+                continue
+            if tensor.grad_fn is not None or also_leaves:
+                tensor.register_hook(lambda grad: over())
+                return
+
+
+def _number(tensor: torch.Tensor) -> int:
+    """Of the node behind it. Private in torch (2.13 to 2.15)."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

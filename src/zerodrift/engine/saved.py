@@ -1,0 +1,124 @@
+"""What autograd saves of a gathered buffer: kept as where it is, so that the buffer's memory can go.
+
+After a unit's forward the graph behind its outputs is gone through, and each view of the unit's buffers that
+a node has saved for its backward is replaced by its place in the buffer. When the node runs, the unit is
+gathered, if it is not, and the view made anew. So a backward finds its weights however it comes to a node:
+through the unit's output, a feature that was captured inside, or a loss that was put aside.
+
+Invariant: only memory is at stake here, never a value. A view that is not found (a node that cannot be
+reached, or that keeps tensors its own way) holds the buffer's memory, and a segment never frees what is held.
+
+`_raw_saved_*`, `SavedTensor.data` and `unpack_hook`, and `_sequence_nr` of a node, are torch's own (2.13 to
+2.15); the first is in its tutorial on saved tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerodrift.engine.segment import FlatSegment
+
+
+@dataclass(frozen=True, slots=True)
+class SavedView:
+    """A view of a segment's full form, by its place."""
+
+    segment: FlatSegment
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """In elements of `dtype`."""
+    dtype: torch.dtype
+    row: int
+    """The parameter of the segment that it is a view of."""
+    version: int
+    """Of that parameter, when it was saved."""
+
+    def tensor(self) -> torch.Tensor:
+        """The view, of a full form that is there."""
+        parameter = self.segment.parameters[self.row]
+        if parameter._version != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: `{self.segment.rows[self.row].name}` is at version {parameter._version}, and "
+                f"version {self.version} was saved"
+            )
+        full = self.segment.full
+        flat = full if full.dtype is self.dtype else full.view(self.dtype)
+        return flat.as_strided(self.size, self.stride, self.offset)
+
+
+def pack(
+    outputs: Iterable[torch.Tensor], after: int, segments: Sequence[FlatSegment], gather: Callable[[], None]
+) -> None:
+    """Replace what the nodes behind `outputs` have saved of full segments; `after` is the newest node that
+    was there before. `gather` makes the segments full."""
+    for raw in _saved(outputs, after):
+        view = _view_of(raw.data, segments)
+        if view is not None:
+            raw.register_hooks(functools.partial(_place, view), functools.partial(_unpack, gather))
+
+
+def _place(view: SavedView, saved: torch.Tensor) -> SavedView:
+    return view
+
+
+def _unpack(gather: Callable[[], None], view: SavedView) -> torch.Tensor:
+    if not view.segment.is_full:
+        gather()
+    return view.tensor()
+
+
+def _saved(outputs: Iterable[torch.Tensor], after: int) -> Iterator[Any]:
+    """Every tensor that newer nodes have saved and nobody has packed."""
+    waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    visited = set()
+    while waiting:
+        node = waiting.pop()
+        if node in visited or node._sequence_nr() <= after:
+            continue
+        visited.add(node)
+        kind: Any = type(node)
+        for name in _names(kind):
+            found = getattr(node, name)
+            for raw in found if isinstance(found, tuple) else (found,):
+                if raw is not None and raw.unpack_hook is None and raw.data is not None:
+                    yield raw
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    """The attributes of a kind of node that hold what it has saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _view_of(tensor: torch.Tensor, segments: Sequence[FlatSegment]) -> SavedView | None:
+    # Another layout or a subclass keeps its bytes in its own way, and a pending conjugation is no place.
+    if (
+        type(tensor) not in _PLAIN
+        or tensor.layout is not torch.strided
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return None
+    address = tensor.data_ptr()
+    for segment in segments:
+        flat = segment.full
+        start = flat.data_ptr()
+        if not start <= address < start + flat.numel() * flat.element_size():
+            continue
+        row = bisect_right(segment.starts, (address - start) // flat.element_size()) - 1
+        place = int(tensor.storage_offset())
+        version = segment.parameters[row]._version
+        return SavedView(segment, tuple(tensor.shape), tensor.stride(), place, tensor.dtype, row, version)
+    return None
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
