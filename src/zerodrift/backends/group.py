@@ -163,7 +163,7 @@ class LiveGroup:
             if not in_backward():
                 backwards.forward_begins(self)
             if torch.is_grad_enabled():
-                Call.of(args, kwargs).tell(self.fill, also_leaves=in_backward())
+                Call.of(args, kwargs).tell(self.fill, inside=in_backward())
 
         return [module.register_forward_pre_hook(before, with_kwargs=True) for module in self.modules]
 

@@ -33,16 +33,28 @@ class Call:
         """Inputs that were changed in place."""
         return (tensor for tensor, version in self.inputs if tensor._version != version)
 
-    def tell(self, over: Callable[[], None], also_leaves: bool) -> None:
+    def tell(self, over: Callable[[], None], inside: bool) -> None:
         """Call `over` when a gradient is about to go on from the newest input: autograd runs newer nodes
-        first, so all that the forward added has run. A leaf would keep the hook for ever, unless it is one of
-        a graph that is built inside a backward, and goes with it."""
+        first, so all that the forward added has run.
+
+        `inside` is a forward in a backward, of reentrant checkpointing, whose inputs may be leaves. These are
+        as new to autograd as the weights are, so there the end of that backward tells. Elsewhere a leaf
+        tells nothing: it would keep the hook for ever.
+        """
         for tensor, _ in self.inputs:
             if not tensor.requires_grad or _number(tensor) != self.newest:
                 continue
-            if tensor.grad_fn is not None or also_leaves:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: over())
-                return
+            elif inside:
+                tensor.register_hook(lambda grad: at_the_end(over))
+            return
+
+
+def at_the_end(then: Callable[[], None]) -> None:
+    """Call `then` when the backward that is running has run all its nodes: the one callback for this that
+    autograd has; FSDP2 and DDP use it too."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
 def _number(tensor: torch.Tensor) -> int:

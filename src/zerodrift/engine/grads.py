@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from zerodrift.comm.collectives import Handle
+from zerodrift.engine.call import at_the_end
 from zerodrift.engine.ledger import Ledger
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit, current_backward
@@ -137,8 +138,7 @@ class Gradients:
     def begin(self) -> None:
         if not self._running:
             self._start()
-            # The one callback at the end of a backward that autograd offers; FSDP2 and DDP use it too.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            at_the_end(self._end)
         if not self.counts and current_backward() != self._task:
             self._look()
 

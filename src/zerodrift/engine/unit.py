@@ -178,7 +178,7 @@ class LiveUnit:
                 self.walk.forward(self)
             self._calls.append(Call.of(args, kwargs))
             if torch.is_grad_enabled():
-                self._calls[-1].tell(lambda: self._backward_is_over(backward), also_leaves=in_backward())
+                self._calls[-1].tell(lambda: self._backward_is_over(backward), inside=in_backward())
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module is not self.module or in_backward():
@@ -190,12 +190,14 @@ class LiveUnit:
             if not torch.is_grad_enabled():
                 self.release()
                 return
-            left = [tensor for tensor in (*tensors_in(output), *call.changed()) if tensor.requires_grad]
-            for tensor in left:
-                tensor.register_hook(lambda grad: self._backward_begins(backward))
-            if not left:
+            left = [*tensors_in(output), *call.changed()]
+            nodes = {tensor.grad_fn for tensor in left if tensor.grad_fn is not None}
+            if not nodes:
                 self.release()
                 return
+            for node in nodes:
+                # After all hooks of tensors: the unit that comes next tells by one of these that it is over.
+                node.register_prehook(lambda grads: self._backward_begins(backward))
             self.uses += 1
             if self._gathers and not self._keep_after_forward:
                 gathering = [segment for segment in self.segments if segment.gathers]
