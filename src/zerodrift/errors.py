@@ -11,7 +11,8 @@
     +-- CheckpointError         a checkpoint that cannot be written, is damaged, or belongs to something else
 
 A message reads **where: what must hold; got what. What to do.** `Problem` holds those four parts, and
-`Problems` collects all of a kind so that a person sees every mistake at once.
+`Problems` collects all of a kind so that a person sees every mistake at once. What a message quotes is somebody
+else's, so it is made legible where it is told.
 
 Invariant: users only ever see subclasses of ZerodriftError; a broken promise of our own code raises
 AssertionError.
@@ -23,9 +24,14 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from zerodrift.legible import legible, lines
+
 
 class ZerodriftError(Exception):
     """Base of everything that zerodrift refuses."""
+
+    def __str__(self) -> str:
+        return lines(super().__str__())
 
 
 class ConfigError(ZerodriftError):
@@ -81,7 +87,11 @@ class Problem:
             text += "."
         if self.todo:
             text += f" {self.todo}"
-        return text
+        return legible(text)
+
+
+MOST = 50
+"""Problems that one error tells."""
 
 
 class Problems:
@@ -103,12 +113,14 @@ class Problems:
         """Raise `error` if anything was collected; one problem per line when there are several."""
         if not self._found:
             return
-        prefix = f"{heading}: " if heading else ""
+        prefix = f"{legible(heading)}: " if heading else ""
         if len(self._found) == 1:
             raise error(f"{prefix}{next(iter(self._found))}")
-        lines = [f"{prefix}{len(self._found)} problems"]
-        lines += [f"  {number}. {problem}" for number, problem in enumerate(self._found, 1)]
-        raise error("\n".join(lines))
+        told = [f"{prefix}{len(self._found)} problems"]
+        told += [f"  {number}. {problem}" for number, problem in enumerate(self, 1) if number <= MOST]
+        if len(self._found) > MOST:
+            told.append(f"  and {len(self._found) - MOST:,} more")
+        raise error("\n".join(told))
 
 
 def first_line(error: BaseException) -> str:

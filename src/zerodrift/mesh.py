@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from zerodrift.errors import MeshError
+from zerodrift.errors import MeshError, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,10 @@ class MeshShape:
         return f"{text} (expert {self.expert})" if self.expert > 1 else text
 
 
+MOST_RANKS = 2**24
+"""Hundreds of times the largest machine: more is a mistake."""
+
+
 def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int = 1) -> MeshShape:
     """The mesh for `world_size` ranks; `replicate` and `shard` may be 0 for "whatever is left"."""
     shape = _fit(world_size, replicate, shard, pipeline)
@@ -67,14 +71,20 @@ def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int 
     return replace(shape, expert=expert)
 
 
+def require_ranks(world_size: int) -> None:
+    """A number of ranks that there may be."""
+    whole = isinstance(world_size, int) and not isinstance(world_size, bool)
+    if not whole or not 1 <= world_size <= MOST_RANKS:
+        must = f"must be at least 1 and at most {MOST_RANKS:,}, a whole number"
+        raise MeshError(str(Problem("world size", must, repr(world_size))))
+
+
 def spread(shape: MeshShape, tensor: int) -> MeshShape:
     """The same mesh for each of `tensor` neighbours."""
     return replace(shape, tensor=tensor)
 
 
 def _fit(world_size: int, replicate: int, shard: int, pipeline: int) -> MeshShape:
-    if world_size < 1:
-        raise MeshError(f"`world size`: must be at least 1; got {world_size}.")
     if world_size % pipeline:
         raise MeshError(
             f"`pipeline.stages`: must divide the world size; got {pipeline} stages for {world_size} "

@@ -424,13 +424,12 @@ def test_what_no_placement_helps_is_refused() -> None:
         ({"ns_steps": 2.5}, r"must be a whole number"),
         ({"ns_coefficients": [1, 2]}, r"must be three numbers"),
         ({"ns_dtype": "fp16"}, r"must be bf16 or fp32"),
-        ({"muon_lr": -1}, r"optimizer.params.lr"),
+        ({"muon_lr": -1}, r"`optimizer.params.muon_lr`: must be a number of at least 0; got -1"),
     ],
 )
 def test_wrong_arguments_are_named(params: dict[str, Any], message: str) -> None:
-    plan = make_plan({"optimizer": {"type": "Muon", "params": params}}, network())
     with pytest.raises(ConfigError, match=message):
-        make_updater(plan, owned(plan, initial(plan), 0), None, {})
+        make_plan({"optimizer": {"type": "Muon", "params": params}}, network())
 
 
 def test_deepspeeds_keys_reach_the_groups() -> None:

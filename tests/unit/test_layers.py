@@ -10,15 +10,17 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "zerodrift"
 
 ROOMS: dict[str, set[str]] = {
-    "errors": set(),
+    "legible": set(),
+    "files": set(),
+    "errors": {"legible"},
     "record": set(),
     "dtypes": {"errors"},
     "mesh": {"errors"},
-    "config": {"dtypes", "errors"},
-    "model": {"dtypes", "errors"},
+    "config": {"dtypes", "errors", "files", "mesh"},
+    "model": {"dtypes", "errors", "files"},
     "policy": {"config", "dtypes", "errors", "mesh", "model", "record"},
     "plan": {"policy", "dtypes", "errors", "mesh", "model", "record"},
-    "report": {"plan", "policy", "dtypes", "errors", "mesh", "model", "record", "config"},
+    "report": {"plan", "policy", "dtypes", "errors", "mesh", "model", "record", "config", "legible"},
     "kernels": {"dtypes", "errors"},
     "comm": {"dtypes", "errors", "mesh"},
     "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh"},

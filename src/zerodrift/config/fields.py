@@ -21,6 +21,9 @@ from pydantic.fields import FieldInfo
 from zerodrift.config.schema import Block, Config
 from zerodrift.dtypes import TRAINING_DTYPES, DType
 
+FAR = 1000
+"""Bounds from here on only keep out mistakes: they are told to whoever is beyond one, and not on every page."""
+
 FILLED_BY_LOAD = "keys"
 """The field of `Config` that is not a key."""
 
@@ -101,6 +104,22 @@ def admits(kind: Any) -> str:
     return either(words)
 
 
+def must(kind: Any, value: object) -> str:
+    """What must hold of a key that does not accept a value, as a clause: what it admits, or where a number was
+    too large, how large it may be."""
+    most = [
+        bound.le
+        for option, extras in _options(kind)
+        for extra in extras
+        for bound in _bounds(extra)
+        if isinstance(bound, Le) and option in (int, float)
+    ]
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if numeric and most and value > min(most) >= FAR:  # type: ignore[operator, type-var]
+        return f"must be at most {min(most):,}"  # type: ignore[type-var]
+    return f"must be {admits(kind)}"
+
+
 def choices(kind: Any) -> list[str]:
     """The words that a key admits, for the nearest of them."""
     return [
@@ -174,7 +193,7 @@ def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
     above = next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)
     least: Any = next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)
     most: Any = next((bound.le for bound in bounds if isinstance(bound, Le)), None)
-    if least is not None and most is not None:
+    if least is not None and most is not None and most < FAR:
         if option is int and most - least < 5:
             return [str(value) for value in range(least, most + 1)]
         return [f"{noun} from {least} to {most}"]

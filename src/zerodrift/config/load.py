@@ -285,11 +285,11 @@ def _value_at(used: Tree, steps: Steps) -> Any:
 def _explain(path: str, steps: Steps, value: Any, problems: Problems) -> None:
     """One value that the schema does not accept."""
     kind = fields.kind_at(steps)
-    admitted = fields.admits(kind)
     if value is _MISSING:
-        problems.add(path, f"must be given: {admitted}", "", _DOCS[".".join(map(str, steps))])
+        where = ".".join(map(str, steps))
+        problems.add(path, f"must be given: {fields.admits(kind)}", "", _DOCS[where])
         return
-    problems.add(path, f"must be {admitted}", shown(value), _remedy(steps, kind, value))
+    problems.add(path, fields.must(kind, value), shown(value), _remedy(steps, kind, value))
 
 
 def _remedy(steps: Steps, kind: Any, value: Any) -> str:

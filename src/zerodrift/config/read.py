@@ -20,12 +20,17 @@ from typing import Any, NoReturn
 import yaml
 
 from zerodrift.errors import ConfigError, Problem, nearest
+from zerodrift.files import opened
 
 MAX_BYTES = 1_000_000
 """Of a file: hundreds of times the longest config we know of."""
 
 MAX_DIGITS = 400
 """Of a whole number. Beyond, Python's own conversion may refuse; such a number is refused anyway."""
+
+
+MAX_NODES = 30_000
+"""Of a YAML text, keys included: three times what a config may hold."""
 
 
 class Pairs(dict[Any, Any]):
@@ -82,7 +87,7 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
     if name.lstrip().startswith("{"):
         _refuse("config", "must be a path or a dict", "a text that looks like JSON", "Parse it first.")
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         _refuse(name, "must exist", "no such file", _neighbour(name))
@@ -155,6 +160,13 @@ class _Core(yaml.SafeLoader):
     """PyYAML's parser with the scalar types of the YAML 1.2 core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES:,} values", problem_mark=self.get_mark())
+        return super().compose_node(parent, index)
 
 
 _TAG = "tag:yaml.org,2002:"

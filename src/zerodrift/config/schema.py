@@ -21,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from zerodrift import dtypes
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError
+from zerodrift.mesh import MOST_RANKS
 
 Auto = Literal["auto"]
 
@@ -54,10 +55,17 @@ def _never(value: Any) -> Any:
 Dtype = Annotated[DType, BeforeValidator(_training_dtype)]
 Pin = Annotated[Literal[DType.FP32], BeforeValidator(_training_dtype)]
 Flag = Annotated[bool, Field(strict=True)]
-Positive = Annotated[int, Field(gt=0, strict=True), BeforeValidator(_whole)]
+MOST = 2**31 - 1
+"""Of what is counted: more micro-batches, samples or steps are a mistake, or mean no bound at all."""
+
+Positive = Annotated[int, Field(gt=0, le=MOST, strict=True), BeforeValidator(_whole)]
+Samples = Annotated[int, Field(gt=0, strict=True), BeforeValidator(_whole)]
+Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS, strict=True), BeforeValidator(_whole)]
 Natural = Annotated[int, Field(ge=0, strict=True), BeforeValidator(_whole)]
 NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Scale = Annotated[float, Field(ge=0, le=2.0**127, strict=True, allow_inf_nan=False)]
+"""What fp32 holds, in which a loss is scaled."""
 
 Mode = Literal["auto", "fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"]
 
@@ -152,7 +160,7 @@ class Precision(Block):
 class Sharding(Block):
     """How parameters are spread over ranks; `zero_optimization.stage` sets the stage."""
 
-    replicate: Positive | None = None
+    replicate: Ranks | None = None
     """Hybrid sharding: how many copies of the model; each is sharded over world size / replicate ranks."""
     units: tuple[str, ...] | None = None
     """Globs on module paths that are gathered together; by default the transformer blocks are found."""
@@ -166,7 +174,7 @@ class Sharding(Block):
 class Pipeline(Block):
     """Pipeline parallelism."""
 
-    stages: Positive
+    stages: Ranks
     """Ranks that a model is cut over, one stage each; 1 is none."""
     schedule: (
         Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] | None
@@ -175,7 +183,7 @@ class Pipeline(Block):
     `gpipe` with fewer micro-batches than stages."""
     micro_batches: Positive | None = None
     """Micro-batches per optimizer step: another name of `gradient_accumulation_steps`."""
-    chunks: Positive | None = None
+    chunks: Annotated[Positive, Field(le=1024)] | None = None
     """Pieces of the model on each rank, for the schedules that interleave several. Default 2 for those, 1 for
     `gpipe` and `1f1b`."""
     split: Literal["layers", "cost"] | None = None
@@ -189,7 +197,7 @@ class Pipeline(Block):
 class Experts(Block):
     """Expert parallelism: ranks of a shard group hold different experts, to which tokens travel."""
 
-    ranks: Positive
+    ranks: Ranks
     """Over how many ranks the experts of a layer are spread; divides those of a shard group. 1 is none."""
     parameters: tuple[str, ...] | None = None
     """Globs on the names of parameters that stack one expert after the other in their first dimension.
@@ -216,7 +224,7 @@ class Fp16(Block):
     """Compute in fp16 with a loss scale."""
     auto_cast: Flag | None = None
     """Cast the model's floating inputs to fp16. True here whatever is written: the engine does it always."""
-    loss_scale: NonNegativeFloat | None = None
+    loss_scale: Scale | None = None
     """0 is dynamic; anything else is a static scale."""
     initial_scale_power: Annotated[Natural, Field(le=120)] | Auto | None = None
     """The dynamic scale starts at 2 to this power. Default 16."""
@@ -268,7 +276,7 @@ class ZeroOptimization(Block):
     """0 whole, 1 shards master and state, 2 also the accumulator, 3 also storage."""
     fp32_pinned_parameters: tuple[str, ...] | None = None
     """Substrings of parameter names that stay fp32 in every column."""
-    mics_shard_size: Annotated[int, Field(ge=-1, strict=True), BeforeValidator(_whole)] | None = None
+    mics_shard_size: Annotated[int, Field(ge=-1, le=MOST_RANKS, strict=True), BeforeValidator(_whole)] | None = None
     """Hybrid sharding: ranks per shard group; -1 is all of them."""
     offload_optimizer: OffloadOptimizer | None = None
     """Master and state in host memory."""
@@ -327,12 +335,12 @@ class Config(Block):
     """Global L2 norm to clip to; 0 is off. Default 1.0, as in DeepSpeed."""
     prescale_gradients: Flag | None = None
     """Divide by the number of ranks before the reduction instead of after it."""
-    gradient_predivide_factor: Annotated[float, Field(gt=0)] | None = None
+    gradient_predivide_factor: PositiveFloat | None = None
     """Divide by this before the reduction and by the rest of the number of ranks after it. Default 1."""
     gradient_allreduce_op: Literal["mean", "sum"] | None = None
     """Average gradients over ranks (`mean`) or only sum them."""
 
-    train_batch_size: Positive | Auto | None = None
+    train_batch_size: Samples | Auto | None = None
     """Samples per optimizer step, over all ranks."""
     train_micro_batch_size_per_gpu: Positive | Auto | None = None
     """Samples per forward on one rank."""

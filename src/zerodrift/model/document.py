@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerodrift.errors import Problems
+from zerodrift.files import opened
 
 NAMES_SHOWN = 50
 """Names that one message lists before it only counts."""
@@ -21,7 +22,8 @@ NAMES_SHOWN = 50
 def read(path: Path, problems: Problems) -> dict[str, Any] | None:
     """The JSON object in a file."""
     try:
-        data = path.read_bytes()
+        with opened(path) as file:
+            data = file.read()
     except OSError as error:
         problems.add(str(path), "must be a file that can be read", error.strerror or str(error))
         return None

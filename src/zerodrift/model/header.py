@@ -18,6 +18,7 @@ from typing import Any
 
 from zerodrift.dtypes import DType, from_safetensors
 from zerodrift.errors import Problems
+from zerodrift.files import opened
 from zerodrift.model.document import listed, parse
 
 LENGTH_BYTES = 8
@@ -76,7 +77,7 @@ def _read(path: Path, problems: Problems) -> tuple[dict[str, Any], int, int] | N
     """(header, where the data begins, size of the file)."""
     where = str(path)
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES:

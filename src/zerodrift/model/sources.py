@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerodrift.errors import ModelError, Problem
+from zerodrift import files
+from zerodrift.errors import ModelError, Problem, first_line
 from zerodrift.model import huggingface, safetensors
 from zerodrift.model.factory import from_factory, is_factory
 from zerodrift.model.huggingface import from_hf
@@ -52,10 +53,14 @@ def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec
 
 
 def _from_text(text: str | os.PathLike[str]) -> ModelSpec:
-    path = Path(text).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        folder, file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long, somebody's home that is not there
+        raise _refused(str(text), first_line(error)) from None
+    if folder:
         return _from_folder(text, path)
-    if path.is_file():
+    if file:
         if path.name.endswith((safetensors.SUFFIX, safetensors.INDEX_SUFFIX)):
             return from_safetensors(text)
         if path.suffix == ".json":
@@ -67,7 +72,7 @@ def _from_text(text: str | os.PathLike[str]) -> ModelSpec:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(text)) and not path.parent.exists():
         command = f"hf download {text} --local-dir {path.name}"
         todo = f"zerodrift downloads nothing: run `{command}` and give that folder."
-    raise _refused(str(text), "no such file or folder", todo)
+    raise _refused(str(text), files.kind(path) or "no such file or folder", todo)
 
 
 def _from_folder(text: str | os.PathLike[str], folder: Path) -> ModelSpec:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.errors import ConfigError, UnsupportedError, did_you_mean
+from zerodrift.errors import ConfigError, Problems, UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.fused import Way, update
 from zerodrift.optim.reference import Step
@@ -30,6 +30,7 @@ from zerodrift.optim.statistics import Statistics, rooms
 from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
 from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
 from zerodrift.plan.table import ALIGNMENT, Plan
+from zerodrift.policy.arguments import ANY, checked
 from zerodrift.policy.nouns import Recipe
 from zerodrift.policy.support import state_verdict
 
@@ -246,12 +247,6 @@ _DEFAULTS: dict[Algorithm, dict[str, Any]] = {
 TORCH_DECAY = 0.01
 """What `torch.optim.AdamW` decays by, which is what DeepSpeed makes where the block says `torch_adam`."""
 
-_MEANINGLESS = ("torch_adam", "fp32_optimizer_states", "bias_correction", "foreach", "fused", "amsgrad")
-"""Accepted at the value that says what happens here anyway."""
-
-_EXPECTED = {"fp32_optimizer_states": True, "bias_correction": True, "amsgrad": False}
-
-
 def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = update) -> FlatUpdater:
     """The optimizer that a config's `optimizer` block means."""
     algorithm, defaults = arguments(recipe)
@@ -263,50 +258,26 @@ def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = u
 
 def arguments(recipe: Recipe) -> tuple[Algorithm, dict[str, Any]]:
     """What an `optimizer` block means: the update, and torch's arguments for it."""
-    params = json.loads(recipe.params)
-    algorithm = _algorithm(recipe.type, bool(params.pop("adam_w_mode", True)))
+    params = require(recipe)
+    algorithm = _algorithm(recipe.type, params.get("adam_w_mode", True))
     defaults = dict(_DEFAULTS[algorithm])
     if algorithm is Algorithm.ADAMW and params.get("torch_adam"):
         defaults["weight_decay"] = TORCH_DECAY
-    for key in _MEANINGLESS:
-        value = params.pop(key, None)
-        if value is not None and key in _EXPECTED and value is not _EXPECTED[key]:
-            raise ConfigError(
-                f"`optimizer.params.{key}`: must be {_EXPECTED[key]} or left out; got {value!r}. Build the "
-                f"optimizer yourself and pass it to `initialize`."
-            )
-    unknown = [key for key in params if key not in (*defaults, "maximize")]
-    if unknown:
-        raise ConfigError(
-            f"`optimizer.params.{unknown[0]}`: must be an argument of {recipe.type}: {', '.join(defaults)}. "
-            f"{did_you_mean(unknown[0], defaults)}".rstrip()
-        )
-    defaults |= params
-    check_numbers(defaults)
-    return algorithm, defaults
+    return algorithm, defaults | {key: params[key] for key in params if key not in ANY}
+
+
+def require(recipe: Recipe) -> dict[str, Any]:
+    """The arguments of a recipe; one that came from a config has been checked where it was resolved."""
+    problems = Problems()
+    found = checked("optimizer.params", recipe.type, json.loads(recipe.params), problems)
+    problems.raise_as(ConfigError)
+    return found
 
 
 def _algorithm(kind: str, decoupled: bool) -> Algorithm:
     if kind in ("Adam", "FusedAdam", "CPUAdam"):
         return Algorithm.ADAMW if decoupled else Algorithm.ADAM
-    found = {"AdamW": Algorithm.ADAMW, "SGD": Algorithm.SGD, "Lion": Algorithm.LION}.get(kind)
-    if found is None:
-        raise UnsupportedError(
-            f"`optimizer.type`: {kind} can be planned but not yet run. Use AdamW, Adam, SGD or Lion, or pass "
-            f"an elementwise optimizer to `initialize`."
-        )
-    return found
-
-
-def check_numbers(params: Mapping[str, Any]) -> None:
-    for key in ("lr", "eps", "weight_decay", "momentum"):
-        value = params.get(key, 0.0)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"`optimizer.params.{key}`: must be a number of at least 0; got {value!r}.")
-    betas = params.get("betas", (0.9, 0.999))
-    fine = isinstance(betas, (list, tuple)) and len(betas) == 2
-    if not fine or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"`optimizer.params.betas`: must be two numbers in [0, 1); got {betas!r}.")
+    return {"AdamW": Algorithm.ADAMW, "SGD": Algorithm.SGD, "Lion": Algorithm.LION}[kind]
 
 
 # --- from a torch optimizer ---------------------------------------------------------------------------

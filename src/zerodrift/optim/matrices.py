@@ -10,7 +10,6 @@ else through those of `torch.optim.AdamW(fused=True)`; see `muon` and [Note: roo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.errors import ConfigError, Problems, did_you_mean
 from zerodrift.kernels.native import BLOCK
 from zerodrift.optim import muon, schemes
-from zerodrift.optim.flat import FlatUpdater, Groups, check_numbers, keys_of
+from zerodrift.optim.flat import FlatUpdater, Groups, keys_of, require
 from zerodrift.optim.fused import Way, update
 from zerodrift.optim.muon import Numbers
 from zerodrift.optim.schemes import Scheme, Slice
@@ -192,67 +190,27 @@ def _numbers(group: Mapping[str, Any]) -> Numbers:
 
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
-_OF_BOTH = ("lr", "weight_decay")
-"""Keys that mean both parts, as in DeepSpeed."""
-
 _OWN_RATES = {"muon_lr": MUON, "adam_lr": ADAMW}
 """DeepSpeed's keys for a part's own learning rate, over `lr`."""
 
 
 def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = update) -> MuonUpdater:
     """The optimizer that a config's Muon block means."""
-    groups = _groups(json.loads(recipe.params))
+    groups = _groups(require(recipe))
     stand_ins = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
     return MuonUpdater(plan, owned, Groups(stand_ins, {}), way)
 
 
 def _groups(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The two groups' numbers, with torch's defaults."""
+    """The two groups' numbers, with torch's defaults; a key that both have means both, as in DeepSpeed."""
     muon_group = {field.name: field.default for field in fields(Numbers)}
     adamw_group = dict(_ADAMW_DEFAULTS)
     made = (muon_group, adamw_group)
-    own = [key for key in (*muon_group, *adamw_group) if key not in _OF_BOTH]
-    known = tuple(dict.fromkeys((*_OF_BOTH, *_OWN_RATES, *own)))
-    problems = Problems()
     for key, value in params.items():
-        if key not in known:
-            must = f"must be an argument of Muon or of its AdamW: {', '.join(known)}"
-            problems.add(f"optimizer.params.{key}", must, "", did_you_mean(key, known))
         for group in made:
             if key in group:
                 group[key] = value
-    problems.raise_as(ConfigError)
     for key, place in _OWN_RATES.items():
         if key in params:
             made[place]["lr"] = params[key]
-    for group in made:
-        check_numbers(group)
-    _check_muon(muon_group)
     return made
-
-
-def _check_muon(group: dict[str, Any]) -> None:
-    """What Muon's own arguments may be."""
-    problems = Problems()
-    words: dict[str, tuple[Any, ...]] = {
-        "nesterov": (True, False),
-        "ns_dtype": ("bf16", "fp32"),
-        "adjust_lr_fn": ("original", "match_rms_adamw"),
-    }
-    for key, allowed in words.items():
-        if group[key] not in allowed:
-            shown = " or ".join(str(word).lower() for word in allowed)
-            problems.add(f"optimizer.params.{key}", f"must be {shown}", repr(group[key]))
-    steps, coefficients = group["ns_steps"], group["ns_coefficients"]
-    if type(steps) is not int or not 0 < steps < muon.MOST_STEPS:
-        problems.add(
-            "optimizer.params.ns_steps",
-            f"must be a whole number from 1 to {muon.MOST_STEPS - 1}",
-            repr(steps),
-        )
-    numbers = isinstance(coefficients, (list, tuple)) and all(
-        isinstance(c, (int, float)) for c in coefficients
-    )
-    if not numbers or len(coefficients) != 3:
-        problems.add("optimizer.params.ns_coefficients", "must be three numbers", repr(coefficients))
-    problems.raise_as(ConfigError)

@@ -32,6 +32,10 @@ CLASSES: dict[Schedule, type[Any]] = {
 }
 
 
+MOST_DRAWN = 5_000
+"""Pieces times micro-batches of which an order is worked out for a report."""
+
+
 def training(
     name: Schedule, stages: Sequence[Any], micro_batches: int, loss: Callable[..., torch.Tensor] | None
 ) -> Any:
@@ -57,11 +61,14 @@ def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
 
 
 def timeline(plan: Plan) -> Timeline | None:
-    """What each rank of the pipeline does in a step, in order; None without a pipeline."""
+    """What each rank of the pipeline does in a step, in order; None without a pipeline, and where that are more
+    actions than anybody reads."""
     pipeline, count = plan.policy.pipeline, plan.policy.batch.accumulation
     if pipeline is None:
         return None
     ranks, total = plan.mesh.pipeline, pieces(pipeline, plan.mesh)
+    if total * count > MOST_DRAWN:
+        return None
     if pipeline.schedule in SINGLE:
         # What torch says of these two is not what they run: its 1F1B names forwards that there are not.
         warm = [count if pipeline.schedule == "gpipe" else min(count, ranks - rank) for rank in range(ranks)]

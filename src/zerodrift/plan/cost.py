@@ -1,7 +1,7 @@
 """What a step costs one rank: bytes at rest, at peak and on the wire, from the plan alone.
 
-The traffic is counted over `schedule.collectives`, the same list that the engine follows and a test
-compares with what was recorded, so the price cannot drift from the deed. Activations are the model's
+The traffic is counted over `schedule.counted`, the list that the engine follows with its repetitions folded,
+so the price cannot drift from the deed and a million micro-batches are counted as fast as three. Activations are the model's
 own and are not in the peak; the report says so.
 
 Invariant: every figure is bytes of one rank, of the most loaded pipeline stage.
@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerodrift.errors import ConfigError, Problem
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.build import moments
-from zerodrift.plan.schedule import Collective, collectives
+from zerodrift.plan.schedule import Collective, counted
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import ALIGNMENT, Plan, Segment, Unit
 from zerodrift.policy.nouns import Master, Placed, State, Update
@@ -100,8 +101,10 @@ class Cost:
 
 
 def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
-    """The bill of the pipeline stage with the highest peak."""
-    count = micro_batches or plan.policy.batch.accumulation
+    """The bill of the pipeline stage with the highest peak, for the plan's own micro-batches unless told."""
+    count = plan.policy.batch.accumulation if micro_batches is None else micro_batches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(str(Problem("micro_batches", "must be a whole number of at least 1", repr(count))))
     bills = [stage_cost(plan, stage, count) for stage in range(plan.mesh.pipeline)]
     return max(bills, key=lambda bill: bill.peak.total)
 
@@ -245,10 +248,10 @@ REDUCTIONS = 2
 
 def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
     lines: dict[tuple[str, str, str, str], list[int]] = {}
-    for call in collectives(plan, stage, micro_batches):
+    for call, times in counted(plan, stage, micro_batches):
         line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
-        line[0] += 1
-        line[1] += sent(call, plan.mesh)
+        line[0] += times
+        line[1] += times * sent(call, plan.mesh)
     return tuple(Traffic(*key, count, size) for key, (count, size) in lines.items())
 
 

@@ -55,9 +55,41 @@ def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) ->
     """What the ranks of one place on the pipeline axis issue in one optimizer step, in order."""
     count = micro_batches or plan.policy.batch.accumulation
     plan = part(plan, stage)
+    for turn in _turns(count):
+        for _ in range(turn.times):
+            yield from _micro_batch(plan, stage, turn)
+    yield from _afterwards(plan)
+
+
+def counted(plan: Plan, stage: int, micro_batches: int) -> Iterator[tuple[Collective, int]]:
+    """The same collectives, each with how often in a step: as many items for a million micro-batches as for
+    three."""
+    plan = part(plan, stage)
+    for turn in _turns(micro_batches):
+        if turn.times:
+            yield from ((call, turn.times) for call in _micro_batch(plan, stage, turn))
+    yield from ((call, 1) for call in _afterwards(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Micro-batches that follow each other and are alike."""
+
+    times: int
+    first: bool
+    last: bool
+
+
+def _turns(count: int) -> tuple[_Turn, ...]:
+    """What a micro-batch issues depends on whether it is the first or the last of its step."""
+    if count == 1:
+        return (_Turn(1, True, True),)
+    return _Turn(1, True, False), _Turn(count - 2, False, False), _Turn(1, False, True)
+
+
+def _afterwards(plan: Plan) -> Iterator[Collective]:
+    """What follows the last micro-batch."""
     units = list(plan.units)
-    for number in range(count):
-        yield from _micro_batch(plan, units, stage, first=number == 0, last=number == count - 1)
     if plan.mesh.replicate > 1:
         for unit in reduce_order(units):
             yield from _over_replicas(plan, unit)
@@ -66,9 +98,8 @@ def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) ->
     yield from _boundary(plan, units)
 
 
-def _micro_batch(
-    plan: Plan, units: list[Unit], stage: int, *, first: bool, last: bool
-) -> Iterator[Collective]:
+def _micro_batch(plan: Plan, stage: int, turn: _Turn) -> Iterator[Collective]:
+    units = list(plan.units)
     keep = plan.policy.sharding.keep_gathered
     if plan.policy.pipeline is not None and keep != "step":
         turns: tuple[Purpose, ...] = ("forward", "backward")
@@ -76,29 +107,43 @@ def _micro_batch(
             for piece in pieces_of(plan, stage):
                 for unit in of_piece(plan, piece):
                     yield from _gather(plan, unit, purpose)
-    elif first or keep != "step":
+    elif turn.first or keep != "step":
         for unit in units:
             yield from _gather(plan, unit, "forward")
     # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
     order = [unit for unit in backward_order(units) if unit.name] if keep == "never" else []
+    place = {unit.name: number for number, unit in enumerate(order)}
     gathered = 0
     for unit in reduce_order(units):
         # A backward that has come to this unit has gathered it and, ahead, the one after it.
-        needed = min(order.index(unit) + 2, len(order)) if unit in order else 0
+        needed = min(place[unit.name] + 2, len(order)) if unit.name in place else 0
         for other in order[gathered:needed]:
             yield from _gather(plan, other, "backward")
         gathered = max(gathered, needed)
-        yield from _reduce(plan, unit, last=last)
+        yield from _reduce(plan, unit, last=turn.last)
 
 
 def backward_order(units: list[Unit]) -> list[Unit]:
     """In which a backward comes to units: the reverse of a forward, but that a unit which holds others is
     come to before them, as in a forward."""
-    found: list[Unit] = []
+    inside: dict[str | None, list[Unit]] = {None: []}
     for unit in units:
-        holders = [place for place, other in enumerate(found) if holds(other, unit)]
-        found.insert(holders[-1] + 1 if holders else 0, unit)
+        holder = next((path for path in _around(unit.name) if path in inside), None)
+        inside[holder].append(unit)
+        inside[unit.name] = []
+    found: list[Unit] = []
+    left = list(inside[None])
+    while left:
+        found.append(left.pop())
+        left += inside[found[-1].name]
     return found
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that a module is in, innermost first; the root is last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def reduce_order(units: list[Unit]) -> list[Unit]:

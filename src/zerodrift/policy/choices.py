@@ -8,10 +8,12 @@ Invariant: every function is pure and total: what cannot be meant goes to `probl
 
 from __future__ import annotations
 
+from zerodrift.config.plain import shown
 from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.mesh import MeshShape
 from zerodrift.policy import matrices
+from zerodrift.policy.arguments import SCHEDULES
 from zerodrift.policy.nouns import Averaging, Batch, Decision, LossScale, Mode, Recipe, Sharding
 from zerodrift.policy.numbers import Numbers
 
@@ -26,8 +28,6 @@ OPTIMIZERS = {
     "muon": "Muon",
 }
 """Accepted optimizer types, in lower case; the engine builds the named update."""
-
-SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
 
 def sharding(
@@ -149,12 +149,12 @@ def optimizer(config: Config, numbers: Numbers, problems: Problems) -> Recipe | 
         problems.add(
             "optimizer.type",
             f"must be one of {', '.join(dict.fromkeys(OPTIMIZERS.values()))}",
-            repr(config.optimizer.type),
+            shown(config.optimizer.type),
             did_you_mean(config.optimizer.type, OPTIMIZERS.values())
             or "Any other elementwise optimizer: build it and pass it to `initialize`.",
         )
         return None
-    return Recipe(kind, numbers.params("optimizer.params", config.optimizer.params))
+    return Recipe(kind, numbers.params("optimizer.params", kind, config.optimizer.params))
 
 
 def update_decisions(optimizer: Recipe | None, config: Config) -> tuple[Decision, ...]:
@@ -176,11 +176,11 @@ def schedule(config: Config, numbers: Numbers, problems: Problems) -> Recipe | N
         problems.add(
             "scheduler.type",
             f"must be one of {', '.join(SCHEDULES)}",
-            repr(kind),
+            shown(kind),
             did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`.",
         )
         return None
-    return Recipe(kind, numbers.params("scheduler.params", config.scheduler.params))
+    return Recipe(kind, numbers.params("scheduler.params", kind, config.scheduler.params))
 
 
 EXPERTS = ("*.experts.*",)

@@ -12,7 +12,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from zerodrift.config import fields
+from zerodrift.config.plain import join, plain, shown
 from zerodrift.errors import Problems, did_you_mean
+from zerodrift.policy.arguments import checked
+
+AUTO = "auto"
 
 AutoValues = Mapping[str, float | Sequence[float]]
 """What stands in for a numeric "auto", by dotted key; `optimizer.params.betas` takes a pair."""
@@ -22,13 +29,16 @@ class Numbers:
     """The numbers that the caller passed for keys that are "auto"."""
 
     def __init__(self, given: AutoValues, problems: Problems) -> None:
-        self._given = given
+        if not isinstance(given, Mapping):
+            problems.add("auto", "must be a block of numbers by dotted key", shown(given))
+            given = {}
+        self._given = plain(given, problems)
         self._problems = problems
         self._asked: set[str] = set()
 
     def _auto(self, key: str) -> Any:
         self._asked.add(key)
-        if key in self._given:
+        if key in self._given and self._given[key] != "auto":
             return self._given[key]
         self._problems.add(
             key,
@@ -38,35 +48,37 @@ class Numbers:
         )
         return None
 
-    def _auto_number(self, key: str) -> float | None:
-        """The caller's value for a key that takes one number."""
-        found = self._auto(key)
-        if found is None or (isinstance(found, (int, float)) and not isinstance(found, bool)):
-            return found
-        self._problems.add(key, "must be one number", repr(found), "Pass another.")
-        return None
+    def _auto_number(self, key: str) -> Any:
+        """The caller's value for a key of the schema: what could have been written there."""
+        found, kind = self._auto(key), fields.kind_at(key.split("."))
+        if found is None:
+            return None
+        try:
+            return TypeAdapter(kind).validate_python(found)
+        except ValidationError:
+            one = not isinstance(found, (list, dict))
+            must = fields.must(kind, found).replace(f' or "{AUTO}"', "") if one else "must be one number"
+            self._problems.add(key, must, shown(found), "Pass another.")
+            return None
 
     def number(self, key: str, value: float | str | None, default: float) -> float:
-        if value == "auto":
+        if value == AUTO:
             value = self._auto_number(key)
         return default if value is None else float(value)
 
     def whole(self, key: str, value: int | str | None) -> int | None:
-        if value != "auto":
-            return None if value is None else int(value)
-        found = self._auto_number(key)
-        if found is not None and (found != int(found) or found < 1):
-            self._problems.add(key, "must be a whole number of at least 1", repr(found), "Pass another.")
-            return None
-        return None if found is None else int(found)
+        if value == AUTO:
+            value = self._auto_number(key)
+        return None if value is None else int(value)
 
-    def params(self, where: str, params: Mapping[str, Any]) -> str:
-        """A block of arguments with its autos filled in, as JSON text."""
+    def params(self, where: str, kind: str, params: Mapping[str, Any]) -> str:
+        """A block of arguments with its autos filled in, checked, as JSON text."""
         filled = {
-            name: self._auto(f"{where}.{name}") if value == "auto" else value
-            for name, value in params.items()
+            name: self._auto(join(where, name)) if value == AUTO else value for name, value in params.items()
         }
-        return json.dumps(filled, sort_keys=True)
+        missing = {name for name, value in filled.items() if params[name] == AUTO and value is None}
+        named = {name: value for name, value in filled.items() if name not in missing}
+        return json.dumps(checked(where, kind, named, self._problems, missing), sort_keys=True)
 
     def require_all_used(self) -> None:
         """A value passed for a key that is not auto would be silently dropped: say so instead."""
@@ -75,6 +87,6 @@ class Numbers:
                 self._problems.add(
                     key,
                     "must be 'auto' in the config for a passed value to stand in",
-                    f"{self._given[key]!r} passed",
+                    f"{shown(self._given[key])} passed",
                     did_you_mean(key, self._asked) or f"To override the config: --set {key}=...",
                 )

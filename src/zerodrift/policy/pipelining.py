@@ -19,6 +19,9 @@ SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules with two pieces on each rank, the last one beside the first."""
 
+MOST_MICRO_BATCHES = 1 << 16
+"""Of a step of a pipeline."""
+
 SPLIT: tuple[Schedule, ...] = ("interleaved-zero-bubble", "zbv", "dualpipev")
 """Schedules that put weight gradients off."""
 
@@ -78,6 +81,13 @@ def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, proble
         )
     if schedule in V_SHAPED and chunks != 2:
         problems.add("pipeline.chunks", f"must be 2 with schedule {schedule}", str(chunks), "Leave it out.")
+    if count > MOST_MICRO_BATCHES:
+        problems.add(
+            "pipeline.micro_batches",
+            f"must be at most {MOST_MICRO_BATCHES:,}: a schedule lists every one",
+            f"{count:,}",
+            "Make micro-batches larger.",
+        )
     least = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
     if count < least:
         problems.add(

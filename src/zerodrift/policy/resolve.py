@@ -27,6 +27,7 @@ SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.
 
 def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
     """The mesh that a config means on `world_size` ranks. `tensor`: how many share a DTensor of the model."""
+    meshes.require_ranks(world_size)
     if world_size % tensor:
         raise MeshError(
             f"`world size`: must be a multiple of the {tensor} ranks that the model's DTensors are over; got "

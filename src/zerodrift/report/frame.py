@@ -1,8 +1,8 @@
 """The pieces that every text report is set with: a title, sections, columns that wrap, the final print.
 
-Nothing here knows what a plan is.
+Nothing here knows what a plan is. A width is in cells of a terminal, of which some characters take two or none.
 
-Invariant: what `printed` returns has no line wider than WIDTH, and no colour codes unless asked for.
+Invariant: text that is not ours becomes `Text` through `shown` and nowhere else; what `printed` returns has no line wider than WIDTH, and no colour codes unless asked for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+
+from zerodrift.legible import legible
 
 WIDTH = 100
 """Columns of every text report, whatever the terminal: a report can be compared and pasted."""
@@ -43,13 +46,49 @@ def grid(rows: Sequence[Sequence[str]], most: Sequence[int], styles: Sequence[st
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     used = 0
     for index, limit in enumerate(most):
-        width = min(limit, max((len(row[index]) for row in rows), default=0))
+        width = min(limit, max((cell_len(legible(row[index])) for row in rows), default=0))
         table.add_column(width=width, overflow="fold", style=styles[index])
         used += width + 2
     table.add_column(width=WIDTH - used, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(text) for text in row))
+        table.add_row(*map(shown, row))
     return table
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Somebody's text for a terminal: legible, its brackets no markup."""
+    return Text(legible(text), style=style)
+
+
+def elide(text: str, width: int) -> str:
+    """A legible name, its middle components replaced by one `...` where it takes more than `width` cells; the
+    ends say most."""
+    text = legible(text)
+    if cell_len(text) <= width:
+        return text
+    parts = text.split(".")
+    head, middle, tail = "", parts[:-1], parts[-1]
+    while len(middle) > 1:
+        longer_head, longer_tail = f"{head}{middle[0]}.", f"{middle[-1]}.{tail}"
+        room = width - cell_len(head) - cell_len(tail) - 3
+        fits_head, fits_tail = cell_len(middle[0]) < room, cell_len(middle[-1]) < room
+        if fits_head and (cell_len(head) < cell_len(tail) or not fits_tail):
+            head, middle = longer_head, middle[1:]
+        elif fits_tail:
+            tail, middle = longer_tail, middle[:-1]
+        else:
+            break
+    short = f"{head}...{tail}"
+    if cell_len(short) <= width:
+        return short
+    keep = max(width - 3, 2)
+    first = _fitting(text, keep // 2)
+    return first + "..." + _fitting(text[::-1], keep - keep // 2)[::-1] if width > 5 else _fitting(text, width)
+
+
+def _fitting(text: str, width: int) -> str:
+    """The beginning of a text that takes at most so many cells."""
+    return set_cell_size(text, width).rstrip() if cell_len(text) > width else text
 
 
 def printed(parts: Iterable[RenderableType], color: bool) -> str:

@@ -3,13 +3,15 @@
 `page` and nothing else writes HTML, and it writes it through `tag`, so a model's names can hold any
 character.
 
-Invariant: text that is not `Markup` is escaped before it becomes part of an element.
+Invariant: text that is not `Markup` is made legible and escaped before it becomes part of an element.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterable
+
+from zerodrift.legible import lines
 
 
 class Markup(str):
@@ -30,7 +32,7 @@ def tag(name: str, /, *children: Child, **attributes: str | float | bool) -> Mar
         if value is False:
             continue
         key = key.rstrip("_").replace("_", "-")
-        head += f" {key}" if value is True else f' {key}="{html.escape(str(value))}"'
+        head += f" {key}" if value is True else f' {key}="{html.escape(lines(str(value)))}"'
     if name in _VOID:
         return Markup(f"<{head}/>" if name == "rect" else f"<{head}>")
     return Markup(f"<{head}>{join(children)}</{name}>")
@@ -43,7 +45,7 @@ def join(children: Iterable[Child]) -> Markup:
         if isinstance(child, Markup):
             parts.append(child)
         elif isinstance(child, str):
-            parts.append(html.escape(child, quote=False))
+            parts.append(html.escape(lines(child), quote=False))
         else:
             parts.append(join(child))
     return Markup("".join(parts))

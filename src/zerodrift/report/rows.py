@@ -22,6 +22,9 @@ from zerodrift.policy.nouns import Columns
 Numbers = tuple[int, ...]
 """The numbers of one name, left to right: `model.layers.3.mlp.experts.17.up_proj.weight` has (3, 17)."""
 
+Template = tuple[str | None, ...]
+"""The components of a name, None for a number. A component may itself be a star."""
+
 Box = tuple[frozenset[int], ...]
 """A set per place; stands for every combination."""
 
@@ -96,7 +99,7 @@ def single(plan: Plan, chosen: Sequence[int]) -> Table:
 
 def template(name: str) -> str:
     """The name with a `*` for every component that is a number."""
-    return _split(name)[0]
+    return ".".join("*" if part is None else part for part in _split(name)[0])
 
 
 # --- column sets --------------------------------------------------------------------------------------
@@ -148,21 +151,23 @@ def letter(number: int) -> str:
 # --- patterns -----------------------------------------------------------------------------------------
 
 
-def _split(name: str) -> tuple[str, Numbers]:
-    """The template of a name, and the numbers that its stars stand for."""
-    parts = name.split(".")
+def _split(name: str) -> tuple[Template, Numbers]:
+    """The template of a name, and the numbers that it leaves out."""
+    parts: list[str | None] = []
     numbers: list[int] = []
-    for index, part in enumerate(parts):
+    for part in name.split("."):
         # "007" is not how a number is written, and could not be told from "7" again.
-        if part.isdecimal() and part.isascii() and str(int(part)) == part:
+        if len(part) < 19 and part.isdecimal() and part.isascii() and str(int(part)) == part:
             numbers.append(int(part))
-            parts[index] = "*"
-    return ".".join(parts), tuple(numbers)
+            parts.append(None)
+        else:
+            parts.append(part)
+    return tuple(parts), tuple(numbers)
 
 
 def _group(rows: Sequence[Row], set_numbers: Sequence[int]) -> tuple[Line, ...]:
-    families: dict[tuple[tuple[str, ...], tuple[int, ...], int], dict[Numbers, int]] = defaultdict(dict)
-    occurring: dict[str, set[Numbers]] = defaultdict(set)
+    families: dict[tuple[tuple[Template, ...], tuple[int, ...], int], dict[Numbers, int]] = defaultdict(dict)
+    occurring: dict[Template, set[Numbers]] = defaultdict(set)
     for index, row in enumerate(rows):
         splits = [_split(name) for name in row.names]
         for text, numbers in splits:
@@ -181,19 +186,18 @@ def _group(rows: Sequence[Row], set_numbers: Sequence[int]) -> tuple[Line, ...]:
     return tuple(sorted(lines, key=lambda line: line.rows[0]))
 
 
-def _universe(occurring: dict[str, set[Numbers]]) -> dict[str, set[int]]:
+def _universe(occurring: dict[Template, set[Numbers]]) -> dict[Template, set[int]]:
     """For every place, named by the template up to it: all numbers that occur there."""
-    found: dict[str, set[int]] = defaultdict(set)
+    found: dict[Template, set[int]] = defaultdict(set)
     for text, tuples in occurring.items():
         for place, prefix in enumerate(_prefixes(text)):
             found[prefix].update(numbers[place] for numbers in tuples)
     return found
 
 
-def _prefixes(text: str) -> list[str]:
-    """The template up to each of its stars."""
-    parts = text.split(".")
-    return [".".join(parts[:index]) for index, part in enumerate(parts) if part == "*"]
+def _prefixes(text: Template) -> list[Template]:
+    """The template up to each of its numbers."""
+    return [text[:index] for index, part in enumerate(text) if part is None]
 
 
 def _boxes(tuples: Sequence[Numbers]) -> list[Box]:
@@ -209,21 +213,22 @@ def _boxes(tuples: Sequence[Numbers]) -> list[Box]:
     return [(frozenset(firsts), *box) for boxes, firsts in alike.items() for box in boxes]
 
 
-def _pattern(text: str, box: Box, universe: dict[str, set[int]]) -> str:
-    """The template with its stars kept where they are true, and numbers elsewhere."""
+def _pattern(text: Template, box: Box, universe: dict[Template, set[int]]) -> str:
+    """The template with stars where they are true, and numbers elsewhere."""
     places = iter(zip(box, _prefixes(text), strict=True))
-    parts = text.split(".")
-    for index, part in enumerate(parts):
-        if part == "*":
+    parts = []
+    for part in text:
+        if part is None:
             numbers, prefix = next(places)
             every = len(numbers) > 1 and len(numbers) == len(universe[prefix])
-            parts[index] = "*" if every else ranges(numbers)
+            part = "*" if every else ranges(numbers)
+        parts.append(part)
     return ".".join(parts)
 
 
-def _also(rows: Sequence[Row], universe: dict[str, set[int]]) -> tuple[str, ...]:
+def _also(rows: Sequence[Row], universe: dict[Template, set[int]]) -> tuple[str, ...]:
     """The other names of tied rows, as patterns."""
-    found: dict[str, list[Numbers]] = defaultdict(list)
+    found: dict[Template, list[Numbers]] = defaultdict(list)
     for row in rows:
         for name in row.names[1:]:
             text, numbers = _split(name)

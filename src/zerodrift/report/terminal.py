@@ -13,18 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table as Grid
 from rich.text import Text
 
+from zerodrift.legible import legible
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.report import figures, stages, summary
 from zerodrift.report.explain import Explanation
-from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
+from zerodrift.report.frame import WIDTH, elide, grid, pairs, printed, section, title
 from zerodrift.report.rows import ColumnSet, Line, Table
 
 _INDENT = 3
@@ -189,40 +191,17 @@ def _set_line(line: Line, shape: str, width: int, mark: str) -> Iterable[Text]:
     name = elide(line.pattern, room - len(count))
     text = Text().append(mark.rjust(_INDENT), style="bold yellow")
     text.append(name).append(count, style="bold")
-    also = [f" = {other}" for other in line.also]
-    fits = len(name) + len(count) + sum(map(len, also)) <= room
+    also = [f" = {legible(other)}" for other in line.also]
+    fits = cell_len(name) + len(count) + sum(map(cell_len, also)) <= room
     if fits:
         text.append("".join(also), style="dim")
-    text.append(" " * (_INDENT + room - len(text)))
+    text.append(" " * (_INDENT + room - text.cell_len))
     text.append(elide(shape, width).rjust(width + 2))
     text.append(figures.elements(line.numel).rjust(8))
     yield text
     if not fits:
         for other in also:
             yield Text(" " * (_INDENT + 1) + elide(other, room), style="dim")
-
-
-def elide(text: str, width: int) -> str:
-    """The text, its middle components replaced by one `...` where it is too long; the ends say most."""
-    if len(text) <= width:
-        return text
-    parts = text.split(".")
-    head, middle, tail = "", parts[:-1], parts[-1]
-    while len(middle) > 1:
-        longer_head, longer_tail = f"{head}{middle[0]}.", f"{middle[-1]}.{tail}"
-        room = width - len(head) - len(tail) - 3
-        fits_head, fits_tail = len(middle[0]) < room, len(middle[-1]) < room
-        if fits_head and (len(head) < len(tail) or not fits_tail):
-            head, middle = longer_head, middle[1:]
-        elif fits_tail:
-            tail, middle = longer_tail, middle[:-1]
-        else:
-            break
-    short = f"{head}...{tail}"
-    if len(short) <= width:
-        return short
-    keep = max(width - 3, 2)
-    return f"{text[: keep // 2]}...{text[len(text) - (keep - keep // 2) :]}"[:width]
 
 
 # --- below the table ----------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerodrift.report import figures
-from zerodrift.report.frame import WIDTH, pairs, printed
-from zerodrift.report.terminal import elide
+from zerodrift.report.frame import WIDTH, elide, pairs, printed
 
 _NAME = WIDTH - 50
 

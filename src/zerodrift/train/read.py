@@ -107,8 +107,8 @@ def _block(tree: Tree, block: type[Block], path: str, problems: Problems) -> Bas
         try:
             values[key] = TypeAdapter(kind).validate_python(value)
         except ValidationError:
-            words = "a block of keys" if fields.is_free(kind) else fields.admits(kind)
-            problems.add(here, f"must be {words}", shown(value), _remedy(kind, value))
+            words = "must be a block of keys" if fields.is_free(kind) else fields.must(kind, value)
+            problems.add(here, words, shown(value), _remedy(kind, value))
     if unknown or len(list(problems)) > before:
         return None
     return block.model_validate(values)

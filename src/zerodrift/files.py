@@ -1,0 +1,41 @@
+"""Opens files that somebody named, if that is what they are.
+
+A pipe would be waited for without end, a device may never end, and opening a socket says nothing that helps. So what
+a path leads to is looked at first.
+
+Invariant: what is opened is a regular file; anything else is an OSError whose `strerror` says what it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def kind(path: str | os.PathLike[str]) -> str:
+    """What a path leads to where that is no regular file, `a pipe` say; `""` for one, and for nothing."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return ""
+    return "" if stat.S_ISREG(mode) else next((words for holds, words in _KINDS if holds(mode)), "no file")
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file, to read bytes from."""
+    found = kind(path)
+    if found == "a folder":
+        raise IsADirectoryError(errno.EISDIR, found, os.fsdecode(path))
+    if found:
+        raise OSError(errno.EINVAL, f"{found}, which is no file", os.fsdecode(path))
+    return open(path, "rb")

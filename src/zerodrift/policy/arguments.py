@@ -1,0 +1,192 @@
+"""What the `optimizer` and `scheduler` blocks take: the arguments of each type, and what each of them may be.
+
+An argument that is wrong is refused where the config is resolved, before any process starts; whoever builds the
+optimizer or the schedule finds what it needs. Defaults are theirs.
+
+Invariant: what passes `checked` is built without an error; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerodrift.config.plain import join, shown
+from zerodrift.errors import Problems, did_you_mean
+
+MOST = 3.4e38
+"""Updates are computed in fp32, where anything larger is infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument."""
+
+    words: str
+    """What it must be."""
+    fits: Callable[[Any], bool]
+    whole: bool = False
+    """Whether it is a whole number, which configs also write as `2e3`."""
+    todo: str = ""
+    """What to do where it is something else."""
+
+
+def _number(value: Any, least: float = 0.0) -> bool:
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return fine and math.isfinite(value) and least <= value <= MOST
+
+
+def _numbers(value: Any, fits: Callable[[Any], bool] = _number) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(fits, value))
+
+
+def _share(value: Any) -> bool:
+    return _number(value) and value < 1
+
+
+def _count(words: str, least: int, most: int = 2**31 - 1) -> Argument:
+    return Argument(words, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most, True)
+
+
+def _word(*words: str) -> Argument:
+    return Argument(" or ".join(words), lambda value: isinstance(value, str) and value in words)
+
+
+def _only(value: bool) -> Argument:
+    return Argument(
+        f"{value} or left out",
+        lambda given: given is value,
+        todo="Build the optimizer yourself and pass it to `initialize`.",
+    )
+
+
+NUMBER = Argument("a number of at least 0", _number)
+SIGNED = Argument("a number", lambda value: _number(value, -MOST))
+ABOVE = Argument("a number above 0", lambda value: _number(value) and value > 0)
+FLAG = Argument("true or false", lambda value: isinstance(value, bool))
+BETAS = Argument("two numbers in [0, 1)", lambda value: _numbers(value, _share) and len(value) == 2)
+STEPS = _count("a whole number above 0", 1)
+STAIRS = _count("a whole number of at least 0", 0)
+LAST = _count("a whole number of at least -1", -1)
+RATES = Argument(
+    "a number of at least 0, or a list of them, one per parameter group",
+    lambda value: _number(value) or _numbers(value),
+)
+MOMENTA = Argument(
+    "a number in [0, 1), or a list of them, one per parameter group",
+    lambda value: _share(value) or _numbers(value, _share),
+)
+WARMUP_TYPE = _word("log", "linear")
+
+Table = Mapping[str, Argument]
+
+ANY: Table = {
+    "adam_w_mode": FLAG,
+    "torch_adam": FLAG,
+    "foreach": FLAG,
+    "fused": FLAG,
+    "fp32_optimizer_states": _only(True),
+    "bias_correction": _only(True),
+    "amsgrad": _only(False),
+}
+"""Of every optimizer but Muon: what says which Adam it is, and what is accepted at the value that says what
+happens here anyway."""
+
+_RATES: Table = {"lr": NUMBER, "weight_decay": NUMBER, "maximize": FLAG}
+_ADAM: Table = {**_RATES, "betas": BETAS, "eps": NUMBER}
+
+OPTIMIZERS: Mapping[str, Table] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "FusedAdam": _ADAM,
+    "CPUAdam": _ADAM,
+    "SGD": {**_RATES, "momentum": NUMBER, "dampening": SIGNED, "nesterov": FLAG},
+    "Lion": {**_RATES, "betas": BETAS},
+    "Muon": {
+        **{key: NUMBER for key in ("lr", "weight_decay", "muon_lr", "adam_lr", "momentum", "eps", "ns_eps")},
+        "nesterov": FLAG,
+        "ns_coefficients": Argument(
+            "three numbers", lambda value: _numbers(value, SIGNED.fits) and len(value) == 3
+        ),
+        "ns_steps": _count("a whole number from 1 to 99", 1, 99),
+        "ns_dtype": _word("bf16", "fp32"),
+        "adjust_lr_fn": _word("original", "match_rms_adamw"),
+        "betas": BETAS,
+    },
+}
+
+_WARMUP: Table = {"warmup_num_steps": STEPS, "warmup_type": WARMUP_TYPE, "last_batch_iteration": LAST}
+
+SCHEDULES: Mapping[str, Table] = {
+    "WarmupLR": {**_WARMUP, "warmup_min_lr": RATES, "warmup_max_lr": RATES},
+    "WarmupDecayLR": {**_WARMUP, "total_num_steps": STEPS, "warmup_min_lr": RATES, "warmup_max_lr": RATES},
+    "WarmupCosineLR": {
+        **_WARMUP,
+        "total_num_steps": STEPS,
+        "warmup_min_ratio": NUMBER,
+        "cos_min_ratio": NUMBER,
+    },
+    "OneCycle": {
+        "cycle_min_lr": RATES,
+        "cycle_max_lr": RATES,
+        "decay_lr_rate": NUMBER,
+        "cycle_first_step_size": ABOVE,
+        "cycle_second_step_size": NUMBER,
+        "cycle_first_stair_count": STAIRS,
+        "cycle_second_stair_count": STAIRS,
+        "decay_step_size": NUMBER,
+        "cycle_momentum": FLAG,
+        "cycle_min_mom": MOMENTA,
+        "cycle_max_mom": MOMENTA,
+        "decay_mom_rate": NUMBER,
+        "last_batch_iteration": LAST,
+    },
+    "LRRangeTest": {
+        "lr_range_test_min_lr": RATES,
+        "lr_range_test_step_size": STEPS,
+        "lr_range_test_step_rate": NUMBER,
+        "lr_range_test_staircase": FLAG,
+        "last_batch_iteration": LAST,
+    },
+}
+
+REQUIRED: Mapping[str, Sequence[str]] = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+
+
+def checked(
+    where: str, kind: str, params: Mapping[str, Any], problems: Problems, unknown: Collection[str] = ()
+) -> dict[str, Any]:
+    """The arguments of an optimizer or a schedule as they were meant: null is left out, `2e3` a whole number. The
+    wrong ones go to `problems`, each by its path under `where`; `unknown` are there with values that are not."""
+    own = OPTIMIZERS.get(kind) or SCHEDULES[kind]
+    table = own if kind == "Muon" or kind in SCHEDULES else {**own, **ANY}
+    found: dict[str, Any] = {}
+    for key, value in params.items():
+        if value is None:
+            continue
+        path, argument = join(where, key), table.get(key)
+        if argument is None:
+            whose = "Muon or of its AdamW" if kind == "Muon" else kind
+            must = f"must be an argument of {whose}: {', '.join(own)}"
+            problems.add(path, must, "", did_you_mean(key, table))
+            continue
+        if argument.whole and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not argument.fits(value):
+            problems.add(path, f"must be {argument.words}", shown(value), argument.todo)
+            continue
+        found[key] = value
+    for key in REQUIRED.get(kind, ()):
+        if params.get(key) is None and key not in unknown:
+            problems.add(join(where, key), f"must be given: {table[key].words}")
+    if kind == "SGD" and found.get("nesterov") and (not found.get("momentum") or found.get("dampening")):
+        problems.add(
+            join(where, "nesterov"), "must be left out without `momentum`, or with `dampening`", "true"
+        )
+    return found

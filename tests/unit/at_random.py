@@ -1,0 +1,372 @@
+"""Configs, models and worlds at random: known-good ones with keys changed, and everything asked of the plan.
+
+    python -m tests.unit.at_random 100000 [first]
+
+makes so many cases, and prints how many plans there were, how many refusals, the slowest, and every case that
+ended with an exception that is not ours, took more than a second, or printed what a terminal would obey. A case
+is a number: the same number is the same case.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len
+
+from tests.unit.models import EMBEDDING, NORM, moe, parameter, tied
+from zerodrift import ZerodriftError, cost, describe, make_plan
+from zerodrift.config import deepspeed, fields
+from zerodrift.dtypes import DType
+from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+from zerodrift.pipeline.schedules import timeline
+from zerodrift.plan.table import Plan
+from zerodrift.report import as_json, names, page, rows, terminal
+from zerodrift.report.explain import explain, explain_row
+
+SECONDS = 1.0
+"""Of processor time, for one case."""
+
+ODD_NAMES = (
+    "a.\x1b[31mred\x1b[0m.weight",
+    "[red]a[/red].[bold].weight",
+    "<script>alert(1)</script>.weight",
+    "layers.0.\u202eweight",
+    "\u5c42.0.\u6ce8\u610f.weight",
+    "\U0001f600." * 60 + "weight",
+    "x" * 5000,
+    "a b c." + "long " * 900 + "weight",
+    "..",
+    "0.0.0.0",
+    "layers.00.mlp.w",
+    "layers.\u0663.mlp.w",
+    "a\nb.weight",
+    "a\tb.weight",
+    "a\x00b.weight",
+    "a\x9b31mb",
+    "e\u0301" * 40,
+    "half\ud800.weight",
+    "__metadata__",
+    "*.?.[!a].weight",
+    "`tick`.weight",
+    "weight",
+)
+
+GOOD: tuple[dict[str, Any], ...] = (
+    {},
+    {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
+    {"fp16": {"enabled": True, "initial_scale_power": 12}, "zero_optimization": {"stage": 2}},
+    {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
+    {"precision": {"mode": "bf16", "master": "split", "rules": [{"match": "*", "pin": "fp32"}]}},
+    {
+        "precision": {"mode": "bf16", "rules": [{"match": "*norm*", "pin": "fp32", "output": "input"}]},
+        "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": 8,
+        "train_micro_batch_size_per_gpu": 2,
+    },
+    {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+        "gradient_clipping": 1.0,
+    },
+    {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.95}},
+        "zero_optimization": {"stage": 2},
+    },
+    {"bf16": {"enabled": True}, "pipeline": {"stages": 2}, "gradient_accumulation_steps": 4},
+    {"pipeline": {"stages": 2, "schedule": "zbv"}, "gradient_accumulation_steps": 8},
+    {"pipeline": {"stages": 4, "schedule": "interleaved", "chunks": 1, "split": "cost"}},
+    {"experts": {"ranks": 2}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
+    {"sharding": {"replicate": 2, "keep_gathered": "step"}, "zero_optimization": {"stage": 3}},
+    {"sharding": {"units": ["layers.*", "layers.*.mlp"]}, "zero_optimization": {"stage": 3}},
+    {"backend": "fsdp2", "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
+    {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}}},
+    {
+        "optimizer": {"type": "Lion", "params": {"lr": "auto"}},
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1}},
+    },
+    {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto"}},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    },
+)
+
+ARGUMENTS = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "torch_adam"),
+    *("adam_w_mode", "bias_correction", "amsgrad", "fused", "foreach", "ns_steps", "ns_coefficients"),
+    *("muon_lr", "adam_lr", "adjust_lr_fn", "total_num_steps", "warmup_num_steps", "warmup_min_lr"),
+    *("warmup_max_lr", "warmup_type", "warmup_min_ratio", "cos_min_ratio", "last_batch_iteration"),
+    *("cycle_min_lr", "cycle_max_lr", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"),
+    *("cycle_momentum", "cycle_min_mom", "lr_range_test_min_lr", "lr_range_test_step_size", "params", "self"),
+)
+PATHS = tuple(
+    sorted(
+        {
+            *(key.path.replace("[]", ".0") for key in fields.every_key()),
+            *(key.removesuffix(".*") for key in deepspeed.ENTRIES),
+            *(f"{block}.params.{name}" for block in ("optimizer", "scheduler") for name in ARGUMENTS),
+        }
+    )
+)
+AUTOS = tuple(
+    path
+    for path in PATHS
+    if path.startswith(("optimizer.params", "scheduler.params", "train_", "gradient_", "fp16."))
+)
+WORLDS = (1, 1, 2, 2, 3, 4, 4, 5, 7, 8, 8, 12, 16, 64, 97, 1000, 1024, 4099, 65536, 999983, 10**6)
+ODD_WORLDS = (0, -1, 2**31, 2**63, 2**200, True, 2.0, "4", None, float("nan"))
+MANY = (0, 1, 2, 3, 4, 7, 8, 100, 255, 256, 1000, 65535, 10**6, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63)
+FLOATS = (0.0, -0.0, 0.5, 0.999, 1.0, 1.5, 1e-8, 1e-320, 1e30, 1e308, math.inf, -math.inf, math.nan, -1.0)
+TEXTS = (
+    *("auto", "", " ", "fp32", "bf16", "torch.float16", "fp64", "int8", "true", "1e-4", "1_000", "0x10", "nan"),
+    *("AdamW", "adamw", "SGD", "Lion", "Muon", "OneCycle", "WarmupLR", "linear", "log", "never", "zbv"),
+    *("*", "**", "[", "[!", "*.weight", "layers.*", "layers.[0-9].*", "(a+)+$", "a" * 5000, *ODD_NAMES[:8]),
+    *("\x1b]0;title\x07", "\u2028", "\ud800", "\x00", "None", "cpu", "nvme", "cuda", "../../x", "*" * 200),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned."""
+
+    written: Any
+    model: ModelSpec
+    world: Any
+    auto: dict[str, Any]
+    overrides: list[str]
+    micro_batches: Any
+
+
+def case(number: int) -> Case:
+    """The case of a number."""
+    draw = random.Random(number)
+    written: Any = copy.deepcopy(draw.choice(GOOD))
+    for _ in range(draw.choice((0, 1, 1, 1, 2, 2, 3, 5))):
+        _mutate(written, draw)
+    auto = {draw.choice(AUTOS): _value(draw) for _ in range(draw.choice((0, 0, 0, 0, 1, 2)))}
+    if draw.random() < 0.5:
+        auto = {path: draw.choice((1, 2, 0.01, [0.9, 0.99])) for path in _autos(written)} | auto
+    overrides = [
+        f"{draw.choice(PATHS)}={draw.choice((_text_of(_value(draw)), draw.choice(TEXTS)))}"
+        for _ in range(draw.choice((0, 0, 0, 0, 1, 2)))
+    ]
+    world = draw.choice(ODD_WORLDS) if draw.random() < 0.03 else draw.choice(WORLDS)
+    micro = draw.choice(MANY) if draw.random() < 0.2 else None
+    return Case(written, model(draw), world, auto, overrides, micro)
+
+
+def _autos(tree: Any, path: str = "") -> list[str]:
+    if not isinstance(tree, dict):
+        return [path] if isinstance(tree, str) and tree == "auto" else []
+    return [found for key, value in tree.items() for found in _autos(value, f"{path}.{key}".strip("."))]
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)
+    except ValueError:
+        return "[]"
+
+
+def _mutate(tree: dict[str, Any], draw: random.Random) -> None:
+    path = draw.choice(PATHS).split(".")
+    kind = draw.random()
+    if kind < 0.1 and tree:
+        tree.pop(draw.choice(list(tree)))
+        return
+    if kind < 0.2:
+        path[-1] = draw.choice((path[-1][:-1], path[-1] + "s", path[-1].upper(), *TEXTS))
+    place: Any = tree
+    for step in path[:-1]:
+        if isinstance(place, list):
+            if not place:
+                return
+            place = place[0]
+        elif isinstance(place, dict):
+            following = path[path.index(step) + 1]
+            place = place.setdefault(step, [{}] if following == "0" else {})
+    if isinstance(place, dict):
+        place[path[-1]] = _fitting(".".join(path), draw) if draw.random() < 0.6 else _value(draw)
+
+
+def _fitting(path: str, draw: random.Random) -> Any:
+    """A value that the key may well take."""
+    kind = fields.kind_at([int(part) if part == "0" else part for part in path.split(".")])
+    words = fields.choices(kind) if kind is not None else []
+    admitted = fields.admits(kind) if kind is not None and not fields.is_free(kind) else ""
+    if words and draw.random() < 0.8:
+        return draw.choice(words)
+    if "true" in admitted:
+        return draw.random() < 0.5
+    if "fp32" in admitted:
+        return draw.choice(("fp32", "bf16", "fp16"))
+    if "strings" in admitted:
+        return [draw.choice(("*", "*.weight", "layers.*", "*mlp*", *ODD_NAMES)) for _ in range(draw.randint(0, 3))]
+    if "number" in admitted or admitted[:1].isdigit():
+        return draw.choice((0, 1, 2, 3, 4, 8, 0.5, *MANY))
+    return draw.choice((0, 1, 2, 10, 0.1, 0.9, 1e-3, True, False, [0.9, 0.99], "auto"))
+
+
+def _value(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.randrange(9 if depth < 4 else 6)
+    if kind == 0:
+        return draw.choice((None, True, False))
+    if kind == 1:
+        return draw.choice(MANY) * draw.choice((1, 1, -1))
+    if kind == 2:
+        return draw.choice(FLOATS)
+    if kind in (3, 4):
+        return draw.choice(TEXTS)
+    if kind == 5:
+        return draw.choice((10**400, {1, 2}, b"bytes", (1, 2), object, 1j, range(3)))
+    if kind == 6:
+        return {draw.choice((*TEXTS, 1, None, True)): _value(draw, depth + 1) for _ in range(draw.randrange(4))}
+    return [_value(draw, depth + 1) for _ in range(draw.choice((0, 1, 2, 2, 3, 4)))]
+
+
+def model(draw: random.Random) -> ModelSpec:
+    """A model: mixtures of experts, ties, scalars, nothing, deep ones, odd names."""
+    kind = draw.randrange(9)
+    if kind == 0:
+        return moe(draw.choice((1, 2, 5)), draw.choice((1, 2, 4)), tie=draw.random() < 0.5)
+    if kind == 1:
+        stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (draw.choice((1, 4, 6)), 8, 16)) for i in range(4)]
+        return ModelSpec("stacked", (parameter("model.embed.weight", (32, 8), EMBEDDING), *stacks))
+    if kind == 2:
+        both = tied(("embed.weight", "head.weight"), (16, 8), (EMBEDDING, NORM))
+        inside = tied(("layers.0.mlp.w", "layers.2.mlp.w"), (8, 8), (NORM, NORM))
+        return ModelSpec("tied", (both, *(parameter(f"layers.{i}.mlp.v", (8,)) for i in range(3)), inside))
+    if kind == 3:
+        shapes = ((), (0,), (1,), (3, 0, 2), (257,), (2, 2, 2, 2))
+        return ModelSpec("shapes", tuple(parameter(f"p{n}.0.a.w", s) for n, s in enumerate(shapes)))
+    if kind == 4:
+        return ModelSpec("", ())
+    if kind == 5:
+        deep = tuple(parameter(f"layers.{i}.mlp.weight", (16, 16)) for i in range(draw.choice((64, 300))))
+        return ModelSpec("deep", deep)
+    if kind == 6:
+        large = [parameter(f"blocks.{i}.{n}.weight", (2**20, 2**11)) for i in range(8) for n in "ab"]
+        return ModelSpec("large \x1b[7m" + "m" * 3000, tuple(large))
+    made = []
+    for name in draw.sample(ODD_NAMES, draw.randint(1, 8)):
+        klass = draw.choice((NORM, "", "evil.\x1b[5m" + "K" * 400, "[blink]Linear[/blink]"))
+        dtype = draw.choice(list(DType))
+        owner = (Owner(name.rpartition(".")[0], klass),)
+        shape = tuple(draw.choice((0, 1, 3, 256, 300)) for _ in range(draw.randrange(4)))
+        made.append(ParameterSpec((name,), shape, dtype, owner, dtype.is_floating and draw.random() < 0.8))
+    buffers = (BufferSpec(draw.choice(ODD_NAMES), (4,), draw.choice(list(DType))),)
+    stored = tuple((p.name, draw.choice(list(DType))) for p in made[:1])
+    return replace(ModelSpec("odd [red]names\x9b", tuple(made)), buffers=buffers, checkpoint=stored)
+
+
+def run(one: Case, scratch: Path | None = None) -> str:
+    """Do everything to a case that needs no ranks: `planned`, or the class of our own error. What else goes
+    wrong is raised."""
+    try:
+        source = _written(one.written, scratch)
+        made = make_plan(source, describe(one.model), one.world, auto=one.auto, overrides=one.overrides)
+        look(made, one.micro_batches)
+    except ZerodriftError as error:
+        shown(str(error), 0)
+        return type(error).__name__
+    return "planned"
+
+
+def _written(written: Any, scratch: Path | None) -> Any:
+    if scratch is None:
+        return written
+    file = scratch / "config.json"
+    try:
+        file.write_text(json.dumps(written, skipkeys=True, default=repr))
+    except (TypeError, ValueError):
+        return written
+    return str(file)
+
+
+def look(made: Plan, micro_batches: int | None) -> None:
+    """Every report of a plan."""
+    bill, table, order = cost(made, micro_batches), rows.grouped(made), timeline(made)
+    for color in (False, True):
+        shown(terminal.plan_text(made, bill, table, order, color=color), 100 if not color else 0, color)
+    shown(page.plan_page(made, bill, table, order), 0)
+    assert Plan.from_json(json.loads(as_json.plan_json(made, bill, order))) == made
+    row = explain_row(made, len(made.rows) // 2)
+    shown(terminal.explanation_text(row, made.digest, color=False), 100)
+    json.loads(as_json.explanation_json(row, made))
+    chosen = names.matching(made, "*", "--rows")
+    shown(terminal.rows_text(made, rows.single(made, chosen[:50]), color=False), 100)
+    try:
+        explain(made, "no such name")
+    except ZerodriftError as error:
+        shown(str(error), 0)
+
+
+def shown(text: str, width: int, color: bool = False) -> None:
+    """What is printed can be printed, obeys nobody and is as wide as it says."""
+    text.encode()
+    kept = text
+    if color:
+        kept = "".join(part.partition("m")[2] if n else part for n, part in enumerate(text.split("\x1b[")))
+    bad = {char for char in kept if not char.isprintable() and char not in "\n\u00a0"}
+    assert not bad, f"control characters: {sorted(map(ascii, bad))}"
+    lines = kept.split("\n")
+    assert max(map(len, lines)) <= 200_000
+    if width:
+        wide = [line for line in lines if cell_len(line) > width]
+        assert not wide, f"{cell_len(wide[0])} cells: {wide[0]!r}"
+
+
+def _late(number: int, frame: Any) -> None:
+    raise TimeoutError("a case that does not end")
+
+
+def main(count: int, first: int = 0) -> int:
+    """Many cases; how many did not end as they should."""
+    ends: Counter[str] = Counter()
+    slowest: list[tuple[float, int]] = []
+    failed: list[tuple[int, str]] = []
+    begun = time.monotonic()
+    signal.signal(signal.SIGVTALRM, _late)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(first, first + count):
+            one = case(number)
+            before = time.process_time()
+            signal.setitimer(signal.ITIMER_VIRTUAL, 5 * SECONDS)
+            try:
+                ends[run(one, Path(folder) if number % 4 == 0 else None)] += 1
+            except Exception:
+                failed.append((number, traceback.format_exc(limit=-4)))
+                ends["failed"] += 1
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            took = time.process_time() - before
+            slowest = sorted([*slowest, (took, number)], reverse=True)[:5]
+    late = [(number, took) for took, number in slowest if took > SECONDS]
+    print(f"{count:,} cases in {time.monotonic() - begun:.0f} s: {dict(ends.most_common())}")
+    print("slowest: " + ", ".join(f"{1000 * took:.0f} ms (case {number})" for took, number in slowest))
+    kinds: dict[str, list[int]] = {}
+    for number, text in failed:
+        kinds.setdefault("\n".join(text.strip().splitlines()[-4:]), []).append(number)
+    for text, numbers in kinds.items():
+        print(f"--- {len(numbers)} cases, first {numbers[:5]}\n{text[-1500:]}")
+    return len(failed) + len(late)
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(*map(int, sys.argv[1:])) else 0)

@@ -1,0 +1,127 @@
+"""What a step costs is counted, not walked: equal to the list of collectives, as fast for any number."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.models import moe, parameter
+from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, build, cost, load, mesh_for, resolve
+from zerodrift.plan.cost import sent, stage_cost
+from zerodrift.plan.schedule import backward_order, collectives, counted, holds
+from zerodrift.plan.table import Unit
+
+KEEPS = (None, "never", "micro-batch", "step")
+WHENS = (None, "last", "every")
+
+
+def plan(written: dict[str, Any], world: int, model: ModelSpec | None = None) -> Plan:
+    config = load(written)
+    mesh = mesh_for(config, world)
+    return build(resolve(config, mesh), model or moe(layers=4), mesh)
+
+
+def written(stage: int, keep: str | None, when: str | None, **rest: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **rest}
+    if keep:
+        made["sharding"] = {"keep_gathered": keep, **made.get("sharding", {})}
+    if when:
+        made["precision"] = {"reduce": {"when": when}}
+    return made
+
+
+def experts() -> ModelSpec:
+    stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(3)]
+    return ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *stacks))
+
+
+def plans() -> Iterator[tuple[str, Plan]]:
+    for stage, keep, when in itertools.product(range(4), KEEPS, WHENS):
+        label = f"stage {stage}, {keep}, {when}"
+        yield label, plan(written(stage, keep, when), 2)
+        yield f"{label}, replicas", plan(written(stage, keep, when, sharding={"replicate": 2}), 4)
+        yield f"{label}, experts", plan(written(stage, keep, when, experts={"ranks": 2}), 4, experts())
+        if keep != "never":
+            for schedule in ("gpipe", "zbv"):
+                block = {"stages": 2, "schedule": schedule}
+                yield f"{label}, {schedule}", plan(written(stage, keep, when, pipeline=block), 4)
+    nested = [parameter(f"layers.{i}.{name}", (8, 8)) for i in range(3) for name in ("a.w", "mlp.b.w", "c")]
+    units = {"units": ["layers.*", "layers.*.mlp"]}
+    yield "nested", plan(written(3, None, None, sharding=units), 2, ModelSpec("nested", tuple(nested)))
+
+
+def bill(calls: Iterator[tuple[Any, int]], mesh: MeshShape) -> Counter[tuple[str, ...]]:
+    found: Counter[tuple[str, ...]] = Counter()
+    for call, times in calls:
+        key = (call.op, call.purpose, str(call.dtype), call.axis)
+        found[(*key, "count")] += times
+        found[(*key, "bytes")] += times * sent(call, mesh)
+    return found
+
+
+def test_what_is_counted_is_what_is_walked() -> None:
+    for label, made in plans():
+        for stage, count in itertools.product(range(made.mesh.pipeline), (1, 2, 3, 5)):
+            walked = Counter(collectives(made, stage, count))
+            folded: Counter[Any] = Counter()
+            for call, times in counted(made, stage, count):
+                folded[call] += times
+            assert folded == walked, label
+            found = stage_cost(made, stage, count).traffic
+            priced = {
+                (*key, what): value
+                for line in found
+                for key in [(line.op, line.purpose, line.dtype, line.axis)]
+                for what, value in (("count", line.count), ("bytes", line.bytes))
+            }
+            assert priced == bill(((call, 1) for call in collectives(made, stage, count)), made.mesh), label
+
+
+@pytest.mark.parametrize("count", [10**6, 2**31 - 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_any_number_of_micro_batches_is_counted_at_once(stage: int, count: int) -> None:
+    before = time.process_time()
+    made = plan(written(stage, None, None, gradient_accumulation_steps=count), 2)
+    many, few = cost(made), cost(made, 7)
+    assert time.process_time() - before < 1
+    for line, other in zip(many.traffic, few.traffic, strict=True):
+        more = cost(made, 8).traffic[many.traffic.index(line)]
+        each = more.count - other.count
+        assert line.count == other.count + (count - 7) * each
+        assert line.bytes == other.bytes + (count - 7) * (more.bytes - other.bytes)
+
+
+def test_thousands_of_units_and_a_million_ranks_are_counted_at_once() -> None:
+    stacked = [parameter(f"layers.{i}.mlp.weight", (64, 64)) for i in range(5000)]
+    before = time.process_time()
+    made = plan(written(3, None, None), 10**6, ModelSpec("deep", tuple(stacked)))
+    assert cost(made, 10**6).wire > 0
+    assert time.process_time() - before < 8
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.5, "3", float("nan")])
+def test_no_number_of_micro_batches_is_an_error(count: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`micro_batches`: must be a whole number of at least 1"):
+        cost(plan(written(3, None, None), 2), count)
+
+
+def test_a_backward_comes_to_units_in_reverse_but_to_holders_first() -> None:
+    """The definition, beside what walks a tree once."""
+
+    def by_definition(units: list[Unit]) -> list[Unit]:
+        found: list[Unit] = []
+        for unit in units:
+            holders = [place for place, other in enumerate(found) if holds(other, unit)]
+            found.insert(holders[-1] + 1 if holders else 0, unit)
+        return found
+
+    names = ["", "a", "a.0", "a.0.b", "a.1", "b", "b.0.a", "c.0"]
+    for count in range(1, 5):
+        for chosen in itertools.permutations(names, count):
+            units = [Unit(name, (), (), 0) for name in chosen]
+            assert backward_order(units) == by_definition(units), chosen
