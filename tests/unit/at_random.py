@@ -32,6 +32,7 @@ from zerodrift.dtypes import DType
 from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.table import Plan
+from zerodrift.policy.arguments import REQUIRED, SCHEDULES
 from zerodrift.report import as_json, names, page, rows, terminal
 from zerodrift.report.explain import explain, explain_row
 
@@ -119,8 +120,8 @@ ARGUMENTS = (
 PATHS = tuple(
     sorted(
         {
-            *(key.path.replace("[]", ".0") for key in fields.every_key()),
-            *(key.removesuffix(".*") for key in deepspeed.ENTRIES),
+            *(key.path.replace("[]", ".0") for key in fields.every_key() if fields.block_of(key.kind) is None),
+            *(key.replace("*", "anything") for key in deepspeed.ENTRIES),
             *(f"{block}.params.{name}" for block in ("optimizer", "scheduler") for name in ARGUMENTS),
         }
     )
@@ -158,8 +159,10 @@ def case(number: int) -> Case:
     """The case of a number."""
     draw = random.Random(number)
     written: Any = copy.deepcopy(draw.choice(GOOD))
-    for _ in range(draw.choice((0, 1, 1, 1, 2, 2, 3, 5))):
+    for _ in range(draw.choice((0, 0, 1, 1, 1, 1, 2, 2, 4))):
         _mutate(written, draw)
+    if draw.random() < 0.9:
+        _complete(written, draw)
     auto = {draw.choice(AUTOS): _value(draw) for _ in range(draw.choice((0, 0, 0, 0, 1, 2)))}
     if draw.random() < 0.5:
         auto = {path: draw.choice((1, 2, 0.01, [0.9, 0.99])) for path in _autos(written)} | auto
@@ -170,6 +173,28 @@ def case(number: int) -> Case:
     world = draw.choice(ODD_WORLDS) if draw.random() < 0.03 else draw.choice(WORLDS)
     micro = draw.choice(MANY) if draw.random() < 0.2 else None
     return Case(written, model(draw), world, auto, overrides, micro)
+
+
+def _complete(tree: Any, draw: random.Random) -> None:
+    """Give blocks what they need, so that more than their absence is told."""
+    types = {"optimizer": ("AdamW", "SGD", "Lion", "Muon", "Adam"), "scheduler": tuple(SCHEDULES)}
+    for block, kinds in types.items():
+        if isinstance(tree.get(block), dict) and "type" not in tree[block]:
+            tree[block]["type"] = draw.choice(kinds)
+            for name in REQUIRED.get(tree[block]["type"], ()):
+                params = tree[block].setdefault("params", {})
+                if isinstance(params, dict):
+                    params.setdefault(name, 8)
+    if isinstance(tree.get("pipeline"), dict):
+        tree["pipeline"].setdefault("stages", draw.choice((1, 2)))
+    if isinstance(tree.get("experts"), dict):
+        tree["experts"].setdefault("ranks", draw.choice((1, 2)))
+    rules = tree["precision"].get("rules") if isinstance(tree.get("precision"), dict) else None
+    for rule in rules if isinstance(rules, list) else ():
+        if isinstance(rule, dict) and not {"match", "class"} & rule.keys():
+            rule["match"] = "*"
+        if isinstance(rule, dict) and len(rule) == 1:
+            rule["export"] = "bf16"
 
 
 def _autos(tree: Any, path: str = "") -> list[str]:
@@ -203,13 +228,16 @@ def _mutate(tree: dict[str, Any], draw: random.Random) -> None:
             following = path[path.index(step) + 1]
             place = place.setdefault(step, [{}] if following == "0" else {})
     if isinstance(place, dict):
-        place[path[-1]] = _fitting(".".join(path), draw) if draw.random() < 0.6 else _value(draw)
+        place[path[-1]] = _fitting(".".join(path), draw) if draw.random() < 0.75 else _value(draw)
 
 
 def _fitting(path: str, draw: random.Random) -> Any:
     """A value that the key may well take."""
     kind = fields.kind_at([int(part) if part == "0" else part for part in path.split(".")])
     words = fields.choices(kind) if kind is not None else []
+    entry = deepspeed.find(path)
+    if entry is not None and entry.fate == "refused":
+        return draw.choice((None, "auto", *entry.harmless))
     admitted = fields.admits(kind) if kind is not None and not fields.is_free(kind) else ""
     if words and draw.random() < 0.8:
         return draw.choice(words)
@@ -220,7 +248,7 @@ def _fitting(path: str, draw: random.Random) -> Any:
     if "strings" in admitted:
         return [draw.choice(("*", "*.weight", "layers.*", "*mlp*", *ODD_NAMES)) for _ in range(draw.randint(0, 3))]
     if "number" in admitted or admitted[:1].isdigit():
-        return draw.choice((0, 1, 2, 3, 4, 8, 0.5, *MANY))
+        return draw.choice((1, 1, 1, 2, 2, 3, 4, 8, 0, 0.5, draw.choice(MANY)))
     return draw.choice((0, 1, 2, 10, 0.1, 0.9, 1e-3, True, False, [0.9, 0.99], "auto"))
 
 
@@ -276,13 +304,16 @@ def model(draw: random.Random) -> ModelSpec:
     return replace(ModelSpec("odd [red]names\x9b", tuple(made)), buffers=buffers, checkpoint=stored)
 
 
-def run(one: Case, scratch: Path | None = None) -> str:
-    """Do everything to a case that needs no ranks: `planned`, or the class of our own error. What else goes
-    wrong is raised."""
+def run(one: Case, scratch: Path | None = None, reports: bool = True) -> str:
+    """Plan a case, price it, and with `reports` write all of them: `planned`, or the class of our own error. What
+    else goes wrong is raised."""
     try:
         source = _written(one.written, scratch)
         made = make_plan(source, describe(one.model), one.world, auto=one.auto, overrides=one.overrides)
-        look(made, one.micro_batches)
+        cost(made, one.micro_batches)
+        made.digest  # noqa: B018
+        if reports:
+            look(made)
     except ZerodriftError as error:
         shown(str(error), 0)
         return type(error).__name__
@@ -300,14 +331,14 @@ def _written(written: Any, scratch: Path | None) -> Any:
     return str(file)
 
 
-def look(made: Plan, micro_batches: int | None) -> None:
+def look(made: Plan) -> None:
     """Every report of a plan."""
-    bill, table, order = cost(made, micro_batches), rows.grouped(made), timeline(made)
+    bill, table, order = cost(made), rows.grouped(made), timeline(made)
     for color in (False, True):
         shown(terminal.plan_text(made, bill, table, order, color=color), 100 if not color else 0, color)
     shown(page.plan_page(made, bill, table, order), 0)
     assert Plan.from_json(json.loads(as_json.plan_json(made, bill, order))) == made
-    row = explain_row(made, len(made.rows) // 2)
+    row = explain_row(made, min(range(len(made.rows)), key=lambda index: made.rows[index].numel))
     shown(terminal.explanation_text(row, made.digest, color=False), 100)
     json.loads(as_json.explanation_json(row, made))
     chosen = names.matching(made, "*", "--rows")
@@ -350,7 +381,7 @@ def main(count: int, first: int = 0) -> int:
             before = time.process_time()
             signal.setitimer(signal.ITIMER_VIRTUAL, 5 * SECONDS)
             try:
-                ends[run(one, Path(folder) if number % 4 == 0 else None)] += 1
+                ends[run(one, Path(folder) if number % 4 == 0 else None, number % 8 < 2)] += 1
             except Exception:
                 failed.append((number, traceback.format_exc(limit=-4)))
                 ends["failed"] += 1

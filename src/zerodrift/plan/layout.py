@@ -214,7 +214,7 @@ def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
     """No parameter across the end of a slice: longest first, each into the slice that has the least so far,
     the first of those. At worst a third longer than the best packing, and the same on every rank."""
     lengths = [round_up(parameter.numel, ALIGNMENT) for parameter in parameters]
-    filled = [(0, number) for number in range(slices)]
+    filled = [(0, number) for number in range(min(slices, len(parameters)))]  # more would stay empty
     places: list[tuple[int, int]] = [(0, 0)] * len(parameters)
     for index in sorted(range(len(parameters)), key=lambda index: -lengths[index]):
         length, number = filled[0]

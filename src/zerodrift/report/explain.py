@@ -110,12 +110,12 @@ def explain_row(plan: Plan, index: int) -> Explanation:
 def _slices(plan: Plan, row: Row) -> tuple[Slice, ...]:
     """Each rank owns one equal contiguous slice of the segment; this is the parameter's part of each, of its
     own experts where these are spread."""
-    each = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment])
+    each, numel = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment]), row.numel
+    if not numel or not each:
+        return ()
     found = []
-    for rank in range(plan.mesh.shard):
-        place, part = divmod(rank, row.parts)
-        start = max(place * each - row.offset, 0)
-        stop = min((place + 1) * each - row.offset, row.numel)
-        if start < stop:
-            found.append(Slice(rank, part * row.numel + start, part * row.numel + stop))
-    return tuple(sorted(found, key=lambda found: found.start))
+    for part in range(row.parts):
+        for place in range(row.offset // each, (row.offset + numel - 1) // each + 1):
+            start, stop = max(place * each - row.offset, 0), min((place + 1) * each - row.offset, numel)
+            found.append(Slice(place * row.parts + part, part * numel + start, part * numel + stop))
+    return tuple(found)

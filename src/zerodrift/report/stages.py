@@ -50,6 +50,8 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
                 f"in all",
             )
         )
+    else:
+        found.append(("bubble", f"not worked out for {count * total:,} forwards"))
     return tuple(found)
 
 

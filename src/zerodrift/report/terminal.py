@@ -25,7 +25,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.report import figures, stages, summary
-from zerodrift.report.explain import Explanation
+from zerodrift.report.explain import Explanation, Slice
 from zerodrift.report.frame import WIDTH, elide, grid, pairs, printed, section, title
 from zerodrift.report.rows import ColumnSet, Line, Table
 
@@ -292,10 +292,15 @@ def _slices(found: Explanation) -> list[tuple[str, str]]:
     if not found.sharded or found.shard == 1:
         whose = "on every rank" if not found.divided else "on the ranks that have its experts"
         return [("slices", f"none: whole {whose}")] if found.shard > 1 else []
-    lines = [
-        f"rank {each.rank} of {found.shard}: elements {each.start:,} to {each.stop - 1:,}"
-        for each in found.slices
-    ]
-    if len(lines) > _MOST_SLICES:
-        lines[3:-2] = [f"... {len(lines) - 5} more ranks ..."]
+    first, last = found.slices[:_MOST_SLICES], found.slices[:0]
+    more = len(found.slices) - _MOST_SLICES
+    if more > 0:
+        first, last = found.slices[:3], found.slices[-2:]
+    lines = [_slice(each, found) for each in first]
+    lines += [f"... {more + 1} more ranks ..."] if more > 0 else []
+    lines += [_slice(each, found) for each in last]
     return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]
+
+
+def _slice(each: Slice, found: Explanation) -> str:
+    return f"rank {each.rank} of {found.shard}: elements {each.start:,} to {each.stop - 1:,}"
