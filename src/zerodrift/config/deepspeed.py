@@ -420,8 +420,8 @@ CHECKPOINT = Section(
         _ignored("nebula.*", _OFF),
         _refused(
             "datastates_ckpt",
-            "there is no asynchronous checkpoint engine",
-            "Call `save_checkpoint` as often as needed.",
+            "there is no checkpoint engine of another package",
+            "`Checkpoints(..., asynchronous=True)` writes beside training: docs/checkpoints.md.",
         ),
     ),
 )
@@ -505,14 +505,12 @@ OBSERVATION = Section(
     "What is measured and printed",
     (
         _ignored("activation_checkpointing.*", _MODEL_CHECKPOINTS),
-        _ignored("wall_clock_breakdown", "`zerodrift bench` and `torch.profiler` time a step"),
+        _ignored("wall_clock_breakdown", "`torch.profiler` times a step"),
         _ignored("memory_breakdown", "`zerodrift plan` prints bytes at rest and at peak"),
         _ignored("dump_state", "`zerodrift plan` prints every decision with its reason"),
         _ignored("flops_profiler.*", "`torch.profiler` with `with_flops=True` counts them"),
-        _ignored(
-            "comms_logger.*", "the plan lists every collective of a step; `zerodrift audit` records them"
-        ),
-        _ignored("timers.*", "`zerodrift bench` and `torch.profiler` time a step"),
+        _ignored("comms_logger.*", "the bill of `zerodrift plan` counts every collective of a step"),
+        _ignored("timers.*", "`torch.profiler` times a step"),
         _ignored("tensorboard.*", _PRINTED),
         _ignored("wandb.*", _PRINTED),
         _ignored("csv_monitor.*", _PRINTED),

@@ -188,6 +188,7 @@ class _Builder:
         self._name = name
         self._made: dict[int, Any] = {}
         self._open: set[int] = set()
+        self._merged = 0
 
     def value(self, node: yaml.Node) -> Any:
         if id(node) in self._made:
@@ -248,6 +249,9 @@ class _Builder:
         for source in sources if isinstance(sources, list) else [sources]:
             if not isinstance(source, dict):
                 self._refuse("must merge blocks", "something else", node)
+            self._merged += len(source)
+            if self._merged > MAX_NODES:
+                self._refuse(f"must merge at most {MAX_NODES:,} keys", "more", node)
             out = source | out
         return out
 

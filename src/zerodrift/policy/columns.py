@@ -2,7 +2,7 @@
 
 What the config left open is filled in here, in one order: storage, compute, gather, accumulate, reduce,
 master, state, export. Every default is stated with its reason, every column that cannot be had is a
-problem that names the key which asked for it. [Note: defaults] at the end of `complete` is the place to
+problem that names the key which asked for it. `_Filler`, a method per column in that order, is the place to
 read what zerodrift does when nobody says anything.
 
 Invariant: `complete` is a pure function of its arguments, and what it returns needs no further decision.

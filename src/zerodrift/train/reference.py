@@ -22,7 +22,10 @@ _INTRO = """\
 
 Every key of a job file for `zerodrift train`; [train.md](train.md) shows how they are used. Precision,
 sharding, optimizer, schedule and batch sizes are keys of the engine's [config](config.md), under `config`.
-Any key can be set on the command line: `--set run.steps=100 --set config.zero_optimization.stage=2`."""
+Any key can be set on the command line: `--set run.steps=100 --set config.zero_optimization.stage=2`.
+
+**A job file can run code.** `model.source` and `model.parts` name a function that is imported and called, and
+paths lead wherever you may read and write: [what somebody else's job may do](train.md#somebody-elses-job)."""
 
 
 def render_job() -> str:

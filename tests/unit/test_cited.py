@@ -1,0 +1,101 @@
+"""What a text sends a reader to is there: verbs and options, config keys, `[Note: ...]` essays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_cli_surface import SURFACE
+from zerodrift.config import deepspeed, fields
+from zerodrift.train.read import every_path
+
+ROOT = Path(__file__).parents[2]
+HISTORY = "CHANGELOG.md"
+"""Tells what was, too."""
+
+VERB = re.compile(r"(?:^\s*(?:\$ |> )?|`|-m )zerodrift ([a-z]+)([^`\n]*)")
+BLOCKS = ("precision", "sharding", "pipeline", "zero_optimization", "torch_autocast", "data_types")
+KEY = re.compile(rf"`((?:{'|'.join((*BLOCKS, 'bf16', 'fp16'))})(?:\.[a-z_0-9]+(?:\[\])?)+)(?=[`:=])")
+JOB_KEY = re.compile(r"`((?:run|data|model)\.[a-z_0-9]+(?:\.[a-z_]+)?)(?=[`:=])")
+
+
+def texts(*folders: str, kinds: tuple[str, ...] = (".py", ".md", ".yaml", ".h", ".cpp")) -> Iterator[tuple[str, str]]:
+    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    files += [file for folder in folders for file in sorted((ROOT / folder).rglob("*")) if file.suffix in kinds]
+    for file in files:
+        if file.name != HISTORY:
+            yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
+
+
+def wrong_verbs(text: str) -> list[str]:
+    """Verbs, and options behind them, that the command line does not have."""
+    found = []
+    # A string may go on in the next line of a source.
+    for line in re.sub(r'"\s*\n\s*f?"', "", text).splitlines():
+        for verb, rest in VERB.findall(line):
+            if verb not in SURFACE:
+                found.append(verb)
+                continue
+            options = re.findall(r"(?<!\S)(--[a-z][a-z-]*)", rest.partition("#")[0])
+            found += [f"{verb} {option}" for option in options if option not in SURFACE[verb]]
+    return found
+
+
+PROSE = {"is", "as", "does", "does", "takes", "refuses", "import", "said", "has", "downloads", "checkpoint"}
+"""Words behind the name in a sentence that begins with it, or in a statement of Python."""
+
+
+def test_every_verb_and_option_exists() -> None:
+    for name, text in texts("src", "docs", "examples"):
+        found = [each for each in wrong_verbs(text) if each not in PROSE]
+        assert not found, f"{name} names {found}"
+
+
+@pytest.mark.parametrize("text", ["`zerodrift bench` times", "  zerodrift plan c.yaml --loud", "`zerodrift audit`"])
+def test_what_does_not_exist_is_seen(text: str) -> None:
+    assert wrong_verbs(text)
+
+
+def keys() -> set[str]:
+    ours = {key.path for key in fields.every_key()}
+    theirs = {key.removesuffix(".*") for key in deepspeed.ENTRIES}
+    known = {*ours, *theirs, *(f"{key}[]" for key in ours)}
+    return {*known, *(key.replace("[]", "") for key in known)}
+
+
+def test_every_key_exists() -> None:
+    known = keys()
+    for name, text in texts("src", "docs", "examples"):
+        found = [
+            key
+            for key in KEY.findall(text)
+            if key not in known and deepspeed.find(key) is None and not key.endswith((".json", ".yaml", ".py"))
+        ]
+        assert not found, f"{name} names {found}"
+
+
+def test_every_key_of_a_job_exists() -> None:
+    known = {key for path in every_path() for key in (path, path.rpartition(".")[0])}
+    for name, text in (each for each in texts("docs", "examples") if "docs/" in each[0]):
+        if Path(name).name in ("train.md", "job.md"):
+            found = [key for key in JOB_KEY.findall(text) if key not in known]
+            assert not found, f"{name} names {found}"
+
+
+MARKS = re.compile(r"^[ \t]*(?://+|#+|\*+)", re.MULTILINE)
+HOME = re.compile(r'(?:^|\n\s*\n|""")\s*\[Note: ([^\]]+)\]')
+CITED = re.compile(r"\[Note: ([^\]]+)\]")
+
+
+def test_every_essay_that_is_cited_exists() -> None:
+    sources = [(name, text) for name, text in texts("src", "bench", "tests") if name.startswith(("src", "bench", "tests"))]
+    written = {" ".join(note.split()) for _, text in sources for note in HOME.findall(MARKS.sub("", text))}
+    assert "roots" in written
+    for name, text in sources:
+        if name == str(Path(__file__).relative_to(ROOT)):
+            continue
+        lost = {" ".join(note.split()) for note in CITED.findall(text)} - written
+        assert not lost, f"{name} cites {lost}"
