@@ -153,9 +153,8 @@ def test_a_truncated_file(copy: Path) -> None:
 def test_files_of_another_save(saved: Saved, tmp_path: Path) -> None:
     """The same run, one step apart: sizes fit, values do not."""
     shutil.copytree(saved[0] / "1-bf16", tmp_path / "run")
-    other = saved[0] / "2-bf16" / f"global_step{STEPS}"
     path = one(tmp_path / "run", "*rank_1_*optim*")
-    state = torch.load(other / path.name, weights_only=False)
+    state = torch.load(path, weights_only=False)
     for flat in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
         flat.detach().add_(1.0)
     torch.save(state, path)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerodrift.comm.together import together
 from zerodrift.deepspeed.foreign import Foreign, as_ours, is_foreign
 from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import UnsupportedError
-from zerodrift.io import checkpoint_state as states
-from zerodrift.io.checkpoint import Checkpoints, Loaded
+from zerodrift.io.checkpoint import Checkpoints, Loaded, Part
 from zerodrift.io.checkpoint_differences import Allowed
 from zerodrift.io.checkpoint_folder import LATEST, Folder
-from zerodrift.io.checkpoint_manifest import SHARED
+from zerodrift.io.places import writing
 
 if TYPE_CHECKING:
     from zerodrift.deepspeed.engine import DeepSpeedEngine
@@ -51,7 +51,18 @@ class Wanted:
 
     @property
     def allow(self) -> tuple[Allowed, ...]:
-        return () if self.strict else ("model", "buffers")
+        # A schedule of another kind is DeepSpeed's error only where the optimizer comes along.
+        free: tuple[Allowed, ...] = () if self.optimizer else ("schedule",)
+        return free if self.strict else (*free, "model", "buffers")
+
+    def parts(self, scheduled: bool) -> frozenset[Part]:
+        """What is taken beside the weights, by a run with a schedule or without."""
+        chosen: dict[Part, bool] = {
+            "optimizer": self.optimizer,
+            "schedule": self.schedule and (scheduled or self.optimizer),
+            "counts": self.counts,
+        }
+        return frozenset(part for part, wanted in chosen.items() if wanted)
 
 
 def save(
@@ -71,11 +82,21 @@ def save(
     state = {"client": client, "counts": counts}
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     engine.checkpoints_in(folder).save(tag, state, latest=latest, frozen=frozen)
-    if below.mesh.rank() == 0:
-        script = Path(folder) / "zero_to_fp32.py"
-        script.write_text(SCRIPT, encoding="utf-8")
-        script.chmod(0o755)
+    with together(below.comm):
+        if below.mesh.rank() == 0:
+            _write_script(Path(folder) / "zero_to_fp32.py")
     return True
+
+
+def _write_script(path: Path) -> None:
+    """Beside the checkpoints, unless it is there."""
+    if os.path.lexists(path):
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        partial.write_text(SCRIPT, encoding="utf-8")
+        partial.chmod(0o755)
+        partial.replace(path)
 
 
 def load(
@@ -85,11 +106,13 @@ def load(
     below = engine.running
     lead = below.mesh.rank() == 0
     path = Path(folder)
-    theirs, named = below.comm.broadcast_object(
-        (is_foreign(path, tag), Folder(path).latest()) if lead else None, 0
-    )
+    looked: list[tuple[bool, str]] = []
+    with together(below.comm):
+        if lead:
+            looked.append((is_foreign(path, tag), "" if tag is not None else Folder(path).latest()))
+    theirs, named = below.comm.broadcast_object(looked[0] if lead else None, 0)
     if theirs:
-        with as_ours(below.comm, folder, tag) as found:
+        with as_ours(below.comm, folder, tag, below.schedule) as found:
             return _load_theirs(engine, found, wanted)
     if tag is None and not named:
         logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", os.fspath(folder))
@@ -103,16 +126,10 @@ def load(
 def _load(
     engine: DeepSpeedEngine, parts: Checkpoints, tag: str, wanted: Wanted, allow: tuple[Allowed, ...]
 ) -> Loaded:
-    below = engine.running
-    schedule = below.schedule.state_dict() if below.schedule is not None and not wanted.schedule else None
-    loaded = parts.load(tag, parts="all" if wanted.optimizer else "weights", allow=allow)
+    loaded = parts.load_parts(tag, wanted.parts(engine.running.schedule is not None), allow)
     for difference in loaded.differences:
         if difference.what == "model":
             logger.warning("%s: %s", loaded.path, difference)
-    if not wanted.optimizer:
-        _without_optimizer(engine, states.read_state(loaded.path / SHARED), wanted)
-    elif schedule is not None:
-        below.schedule.load_state_dict(schedule)
     return loaded
 
 
@@ -120,11 +137,8 @@ def _load_theirs(
     engine: DeepSpeedEngine, found: Foreign, wanted: Wanted
 ) -> tuple[str | None, dict[str, Any] | None]:
     """What DeepSpeed itself saved."""
-    below = engine.running
-    parts = Checkpoints(below, found.folder, quiet=True)
+    parts = Checkpoints(engine.running, found.folder, quiet=True)
     _load(engine, parts, LATEST, wanted, (*wanted.allow, *found.without))
-    if wanted.schedule and found.schedule is not None and below.schedule is not None:
-        below.schedule.load_state_dict(dict(found.schedule))
     _count(engine, wanted, {"global_samples": found.samples})
     return found.home, dict(found.client)
 
@@ -135,15 +149,6 @@ def _count(engine: DeepSpeedEngine, wanted: Wanted, counts: Mapping[str, int]) -
         engine.micro_steps = counts.get("micro_steps", steps * engine.gradient_accumulation_steps())
         engine.global_samples = counts.get("global_samples", steps * engine.train_batch_size())
     engine.tell()
-
-
-def _without_optimizer(engine: DeepSpeedEngine, shared: Mapping[str, Any], wanted: Wanted) -> None:
-    below = engine.running
-    if wanted.counts:
-        course = below.course
-        course.global_steps, course.skipped_steps = shared["global_steps"], shared["skipped_steps"]
-    if wanted.schedule and below.schedule is not None and shared["schedule"] is not None:
-        below.schedule.load_state_dict(shared["schedule"])
 
 
 def refuse_custom(custom: Callable[..., Any] | None) -> None:

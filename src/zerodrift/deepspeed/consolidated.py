@@ -9,14 +9,16 @@ collectives, whoever keeps what they bring.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zerodrift.comm.together import together
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import RankError
+from zerodrift.io.places import writing
 from zerodrift.plan.table import Row
 
 
@@ -68,32 +70,35 @@ def _whole(engine: Engine, rows: list[Row], keep: bool) -> list[torch.Tensor | N
 def save(engine: Engine, folder: str | os.PathLike[str], filename: str, without_frozen: bool) -> bool:
     """One file, written by rank 0; an error there is an error on every rank."""
     found = state_dict(engine, "", without_frozen, everywhere=False)
-    problem = ""
-    if engine.mesh.rank() == 0:
-        try:
-            _write(found, Path(folder) / filename)
-        except OSError as error:
-            problem = str(error)
-    problem = engine.comm.all_gather_object(problem)[0]
-    if problem:
-        raise RankError(f"`save_16bit_model`: rank 0 must be able to write `{filename}`; got {problem}.")
+    path = Path(folder) / filename
+    with together(engine.comm):
+        if engine.mesh.rank() == 0:
+            # Under another name first: a file of this name is always complete.
+            partial = path.with_name(path.name + ".partial")
+            try:
+                with writing(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write(found, partial, path.suffix == ".safetensors")
+                    os.replace(partial, path)
+            finally:
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
     return True
 
 
-def _write(found: dict[str, Any], path: Path) -> None:
-    """Under another name first: a file of this name is always complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
+def write(found: dict[str, Any], path: Path, safe: bool) -> None:
+    """A state dict as safetensors or as torch saves it; raises what the system refuses."""
+    if not safe:
+        # A stream of Python's: torch's own says of a full disk only that a write failed.
+        with path.open("wb") as stream:
+            torch.save(found, stream)
+        return
+    from safetensors.torch import save_file
 
-        seen: set[int] = set()
-        unique = {}
-        for name, value in found.items():
-            if id(value) not in seen:  # tied names are one tensor, which the format holds once
-                unique[name] = value.contiguous()
-            seen.add(id(value))
-        save_file(unique, partial, metadata={"format": "pt"})
-    else:
-        torch.save(found, partial)
-    os.replace(partial, path)
+    seen: set[int] = set()
+    unique = {}
+    for name, value in found.items():
+        if id(value) not in seen:  # tied names are one tensor, which the format holds once
+            unique[name] = value.contiguous()
+        seen.add(id(value))
+    save_file(unique, path, metadata={"format": "pt"})

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint_differences import Allowed
 from zerodrift.io.convert import to_checkpoint
-from zerodrift.io.deepspeed import DeepSpeedCheckpoint, open_deepspeed
+from zerodrift.io.deepspeed import open_deepspeed
 from zerodrift.io.deepspeed_files import find_tag, is_deepspeed
+from zerodrift.io.places import look
 from zerodrift.io.sources import from_deepspeed
 
 
@@ -39,23 +40,23 @@ class Foreign:
     """Where DeepSpeed saved it."""
     samples: int
     client: Mapping[str, Any]
-    schedule: Mapping[str, Any] | None
-    """The state of a schedule that is the caller's own."""
     without: tuple[Allowed, ...]
     """What it does not have."""
 
 
 def is_foreign(folder: Path, tag: str | None) -> bool:
     """Whether what is to be loaded was saved by DeepSpeed."""
-    if not folder.is_dir():
+    if look(folder) != "folder":
         return False
     place = folder / str(tag) if tag is not None else folder
-    return place.is_dir() and is_deepspeed(place)
+    return is_deepspeed(place)
 
 
 @contextlib.contextmanager
-def as_ours(comm: Collectives, folder: str | os.PathLike[str], tag: str | None) -> Iterator[Foreign]:
-    """A call of all ranks."""
+def as_ours(
+    comm: Collectives, folder: str | os.PathLike[str], tag: str | None, schedule: Any
+) -> Iterator[Foreign]:
+    """A call of all ranks. `schedule` is the run's: what was saved of a caller's own is taken for its."""
     path = Path(folder)
     lead = comm.mesh.rank() == 0
     made: list[Path] = []
@@ -64,7 +65,7 @@ def as_ours(comm: Collectives, folder: str | os.PathLike[str], tag: str | None) 
         with together(comm):
             if lead:
                 made.append(_room(path))
-                written.append(_write(path, str(tag or ""), made[0]))
+                written.append(_write(path, str(tag or ""), made[0], schedule))
         yield comm.broadcast_object(written[0] if lead else None, 0)
         comm.barrier()
     finally:
@@ -83,24 +84,26 @@ def _room(path: Path) -> Path:
         ) from error
 
 
-def _write(path: Path, tag: str, room: Path) -> Foreign:
+def _write(path: Path, tag: str, room: Path, schedule: Any) -> Foreign:
     found = open_deepspeed(find_tag(path, tag))
     source = from_deepspeed(found)
+    trained = source.trained
+    notes = source.notes
+    theirs = found.schedule if isinstance(found.schedule, Mapping) and schedule is not None else None
+    if trained is not None and not trained.schedule and theirs is not None:
+        trained = replace(trained, schedule=type(schedule).__name__, schedule_state=dict(theirs))
+        source = replace(source, trained=trained)
     to_checkpoint(source, room)
-    for note in source.notes:
+    for note in notes:
         logger.warning("%s: %s", found.folder, note)
-    kept = source.trained is not None and bool(source.trained.schedule)
-    without: list[Allowed] = [] if source.trained is not None and source.trained.optimizer else ["optimizer"]
-    state = None if kept else _state(found)
+    lacking: dict[Allowed, bool] = {
+        "optimizer": trained is None or not trained.optimizer,
+        "schedule": trained is None or not trained.schedule,
+    }
     return Foreign(
         str(room),
         str(found.folder),
         found.counters.samples,
         dict(found.client),
-        state,
-        (*without, *([] if kept else ["schedule"])),  # type: ignore[arg-type]
+        tuple(word for word, lacks in lacking.items() if lacks),
     )
-
-
-def _state(found: DeepSpeedCheckpoint) -> Mapping[str, Any] | None:
-    return dict(found.schedule) if isinstance(found.schedule, Mapping) else None

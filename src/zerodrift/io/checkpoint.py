@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from zerodrift.comm.together import together
 from zerodrift.engine.shards import Shards
-from zerodrift.errors import CheckpointError, Problem, Problems, UnsupportedError, ZerodriftError
+from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError
 from zerodrift.io import checkpoint_contents as contents
 from zerodrift.io import checkpoint_state as states
 from zerodrift.io.checkpoint_differences import (
@@ -38,6 +38,7 @@ from zerodrift.io.checkpoint_manifest import (
     Entry,
     Manifest,
     damage,
+    raise_damage,
     read_entries,
     read_manifest,
     read_plan,
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Parts = Literal["all", "weights"]
+Part = Literal["optimizer", "schedule", "counts"]
+"""What comes with the weights: moments, groups, loss scale and random numbers; the schedule; the steps."""
+ALL: frozenset[Part] = frozenset(get_args(Part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Loaded:
 
     def client_of(self, rank: int) -> Any:
         """What one of the ranks that saved gave."""
-        return states.read_state(self.path / states.own_file(rank))["client"]
+        return states.read_state(self.path, states.own_file(rank))["client"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,11 @@ class _Found:
     path: Path
     manifest: Manifest
     table: tuple[Entry, ...]
+    reader: Reader
     shared: dict[str, Any]
     own: dict[str, Any] | None
     """Of this rank; None on another number of ranks."""
+    client: Any
     without: frozenset[Allowed]
     """What stays as the run has it."""
     differences: tuple[Difference, ...]
@@ -194,8 +200,10 @@ class Checkpoints:
 
     def resume(self, *, allow: Collection[Allowed] = ()) -> Loaded | None:
         """Load the newest checkpoint; None where none was ever saved here, which is how a run begins."""
-        there = self._comm.broadcast_object(bool(self._folder.latest() or self._folder.tags()), 0)
-        return self.load(allow=allow) if there else None
+        self._require_between_steps("resume")
+        self.wait()
+        path = self._on_one(self._folder.newest)
+        return None if path is None else self._load(path, ALL, check_allowed(allow), True)
 
     def load(
         self,
@@ -208,21 +216,45 @@ class Checkpoints:
         """Load a checkpoint. `parts="weights"` leaves the optimizer, its schedule, the counters and the
         random numbers alone. `allow` names differences that are accepted. `verify` reads every file once
         more, each rank some of them, and compares checksums before anything is changed."""
-        engine, comm = self._engine, self._comm
+        return self.load_parts(tag, ALL if parts == "all" else frozenset(), allow, verify)
+
+    def load_parts(
+        self, tag: str, parts: frozenset[Part], allow: Collection[Allowed] = (), verify: bool = True
+    ) -> Loaded:
+        """The same, but for what comes with the weights."""
         self._require_between_steps("load")
         self.wait()
-        without = check_allowed(allow)
-        path = Path(everywhere(comm, lambda: str(self._folder.find(tag)) if comm.mesh.rank() == 0 else ""))
-        path = comm.broadcast_object(path, 0)
+        path = self._on_one(lambda: self._folder.find(tag)) or Path()
+        return self._load(path, parts, check_allowed(allow), verify)
+
+    def _on_one(self, work: Callable[[], T]) -> T | None:
+        """What one rank finds in the folder, for all: others may see it a moment later, and differ."""
+        lead = self._comm.mesh.rank() == 0
+        found = everywhere(self._comm, lambda: work() if lead else None)
+        return self._comm.broadcast_object(found, 0)
+
+    def _load(self, path: Path, parts: frozenset[Part], without: frozenset[Allowed], verify: bool) -> Loaded:
+        engine, comm = self._engine, self._comm
         manifest = everywhere(comm, lambda: self._verified(path, verify))
         found = everywhere(comm, lambda: self._judged(path, manifest, parts, without))
-        counters = None if "optimizer" in found.without else found.shared["counters"]
-        everywhere(comm, lambda: contents.fill(engine, Reader(path), found.table, counters))
+        before = everywhere(comm, lambda: states.Before(engine))
+        try:
+            # What may still be refused comes before the first weight.
+            everywhere(comm, lambda: self._put(found, parts))
+        except ZerodriftError:
+            before.restore()
+            raise
+        counters = found.shared["counters"] if _takes(found, parts) else None
+        try:
+            everywhere(comm, lambda: contents.fill(engine, found.reader, found.table, counters))
+        except CheckpointError as error:
+            todo = "Weights are replaced in part: load a whole checkpoint before the next step."
+            raise CheckpointError(f"{error} {todo}") from error
         Shards(engine).spread()
-        everywhere(comm, lambda: self._put(found, parts))
+        if "optimizer" in parts and found.own is not None:
+            states.put_random_state(found.own["random"], engine.mesh.device)
         self.run = manifest.run
-        client = self._client(found)
-        loaded = Loaded(path, manifest.tag, manifest.step, client, found.differences)
+        loaded = Loaded(path, manifest.tag, manifest.step, found.client, found.differences)
         self._say(f"loaded {path}, step {manifest.step}")
         for difference in loaded.differences:
             self._say(f"  {difference}")
@@ -232,22 +264,25 @@ class Checkpoints:
         """The manifest, and this rank's share of the files' checksums."""
         manifest = read_manifest(path)
         rank, ranks = self._comm.mesh.rank(), self._comm.mesh.size("world")
-        _raise(damage(path, manifest.files[rank::ranks], content=verify))
+        raise_damage(damage(path, manifest.files[rank::ranks], content=verify))
         return manifest
 
-    def _judged(self, path: Path, manifest: Manifest, parts: Parts, without: frozenset[Allowed]) -> _Found:
+    def _judged(
+        self, path: Path, manifest: Manifest, parts: frozenset[Part], without: frozenset[Allowed]
+    ) -> _Found:
         """Everything but the tensors, compared with the run."""
         engine, now = self._engine, contents.running(self._engine)
-        table, plan = read_entries(path), read_plan(path)
+        table, plan, reader = read_entries(path), read_plan(path), Reader(path)
         strict = "model" not in without
         apart = check_model(table, engine.plan, str(path), strict)
         if not strict:
             known = {name for row in engine.plan.rows for name in row.names}
             table = tuple(entry for entry in table if known & set(entry.names))
             without -= set() if apart else {"model"}
-        shared = states.read_state(path / SHARED)
+        reader.check(table)
+        shared = states.read_state(path, SHARED)
         rank, ranks = self._comm.mesh.rank(), self._comm.mesh.size("world")
-        own = states.read_state(path / states.own_file(rank)) if manifest.ranks == ranks else None
+        own = states.read_state(path, states.own_file(rank)) if manifest.ranks == ranks else None
         problems: list[Problem] = []
         if "buffers" not in without:
             here = contents.shapes(dict(states.buffers(engine.module)))
@@ -255,17 +290,17 @@ class Checkpoints:
             if engine.held is not None:
                 saved = {name: shape for name, shape in saved.items() if name in here}  # of this stage
             problems += check_buffers(saved, here, contents.persistent(engine.module))
-        if parts == "all":
-            for word, found in check_meaning(manifest, table, shared, now).items():
-                problems += [] if word in without else found
-                if found and word == "optimizer":
-                    without |= {"groups"}
-                # Groups go with an optimizer that is not taken over.
-                if not found and not (word == "groups" and "optimizer" in without):
-                    without -= {word}
-        else:
-            without |= {"optimizer", "groups", "schedule", "loss_scale"}
-        _raise(problems)
+        for word, about in check_meaning(manifest, table, shared, now).items():
+            if ("schedule" if word == "schedule" else "optimizer") not in parts:
+                without |= {word}
+                continue
+            problems += [] if word in without else about
+            if about and word == "optimizer":
+                without |= {"groups"}
+            # Groups go with an optimizer that is not taken over.
+            if not about and not (word == "groups" and "optimizer" in without):
+                without -= {word}
+        raise_damage(problems)
         said = [*apart, *differences(manifest, table, plan, now)]
         if own is None:
             said.append(Difference("random numbers", f"of {manifest.ranks} ranks", "as they are"))
@@ -274,27 +309,41 @@ class Checkpoints:
                     Difference("client state", f"of {manifest.ranks} ranks", "none", "see `client_of`")
                 )
         said += [Difference(word, "as saved", "as this run has it") for word in sorted(without)]
-        return _Found(path, manifest, table, shared, own, without, tuple(said))
+        client = self._client(path, shared, own)
+        found = _Found(path, manifest, table, reader, shared, own, client, without, tuple(said))
+        if _takes(found, parts):
+            contents.check_moments(engine, table, shared["counters"])
+        if "optimizer" in parts and own is not None:
+            states.check_random_state(own["random"])
+        return found
 
-    def _put(self, found: _Found, parts: Parts) -> None:
-        """What is neither weight nor moment."""
-        engine, own = self._engine, found.own
+    def _put(self, found: _Found, parts: frozenset[Part]) -> None:
+        """What is neither weight nor moment nor random number."""
+        engine, shared, own = self._engine, found.shared, found.own
         if "buffers" not in found.without:
-            saved = found.shared["buffers"] | ({} if own is None else own["buffers"])
-            states.put_buffers(engine.module, saved)
-        if parts == "weights":
-            return
-        states.put_shared(engine, found.shared, found.without)
-        if own is not None:
+            states.put_buffers(engine.module, shared["buffers"] | ({} if own is None else own["buffers"]))
+        if "counts" in parts:
+            states.put_counts(engine, shared)
+        if "loss_scale" not in found.without:
+            states.put_scale(engine, shared["scaler"])
+        if "schedule" not in found.without:
+            states.put_schedule(engine, shared["schedule"])
+        if "groups" not in found.without:
+            states.put_groups(engine, shared["groups"])
+        if "optimizer" in parts and own is not None:
             states.put_modules(engine.module, own["modules"])
-            states.put_random_state(own["random"], engine.mesh.device)
 
-    def _client(self, found: _Found) -> Any:
-        if found.own is not None:
-            return found.own["client"]
-        if not found.shared["alike"]:
+    def _client(self, path: Path, shared: dict[str, Any], own: dict[str, Any] | None) -> Any:
+        if own is not None:
+            return own["client"]
+        if not shared["alike"]:
             return None
-        return states.read_state(found.path / states.own_file(0))["client"]
+        return states.read_state(path, states.own_file(0))["client"]
+
+
+def _takes(found: _Found, parts: frozenset[Part]) -> bool:
+    """Whether moments are loaded."""
+    return "optimizer" in parts and "optimizer" not in found.without
 
 
 def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
@@ -309,10 +358,3 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
             what = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"`checkpoint`: must be read and written; got {what}") from error
     return done[0]
-
-
-def _raise(found: list[Problem]) -> None:
-    problems = Problems()
-    for problem in found:
-        problems.add(problem.where, problem.must, problem.got, problem.todo)
-    problems.raise_as(CheckpointError)

@@ -19,6 +19,7 @@ import torch
 from zerodrift import __version__
 from zerodrift.dtypes import DType
 from zerodrift.engine.shards import Held, Part, Shards
+from zerodrift.errors import CheckpointError
 from zerodrift.io import checkpoint_state as states
 from zerodrift.io.checkpoint_differences import Running
 from zerodrift.io.checkpoint_items import Item, Reader, Wanted, moment_key, weight_key
@@ -174,6 +175,24 @@ def merged(ranks: Sequence[Counters]) -> Counters:
 
 
 # --- in ---------------------------------------------------------------------------------------------------
+
+
+def check_moments(engine: Engine, table: Sequence[Entry], counters: Counters) -> None:
+    """That this run's optimizer has every moment that it would be given."""
+    updater = engine.updater
+    by_name = {name: entry for entry in table for name in entry.names}
+    if updater is None:
+        return
+    for piece in Shards(engine).pieces():
+        for span in piece.held if piece.updated else ():
+            entry = by_name.get(span.row.name)
+            known = () if entry is None else updater.moment_names(span.row.name, counters)
+            odd = () if entry is None else [key for key in entry.moments if key not in known]
+            if odd:
+                raise CheckpointError(
+                    f"`{span.row.name}`: must have been saved with the moments {', '.join(known) or 'none'}; "
+                    f"got {', '.join(odd)} too. `allow=('optimizer',)` begins with new moments."
+                )
 
 
 def fill(engine: Engine, reader: Reader, table: Sequence[Entry], counters: Counters | None) -> None:

@@ -9,6 +9,9 @@ the rename nothing has happened, after it everything has.
     runs/a/.old-step-00000200-x/       replaced, or on its way out
     runs/a/.lock                       somebody saves
 
+Nothing is renamed or removed but what is known to be a checkpoint, or a rest of one, and no link is followed
+to it: a folder may hold other people's things, too.
+
 Invariant: a folder with a tag's name holds a checkpoint that was written to its end.
 """
 
@@ -18,15 +21,23 @@ import os
 import re
 import shutil
 import uuid
+import zlib
 from pathlib import Path
 
 from zerodrift.errors import CheckpointError, did_you_mean
-from zerodrift.io.checkpoint_manifest import MANIFEST, read_manifest
+from zerodrift.io.checkpoint_manifest import MANIFEST, PARAMETERS, SHARED, read_manifest
+from zerodrift.io.places import is_folder, listed, look, read_file, short
 
 LATEST = "latest"
+LONGEST = 200
+"""Letters of a tag: a file system takes 255 of a name, and a save writes under a longer one."""
 _WRITING, _OLD = ".writing-", ".old-"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _AUTOMATIC = re.compile(r"step-\d{8,}")
+_OURS = re.compile(rf"({re.escape(_WRITING)}|{re.escape(_OLD)})({_TAG.pattern})@[0-9a-f]{{8}}")
+"""Hidden names that a save gives."""
+_PARTS = re.compile(rf"\.metadata|{re.escape(PARAMETERS)}|{re.escape(SHARED)}|rank-\d+\.pt|__\d+_\d+\.distcp")
+"""Files of a checkpoint, the manifest apart."""
 
 
 def automatic(step: int) -> str:
@@ -35,10 +46,51 @@ def automatic(step: int) -> str:
 
 
 def check_tag(tag: str) -> None:
-    if tag == LATEST or not _TAG.fullmatch(tag):
+    if not isinstance(tag, str) or tag == LATEST or len(tag) > LONGEST or not _TAG.fullmatch(tag):
         raise CheckpointError(
-            f"`tag`: must be letters, digits, `_`, `.`, `+` and `-`, and not {LATEST!r}; got {tag!r}."
+            f"`tag`: must be letters, digits, `_`, `.`, `+` and `-`, at most {LONGEST}, and not {LATEST!r}; "
+            f"got {short(repr(tag))}."
         )
+
+
+# --- latest -----------------------------------------------------------------------------------------------
+
+
+def read_latest(folder: Path) -> str:
+    """The tag that the file `latest` names; `""` where there is no such file."""
+    path = folder / LATEST
+    if look(path) == "nothing":
+        return ""
+    try:
+        text = read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise _no_tag(path, f"what is no UTF-8 ({error.reason})") from None
+    line, _, seal = text.partition("\n")
+    tag, seal = line.strip(), seal.removesuffix("\n")
+    if not tag:
+        raise _no_tag(path, "an empty file" if not text.strip() else "an empty line")
+    if tag in (".", "..") or "/" in tag or not tag.isprintable() or len(tag.encode()) > 255:
+        raise _no_tag(path, short(repr(tag)))
+    if seal.strip("\r\n") and seal != _seal(tag):
+        raise _no_tag(path, f"{short(repr(tag))} with the checksum of another")
+    return tag
+
+
+def latest_text(tag: str) -> str:
+    """What `latest` holds."""
+    return f"{tag}\n{_seal(tag)}\n"
+
+
+def _seal(tag: str) -> str:
+    """A checksum in blanks and tabs: a script written for DeepSpeed strips the file and has the tag."""
+    return format(zlib.crc32(tag.encode()), "032b").translate({ord("0"): " ", ord("1"): "\t"})
+
+
+def _no_tag(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"`{short(path)}`: must hold the tag of a checkpoint; got {got}. It is damaged: load a checkpoint by "
+        f"its tag, or write the tag of the newest into the file."
+    )
 
 
 class Folder:
@@ -49,7 +101,7 @@ class Folder:
 
     def tags(self) -> list[str]:
         """The checkpoints, oldest first by the step they were saved at. What is damaged comes first."""
-        found = [path for path in self._children() if (path / MANIFEST).is_file()]
+        found = [path for path in self._children() if _has_manifest(path)]
         return [path.name for path in sorted(found, key=lambda path: (_step(path), path.name))]
 
     def runs(self) -> dict[str, str]:
@@ -67,35 +119,66 @@ class Folder:
         hidden = self._children(hidden=True)
         return [path for path in hidden if path.name.startswith(_WRITING) and path.is_dir()]
 
+    def halves(self) -> list[str]:
+        """Tags that have files of a checkpoint and no manifest, as a copy that was cut short has."""
+        found = [path for path in self._children() if path.is_dir() and not _has_manifest(path)]
+        return [path.name for path in found if any(_PARTS.fullmatch(part.name) for part in listed(path))]
+
     def latest(self) -> str:
         """The tag that `latest` names, `""` where nothing was saved to its end."""
-        try:
-            return (self.path / LATEST).read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return ""
+        return read_latest(self.path)
+
+    def newest(self) -> Path | None:
+        """What a run goes on from; None where nothing was ever saved, which is not where it was damaged."""
+        named = self.latest()
+        if named:
+            return self._named(named)
+        halves, tags = self.halves(), self.tags()
+        if halves:
+            raise CheckpointError(
+                f"`{short(self.path)}`: must hold whole checkpoints, or none; got files of "
+                f"{short(', '.join(halves))} without `{MANIFEST}`, and no `{LATEST}`. It was copied in part: "
+                f"copy it again, load another by its tag, or remove it to begin anew."
+            )
+        # Nothing names the first one yet, if its save was cut short between its two last steps.
+        return self._named(tags[-1]) if tags else self._set_aside()
+
+    def _set_aside(self) -> Path | None:
+        """A checkpoint that was about to be replaced when its save ended, the only one."""
+        for path in self._children(hidden=True):
+            found = _OURS.fullmatch(path.name)
+            if found and found[1] == _OLD and _has_manifest(path):
+                return path
+        return None
 
     def find(self, tag: str) -> Path:
         """The folder of a tag, or of the newest for `latest`."""
-        named, tags = tag, self.tags()
-        if tag == LATEST:
-            # Nothing names the first one yet, if its save was cut short between its two last steps.
-            named = self.latest() or (tags[-1] if tags else "")
-        if not named:
+        found = self.newest() if tag == LATEST else self._named(tag)
+        if found is None:
             raise CheckpointError(self._nothing())
-        if _TAG.fullmatch(named):
-            candidates = [self.path / named, *self.path.glob(f"{_OLD}{named}@*")]
-            found = next((path for path in candidates if (path / MANIFEST).is_file()), None)
+        return found
+
+    def _named(self, tag: str) -> Path:
+        if _TAG.fullmatch(tag) and len(tag) <= LONGEST:
+            candidates = [self.path / tag]
+            candidates += [p for p in self._children(hidden=True) if p.name.startswith(f"{_OLD}{tag}@")]
+            found = next((path for path in candidates if _has_manifest(path)), None)
             if found is not None:
                 return found
-        have = ", ".join(tags) or "none"
+        tags = self.tags()
+        half = (
+            ""
+            if tag not in self.halves()
+            else f" and files of it without `{MANIFEST}`: it was copied in part"
+        )
         raise CheckpointError(
-            f"`{self.path}`: must hold a checkpoint with the tag {named!r}; got {have}. "
-            f"{did_you_mean(named, tags)}".rstrip()
+            f"`{short(self.path)}`: must hold a checkpoint with the tag {short(repr(tag))}; got "
+            f"{short(', '.join(tags) or 'none')}{half}. {did_you_mean(tag[:LONGEST], tags)}".rstrip()
         )
 
     def _nothing(self) -> str:
-        if not self.path.is_dir():
-            return f"`{self.path}`: must be a folder of checkpoints; got no such folder."
+        if not self._is_there():
+            return f"`{short(self.path)}`: must be a folder of checkpoints; got no such folder."
         cut = len(self.unfinished())
         text = f"`{self.path}`: must hold a checkpoint; got none"
         return text + (f" but {cut} that {'was' if cut == 1 else 'were'} cut short." if cut else ".")
@@ -107,53 +190,81 @@ class Folder:
         back. Returns the names of what went."""
         gone = []
         for path in self._children(hidden=True):
-            if path.name.startswith(_OLD):
-                home = self.path / path.name.removeprefix(_OLD).rpartition("@")[0]
-                if not home.exists() and (path / MANIFEST).is_file():
-                    path.rename(home)
-                    continue
-            elif not path.name.startswith(_WRITING):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
+            found = _OURS.fullmatch(path.name)
+            if path.name == f"{_WRITING}{LATEST}" and path.is_file():
                 path.unlink()
+            elif found is None or not _is_own_folder(path):
+                continue
+            elif found[1] == _OLD and not _exists(self.path / found[2]) and _has_manifest(path):
+                path.rename(self.path / found[2])
+                continue
+            else:
+                shutil.rmtree(path, ignore_errors=True)
             gone.append(path.name)
         return gone
 
     def begin(self, tag: str) -> Path:
         """A new folder to write a checkpoint into."""
+        self.require_free(tag)
         path = self.path / f"{_WRITING}{tag}@{uuid.uuid4().hex[:8]}"
         path.mkdir()
         return path
 
+    def require_free(self, tag: str) -> None:
+        """That a checkpoint can have the tag without anything else being lost."""
+        home = self.path / tag
+        if not _exists(home):
+            return
+        got = "a link" if home.is_symlink() else "" if home.is_dir() else "a file"
+        if not got and not _is_checkpoint(home) and any(home.iterdir()):
+            got = "a folder that holds something else"
+        if got:
+            raise CheckpointError(
+                f"`{short(home)}`: must be a checkpoint, to be replaced by one, or not be there; got {got}. "
+                f"Choose another tag, or move it away."
+            )
+
     def publish(self, written: Path, tag: str, latest: bool = True) -> Path:
         """Make what was written the checkpoint of a tag, and, with `latest`, the newest."""
         home, aside = self.path / tag, self._aside(tag)
+        self.require_free(tag)
+        # All that needs room comes before what others can see.
+        draft = self._draft(tag) if latest else None
         sync_folder(written)
         if home.exists():
             home.rename(aside)
-        written.rename(home)
+        try:
+            written.rename(home)
+        except BaseException:
+            if _exists(aside):
+                aside.rename(home)
+            raise
         sync_folder(self.path)
-        if latest:
-            self._name(tag)
+        if draft is not None:
+            draft.replace(self.path / LATEST)
+            sync_folder(self.path)
         shutil.rmtree(aside, ignore_errors=True)
         return home
 
-    def _name(self, tag: str) -> None:
-        """Make it what `latest` names."""
+    def _draft(self, tag: str) -> Path:
+        """The next `latest`, under another name."""
+        if look(self.path / LATEST) == "folder":
+            raise CheckpointError(
+                f"`{short(self.path / LATEST)}`: must be a file, or not be there; got a folder. Move it away."
+            )
         draft = self.path / f"{_WRITING}{LATEST}"
         with draft.open("w", encoding="utf-8") as stream:
-            stream.write(f"{tag}\n")
+            stream.write(latest_text(tag))
             stream.flush()
             os.fsync(stream.fileno())
-        draft.replace(self.path / LATEST)
-        sync_folder(self.path)
+        return draft
 
     def prune(self, keep: int) -> list[str]:
-        """Remove all but the newest `keep` of those whose tag was not chosen; what `latest` names stays."""
-        tags = [tag for tag in self.tags() if _AUTOMATIC.fullmatch(tag)]
-        gone = [tag for tag in tags[:-keep] if tag != self.latest()]
+        """Remove all but the newest `keep` of those whose tag was not chosen; what `latest` names stays, and
+        so does what is no whole checkpoint in a folder of its own."""
+        latest = self.latest()
+        tags = [tag for tag in self.tags() if _AUTOMATIC.fullmatch(tag) and _is_checkpoint(self.path / tag)]
+        gone = [tag for tag in tags[:-keep] if tag != latest]
         for tag in gone:
             # Renamed first: a removal that is cut short must not look like a checkpoint.
             aside = self._aside(tag)
@@ -165,10 +276,33 @@ class Folder:
     def _aside(self, tag: str) -> Path:
         return self.path / f"{_OLD}{tag}@{uuid.uuid4().hex[:8]}"
 
+    def _is_there(self) -> bool:
+        return is_folder(self.path, "must be a folder of checkpoints")
+
     def _children(self, hidden: bool = False) -> list[Path]:
-        if not self.path.is_dir():
-            return []
-        return sorted(path for path in self.path.iterdir() if path.name.startswith(".") == hidden)
+        found = listed(self.path) if self._is_there() else []
+        return [path for path in found if path.name.startswith(".") == hidden]
+
+
+def _exists(path: Path) -> bool:
+    """Whether anything has the name, a link to nothing too."""
+    return os.path.lexists(path)
+
+
+def _is_own_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _has_manifest(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether it is a folder, and no link to one, that holds a whole manifest."""
+    try:
+        return _is_own_folder(path) and bool(read_manifest(path).run)
+    except CheckpointError:
+        return False
 
 
 def _step(path: Path) -> int:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerodrift.errors import CheckpointError, Problem
+from zerodrift.errors import CheckpointError, Problem, Problems
+from zerodrift.io.places import open_own, own_file, short
 from zerodrift.mesh import MeshShape
 from zerodrift.record import decode, encode
 
@@ -158,11 +159,11 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder, its own checksum verified."""
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        text = own_file(folder, MANIFEST).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"`{folder}`: must hold a `{MANIFEST}`, which is the last file of a save; got none. The save was "
-            f"cut short, or this is no checkpoint: load another."
+            f"`{short(folder)}`: must hold a `{MANIFEST}`, which is the last file of a save; got none. The "
+            f"save was cut short, or this is no checkpoint: load another."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _damaged(path, f"what cannot be read ({error})") from None
@@ -187,7 +188,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_entries(folder: Path) -> tuple[Entry, ...]:
     """The table of parameters; verify the folder first."""
-    rows = json.loads((folder / PARAMETERS).read_text(encoding="utf-8"))
+    with open_own(folder, PARAMETERS) as stream:
+        rows = json.loads(stream.read().decode())
     return tuple(
         Entry(tuple(names), tuple(shape), dtype, group, tuple(moments))
         for names, shape, dtype, group, moments in rows
@@ -196,8 +198,10 @@ def read_entries(folder: Path) -> tuple[Entry, ...]:
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
     """The plan's JSON, where one was saved."""
-    path = folder / PLAN
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not os.path.lexists(folder / PLAN):
+        return None
+    with open_own(folder, PLAN) as stream:
+        return json.loads(stream.read().decode())
 
 
 def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list[Problem]:
@@ -206,7 +210,7 @@ def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list
     for file in files:
         path = folder / file.name
         try:
-            size = path.stat().st_size
+            size = own_file(folder, file.name).stat().st_size
             if size != file.bytes:
                 must = f"must have the {file.bytes:,} bytes that were written"
                 found.append(Problem(str(path), must, f"{size:,}", REMEDY))
@@ -214,9 +218,24 @@ def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list
                 found.append(Problem(str(path), "must be the bits that were written", "others", REMEDY))
         except FileNotFoundError:
             found.append(Problem(str(path), "must be there", "no such file", REMEDY))
-        except OSError as error:
-            found.append(Problem(str(path), "must be readable", error.strerror or str(error), REMEDY))
+        except (OSError, CheckpointError) as error:
+            got = str(error) if isinstance(error, CheckpointError) else error.strerror or str(error)
+            found.append(Problem(str(path), "must be readable", got, REMEDY))
     return found
+
+
+def verified(folder: Path) -> Manifest:
+    """The manifest of a checkpoint that is as it was written, every bit; raises otherwise."""
+    manifest = read_manifest(folder)
+    raise_damage(damage(folder, manifest.files))
+    return manifest
+
+
+def raise_damage(found: Iterable[Problem]) -> None:
+    problems = Problems()
+    for problem in found:
+        problems.add(problem.where, problem.must, problem.got, problem.todo)
+    problems.raise_as(CheckpointError)
 
 
 def _damaged(path: Path, got: str) -> CheckpointError:

@@ -9,10 +9,11 @@ Invariant: putting back what was collected leaves a run that goes on as the othe
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from zerodrift.errors import CheckpointError, UnsupportedError, said
+from zerodrift.io.places import open_own
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,18 +70,63 @@ def groups(engine: Engine) -> list[dict[str, Any]]:
     ]
 
 
-def put_shared(engine: Engine, state: Mapping[str, Any], without: frozenset[str]) -> None:
-    """The counterpart of `shared`, but for counters, which the moments come after, and for what the caller
-    keeps as it is."""
-    engine.course.global_steps = state["global_steps"]
-    engine.course.skipped_steps = state["skipped_steps"]
-    if engine.scaler.active and state["scaler"] is not None and "loss_scale" not in without:
-        engine.scaler.load_state_dict(state["scaler"])
-    if engine.schedule is not None and state["schedule"] is not None and "schedule" not in without:
-        engine.schedule.load_state_dict(state["schedule"])
-    if engine.optimizer is not None and "groups" not in without:
-        for group, saved in zip(engine.optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
+def put_counts(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Where the run is."""
+    engine.course.global_steps = int(state["global_steps"])
+    engine.course.skipped_steps = int(state["skipped_steps"])
+
+
+def put_schedule(engine: Engine, state: Any) -> None:
+    """The learning rates' schedule; it sets the groups' rates, so it comes before `put_groups`."""
+    if engine.schedule is None or state is None:
+        return
+    try:
+        engine.schedule.load_state_dict(copy.deepcopy(state))
+    except Exception as error:
+        raise CheckpointError(
+            f"`schedule`: must take the saved state; got {said(error)} from "
+            f"{type(engine.schedule).__name__}. `allow=('schedule',)` begins the schedule anew."
+        ) from error
+
+
+def put_scale(engine: Engine, state: Mapping[str, Any] | None) -> None:
+    if engine.scaler.active and state is not None:
+        engine.scaler.load_state_dict(dict(state))
+
+
+def put_groups(engine: Engine, saved: Sequence[Mapping[str, Any]]) -> None:
+    """The options of the parameter groups."""
+    if engine.optimizer is not None:
+        for group, options in zip(engine.optimizer.param_groups, saved, strict=True):
+            group.update(options)
+
+
+class Before:
+    """A run as it was before a load, weights, moments and random numbers apart."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._counts = {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps}
+        self._scale = engine.scaler.state_dict()
+        known = engine.schedule is not None and hasattr(engine.schedule, "state_dict")
+        self._schedule = copy.deepcopy(engine.schedule.state_dict()) if known else None
+        self._groups = copy.deepcopy(groups(engine))
+        self._buffers = {name: buffer.detach().clone() for name, buffer in buffers(engine.module)}
+        self._modules = {name: module.get_extra_state() for name, module in _extra(engine.module)}
+
+    def restore(self) -> None:
+        """Take everything back."""
+        engine = self._engine
+        put_counts(engine, self._counts)
+        put_scale(engine, self._scale)
+        put_schedule(engine, self._schedule)
+        if engine.optimizer is not None:
+            for group, options in zip(engine.optimizer.param_groups, self._groups, strict=True):
+                for key in [key for key in group if key != "params" and key not in options]:
+                    del group[key]
+                group.update(options)
+        put_buffers(engine.module, self._buffers)
+        put_modules(engine.module, self._modules)
 
 
 # --- of a rank alone --------------------------------------------------------------------------------------
@@ -113,13 +160,28 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def put_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    python, plain, words, cuda = _generators(state)
+    random.setstate(python)
+    np.random.set_state(plain)
+    torch.set_rng_state(words)
+    if cuda is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """That it can be put, on generators that nobody draws from."""
+    python, plain, words, _ = _generators(state)
+    random.Random().setstate(python)
+    np.random.RandomState().set_state(plain)
+    torch.Generator().set_state(words)
+
+
+def _generators(state: Mapping[str, Any]) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
+    """Python's, numpy's and torch's, in their own forms."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    numpys = (kind, keys.numpy().astype(np.uint32), *rest)
+    return (version, tuple(words), gauss), numpys, state["torch"], state["cuda"]
 
 
 def _extra(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -175,12 +237,16 @@ def packed(state: Mapping[str, Any], what: str) -> bytes:
     return out.getvalue()
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(folder: Path, name: str) -> dict[str, Any]:
+    """One of the state files of a checkpoint."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open_own(folder, name) as stream:
+            return torch.load(stream, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
-            f"`{path}`: must be readable; got {said(error)} Load another checkpoint."
+            f"`{folder / name}`: must be readable; got {said(error)} Load another checkpoint."
         ) from error
 
 

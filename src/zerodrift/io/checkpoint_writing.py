@@ -19,7 +19,8 @@ from typing import Any
 from zerodrift.comm.collectives import Collectives
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError, said
 from zerodrift.io.checkpoint_folder import Folder
-from zerodrift.io.checkpoint_items import Item, Written, write_index, write_items
+from zerodrift.io.checkpoint_index import Written, write_index
+from zerodrift.io.checkpoint_items import Item, write_items
 from zerodrift.io.checkpoint_lock import Lock
 from zerodrift.io.checkpoint_manifest import (
     SHARED,
@@ -31,6 +32,7 @@ from zerodrift.io.checkpoint_manifest import (
     write_plan,
     write_whole,
 )
+from zerodrift.io.places import refusal, unwritable
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Save:
             self._outcome.written = written
             self._outcome.files = [file, write_whole(self._path / job.name, job.own)]
         except Exception as error:
-            self._outcome.error = _text(error, self._path)
+            self._outcome.error = _text(error, self._folder.path)
 
     def _until_stopped(self, items: Iterable[Item]) -> Iterator[Item]:
         for item in items:
@@ -126,7 +128,7 @@ class Save:
         try:
             job = make()
         except Exception as error:
-            self._outcome.error = _text(error, self._path)
+            self._outcome.error = _text(error, self._folder.path)
             return
         self._thread = threading.Thread(target=self.write, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -187,7 +189,7 @@ class Save:
                 self._folder.prune(keep)
             return str(home), ""
         except Exception as error:
-            return "", _text(error, self._path)
+            return "", _text(error, self._folder.path)
         finally:
             self._drop()
 
@@ -209,10 +211,7 @@ class Save:
 def _text(error: BaseException, where: Path) -> str:
     if isinstance(error, ZerodriftError):
         return str(error)
-    if isinstance(error, OSError):
-        reason = error.strerror or type(error).__name__
-        return (
-            f"`{error.filename or where}`: must be writable, with room for the checkpoint; got: {reason}. "
-            f"The checkpoints that were there are whole. Make room, or save elsewhere."
-        )
+    refused = refusal(error)
+    if refused is not None:
+        return f"{unwritable(where, refused)} The checkpoints that were there are whole."
     return f"`{where}`: must be written; got {said(error)}"

@@ -26,7 +26,8 @@ from zerodrift.errors import CheckpointError, Problems, UnsupportedError
 from zerodrift.io import checkpoint_state as states
 from zerodrift.io.checkpoint_contents import VERSIONS
 from zerodrift.io.checkpoint_folder import Folder, automatic
-from zerodrift.io.checkpoint_items import Item, moment_key, weight_key, write_index, write_items
+from zerodrift.io.checkpoint_index import write_index
+from zerodrift.io.checkpoint_items import Item, moment_key, weight_key, write_items
 from zerodrift.io.checkpoint_lock import Lock
 from zerodrift.io.checkpoint_manifest import (
     SHARED,
@@ -39,10 +40,11 @@ from zerodrift.io.checkpoint_manifest import (
 from zerodrift.io.conversions import Shape, plain
 from zerodrift.io.export import exported_dtype, laid_out, main_dtype, write_config
 from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
+from zerodrift.io.places import writing
 from zerodrift.io.progress import Bar
 from zerodrift.io.sink import Sink
 from zerodrift.io.sources import Source, Trained, open_source
-from zerodrift.io.staging import Staging, said
+from zerodrift.io.staging import Staging
 from zerodrift.mesh import MeshShape
 from zerodrift.model.module import transient
 
@@ -160,7 +162,7 @@ def _to_safetensors(
         files = laid_out(model, shapes, dtypes, size)
     staging = Staging(target, asked.overwrite)
     try:
-        with said(target):
+        with writing(target):
             sink = Sink(staging.path, files)
             sink.create()
             _documents(staging.path, files, model, folder)
@@ -252,7 +254,7 @@ def to_checkpoint(source: Source, target: Path, shown: bool = False) -> Converte
     """A source as a checkpoint of ours, in a folder that holds none yet."""
     trained = source.trained or Trained(0, 0, "", 0, (), None, "", None, "fp32", 0, 1, None)
     folder, tag = Folder(target), automatic(trained.step)
-    with said(target):
+    with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         lock = Lock.take(target)
     try:
@@ -262,7 +264,7 @@ def to_checkpoint(source: Source, target: Path, shown: bool = False) -> Converte
                 f"`{target}`: must hold no checkpoint yet; got {', '.join(folder.tags()[:5])}. Choose "
                 f"another folder."
             )
-        with said(target):
+        with writing(target):
             path = folder.begin(tag)
             try:
                 size = _write_checkpoint(source, trained, path, tag, shown)

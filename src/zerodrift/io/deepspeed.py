@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.errors import CheckpointError
+from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.io.deepspeed_files import Files, find_tag, is_tried, read_files
 from zerodrift.io.deepspeed_parts import Run, Saved
 from zerodrift.io.deepspeed_sharded import stage_1_or_2, stage_3
@@ -130,7 +130,19 @@ def joined(runs: Sequence[Run], shape: tuple[int, ...]) -> torch.Tensor:
 
 def open_deepspeed(path: Path, tag: str = "", trust: bool = False) -> DeepSpeedCheckpoint:
     """A DeepSpeed checkpoint: the folder of one, or the one that `latest` names, or of a `tag`."""
-    files = read_files(find_tag(path, tag), trust)
+    folder = find_tag(path, tag)
+    try:
+        return _read(read_files(folder, trust))
+    except ZerodriftError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"`{folder}`: must be laid out as DeepSpeed lays it out; got what does not fit ({said(error)}). "
+            f"It is of a DeepSpeed that this was not tried with, or was written by another program."
+        ) from error
+
+
+def _read(files: Files) -> DeepSpeedCheckpoint:
     model = files.models[0]
     if model.get("ds_autoep_layers") or model.get("autoep_layers"):
         raise CheckpointError(f"`{files.folder}`: must be without expert parallelism; got AutoEP layers.")
@@ -141,8 +153,19 @@ def open_deepspeed(path: Path, tag: str = "", trust: bool = False) -> DeepSpeedC
         read = stage_1_or_2(files)
     else:
         read = stage_3(files)
+    done = int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
+    if read.updates > done + 1:  # some versions count a step of zeros when the optimizer is made
+        raise CheckpointError(
+            f"`{files.folder}`: must have an optimizer of at most {done} steps, as its model files say; got "
+            f"{read.updates}. Two saves are mixed: remove what the later did not write."
+        )
     buffers = {name: module[name] for name in model.get("buffer_names") or () if name in module}
     notes = list(read.notes)
+    if 0 < read.updates < done:
+        notes.append(
+            f"The optimizer has counted {read.updates} of {done} steps: it was made anew on the way, or the "
+            f"files are of two saves."
+        )
     if not is_tried(files.version):
         notes.append(f"DeepSpeed {files.version} is newer than what this was tried with; the layout fits.")
     return DeepSpeedCheckpoint(

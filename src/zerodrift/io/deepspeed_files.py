@@ -3,15 +3,17 @@
 DeepSpeed saves pickles that name its own classes. They are opened memory-mapped and by torch's restricted
 unpickler, with stand-ins for those few classes, so DeepSpeed need not be installed and a file cannot do
 anything; what is needed of a tensor is read when it is used. What is in them is `deepspeed.py`'s business.
+Checksums are compared first, so every byte is read once before that (`archive.py`).
 
-Invariant: what is returned is complete: a file for every rank that the checkpoint was saved from.
+Invariant: what is returned is complete and of one save: a file for every rank that the checkpoint was saved
+from, each with the bits that were written, and all of the same step.
 """
 
 from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ import torch
 from torch.serialization import safe_globals
 
 from zerodrift.errors import CheckpointError, Problems, did_you_mean, said
+from zerodrift.io import archive, places
+from zerodrift.io.checkpoint_folder import LATEST, read_latest
+from zerodrift.io.places import is_folder, look, short
 from zerodrift.model.document import listed
 
-LATEST = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OTHERS = {
@@ -72,36 +76,46 @@ class Files:
 
 def is_deepspeed(path: Path) -> bool:
     """Whether a folder looks like a checkpoint of DeepSpeed, or a folder of them."""
-    folder = path
-    if (path / LATEST).is_file():
-        folder = path / (path / LATEST).read_text(errors="replace").strip()
-    return folder.is_dir() and any(_MODEL.fullmatch(entry.name) for entry in folder.iterdir())
+    if look(path) != "folder":
+        return False
+    named = read_latest(path)
+    folder = path / named if named else path
+    return look(folder) == "folder" and _is_one(folder)
+
+
+def _is_one(folder: Path) -> bool:
+    return any(_MODEL.fullmatch(entry.name) for entry in places.listed(folder))
 
 
 def find_tag(path: Path, tag: str = "") -> Path:
     """The folder of a tag; of the one that `latest` names, or `path` itself, where none is given."""
-    if not path.is_dir():
-        raise CheckpointError(f"`{path}`: must be a folder that DeepSpeed saved into; got no such folder.")
-    if not tag and any(_MODEL.fullmatch(entry.name) for entry in path.iterdir()):
+    if not is_folder(path, "must be a folder that DeepSpeed saved into"):
+        raise CheckpointError(
+            f"`{short(path)}`: must be a folder that DeepSpeed saved into; got no such folder."
+        )
+    if not tag and _is_one(path):
         return path
-    tags = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and entry.name != LATEST)
+    there = places.listed(path)
+    tags = [entry.name for entry in there if entry.is_dir() and entry.name != LATEST]
     if not tag:
-        if not (path / LATEST).is_file():
+        tag = read_latest(path)
+        if not tag:
             have = listed(tags) if tags else "no folder in it"
             raise CheckpointError(
                 f"`{path}`: must have a file `{LATEST}` that names a tag; got none, and {have}. Give the tag."
             )
-        tag = (path / LATEST).read_text(errors="replace").strip()
     if tag not in tags:
-        hint = did_you_mean(tag, tags)
-        raise CheckpointError(f"`{path}`: must have a folder for the tag {tag!r}; got none. {hint}".rstrip())
+        hint = did_you_mean(short(tag), tags)
+        raise CheckpointError(
+            f"`{short(path)}`: must have a folder for the tag {short(repr(tag))}; got none. {hint}".rstrip()
+        )
     return path / tag
 
 
 def read_files(folder: Path, trust: bool = False) -> Files:
     """Every file of one tag. `trust` unpickles whatever they hold, which runs code that they name."""
     problems = Problems()
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = [entry.name for entry in places.listed(folder)]
     _refuse_others(folder, names)
     models, optimizers = _numbered(names, _MODEL), _numbered(names, _OPTIMIZER)
     if not models:
@@ -113,6 +127,9 @@ def read_files(folder: Path, trust: bool = False) -> Files:
     problems.raise_as(CheckpointError)
     _check_version(folder, str(found_models[0].get("ds_version", "")))
     sharded = found_models[0].get("param_shapes") is not None
+    if optimizers and not sharded:
+        problems.add(str(folder), "must have `param_shapes` in its model files", "none, and optimizer files")
+        problems.raise_as(CheckpointError)
     found = _load_all(folder, optimizers, problems, trust) if sharded else []
     problems.raise_as(CheckpointError)
     ranks = _ranks(found) or int(found_models[0].get("dp_world_size") or 1)
@@ -121,7 +138,55 @@ def read_files(folder: Path, trust: bool = False) -> Files:
         if any(number is not None for number in models):
             _check_ranks(folder, models, ranks, "_model_states.pt", problems)
     problems.raise_as(CheckpointError)
+    _check_one_save(folder, found_models, found)
     return Files(folder, tuple(found_models), tuple(found))
+
+
+def _check_one_save(
+    folder: Path, models: Sequence[dict[str, Any]], optimizers: Sequence[dict[str, Any]]
+) -> None:
+    """What every rank writes alike must be alike, or files of two saves were mixed."""
+    problems = Problems()
+    for what, found in (
+        ("model files", [_of_model(model) for model in models]),
+        ("optimizer files", [_of_optimizer(state["optimizer_state_dict"]) for state in optimizers]),
+    ):
+        for number, other in enumerate(found):
+            apart = [key for key, value in other.items() if value != found[0].get(key)]
+            if apart:
+                got = "; ".join(f"{key} {found[0].get(key)!r} and {other[key]!r}" for key in apart)
+                problems.add(
+                    str(folder),
+                    f"must have {what} of one save",
+                    f"of ranks 0 and {number}: {short(got)}",
+                    _MIXED,
+                )
+                break
+    problems.raise_as(CheckpointError)
+
+
+def _of_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("ds_version", "dp_world_size", "global_steps", "skipped_steps", "global_samples", "param_shapes")
+    return {key: model.get(key) for key in keys}
+
+
+def _of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Stage, steps and options, as each rank has them."""
+    base = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
+    groups = base.get("param_groups", ()) if isinstance(base, Mapping) else ()
+    kept = base.get("state", {}) if isinstance(base, Mapping) else dict(enumerate(base or ()))
+    stage, scaler = state.get("zero_stage"), state.get("loss_scaler")
+    steps = [_step(of) for of in kept.values()]
+    return {
+        "stage": getattr(stage, "values", (stage,))[0],
+        "steps": max((step for step in steps if step is not None), default=None),
+        "options": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        "loss scale": scaler if scaler is None or isinstance(scaler, Mapping) else vars(scaler),
+    }
+
+
+def _step(state: Mapping[str, Any]) -> int | None:
+    return int(state["step"]) if "step" in state else None
 
 
 def _refuse_others(folder: Path, names: Sequence[str]) -> None:
@@ -189,13 +254,24 @@ def _load_all(
 
 
 def _load(path: Path, problems: Problems, trust: bool) -> dict[str, Any] | None:
+    try:
+        if look(path) != "file":
+            raise archive.DamagedError("a folder")
+        written = archive.check(path)
+    except (archive.DamagedError, OSError) as error:
+        got = str(error) if isinstance(error, archive.DamagedError) else error.strerror or said(error)
+        problems.add(str(path), "must be readable", short(got), _DAMAGED)
+        return None
+    if not _is_own_name(path.name, written):
+        problems.add(str(path), "must be the file that was saved under its name", f"`{written}.pt`", _MIXED)
+        return None
     stands = [(klass, name) for name, klass in _CLASSES.items()]
     try:
         with safe_globals([] if trust else stands):  # type: ignore[arg-type]
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
     except pickle.UnpicklingError as error:
         klass = re.search(r"(?:GLOBAL|class|global) [`']?([\w.]+)", str(error))
-        if klass is None or not _is_zip(path):
+        if klass is None:
             problems.add(str(path), "must be readable", said(error)[:180], _DAMAGED)
             return None
         problems.add(
@@ -217,9 +293,14 @@ def _load(path: Path, problems: Problems, trust: bool) -> dict[str, Any] | None:
 _DAMAGED = "It was cut short or damaged: copy it again, or use another tag."
 
 
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+def _is_own_name(name: str, written: str) -> bool:
+    """Whether a file was saved for the rank that its name says; torch keeps the name that it wrote to. What
+    was written to a stream has none."""
+    for pattern in (_MODEL, _OPTIMIZER):
+        then, now = pattern.fullmatch(f"{written}.pt"), pattern.fullmatch(name)
+        if then is not None:
+            return now is not None and then.groups() == now.groups()
+    return True
 
 
 def _check_version(folder: Path, version: str) -> None:

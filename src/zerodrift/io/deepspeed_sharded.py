@@ -19,8 +19,8 @@ from zerodrift.errors import CheckpointError
 from zerodrift.io.deepspeed_files import Files
 from zerodrift.io.deepspeed_parts import Read, Run, Saved, aliases_of, does_not_fit, frozen_one, updates_of
 
-GLANCE = 64
-"""Elements of each run that are compared with the model's weights."""
+GLANCE = 4096
+"""Elements of each run that are compared with the model's weights, spread over it."""
 
 
 # --- stages 1 and 2 -------------------------------------------------------------------------------------
@@ -94,13 +94,14 @@ def _check_values(files: Files, name: str, shown: torch.Tensor | None, weight: S
     if shown is None or not shown.is_floating_point():
         return
     for start, values in weight:
-        count = min(GLANCE, values.numel())
-        there, mine = shown.reshape(-1)[start : start + count], values[:count].to(shown.dtype)
+        step = -(-values.numel() // GLANCE)
+        there = shown.reshape(-1)[start : start + values.numel() : step]
+        mine = values[::step].to(shown.dtype)
         if not torch.equal(mine.nan_to_num(nan=0.5), there.nan_to_num(nan=0.5)):
             raise CheckpointError(
                 f"`{files.folder}`: must have masters of `{name}` that round to its weights; got others, "
-                f"from element {start} on. The files are of different saves, or of a DeepSpeed that lays "
-                f"them out in another way."
+                f"among those from element {start} on. The files are of different saves, or of a DeepSpeed "
+                f"that lays them out in another way."
             )
 
 

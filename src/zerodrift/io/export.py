@@ -30,9 +30,10 @@ from zerodrift.errors import CheckpointError, ConfigError
 from zerodrift.io.checkpoint import everywhere
 from zerodrift.io.conversions import Shape, layout
 from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
+from zerodrift.io.places import writing
 from zerodrift.io.progress import Bar
 from zerodrift.io.sink import Sink
-from zerodrift.io.staging import Staging, said
+from zerodrift.io.staging import Staging
 from zerodrift.plan.stages import named
 from zerodrift.plan.table import Plan, Row
 
@@ -82,7 +83,7 @@ def export(
     def start() -> str:
         if rank == 0:
             started.append(Staging(target, overwrite))
-            with said(target):
+            with writing(target):
                 Sink(started[0].path, files).create()
                 _write_documents(started[0].path, engine.whole, files)
         return str(started[0].path) if started else ""
@@ -216,7 +217,7 @@ def _write(engine: Engine, path: Path, files: tuple[File, ...], buffers: Mapping
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     bar = Bar(f"exporting to {path.parent}", total // engine.mesh.size("world"), engine.mesh.rank() == 0)
     try:
-        with said(path):
+        with writing(path):
             for piece in Shards(engine).pieces():
                 wide: torch.Tensor | None = None
                 stored = piece.stored()
@@ -238,7 +239,7 @@ def _write(engine: Engine, path: Path, files: tuple[File, ...], buffers: Mapping
         raise
     finally:
         bar.close()
-    with said(path):
+    with writing(path):
         sink.close()
 
 

@@ -58,6 +58,7 @@ def pack(
 ) -> tuple[File, ...]:
     """Tensors in their order into files of at most `shard_size` bytes of data; a larger one has its own.
     Files are cut and named as huggingface_hub does."""
+    _check_names(tensors)
     groups: list[list[Written]] = []
     open_one: list[Written] = []
     used = 0
@@ -79,10 +80,29 @@ def pack(
     return tuple(_file(name, group, note) for name, group in zip(names, groups, strict=True))
 
 
+def _check_names(tensors: Iterable[Written]) -> None:
+    """A name is a key of JSON in UTF-8, and one key is taken."""
+    for tensor in tensors:
+        name = tensor.laid.name
+        try:
+            name.encode()
+            got = f"{name!r}, which is the format's own" if name == _NOTE else ""
+        except UnicodeEncodeError:
+            got = ascii(name)
+        if got:
+            raise ConfigError(
+                f"`{ascii(name)[1:-1]}`: must be a name that safetensors can hold, in UTF-8 and not "
+                f"{_NOTE!r}; got {got}. Rename the parameter."
+            )
+
+
+_NOTE = "__metadata__"
+
+
 def _file(name: str, tensors: Iterable[Written], note: dict[str, str] | None) -> File:
     # Wide dtypes first, so that every tensor starts at a multiple of its element.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.size)
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(note or {})}}
+    entries: dict[str, object] = {_NOTE: {"format": "pt", **(note or {})}}
     offsets, end = [], 0
     for tensor in ordered:
         begin, end = end, end + tensor.nbytes

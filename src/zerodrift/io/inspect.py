@@ -20,8 +20,9 @@ from rich.console import RenderableType
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint_folder import Folder
+from zerodrift.io.checkpoint_folder import LATEST, Folder
 from zerodrift.io.checkpoint_manifest import MANIFEST, Entry, Manifest, damage, read_entries, read_manifest
+from zerodrift.io.places import look
 from zerodrift.record import encode
 from zerodrift.report import figures
 from zerodrift.report.frame import grid, pairs, printed, section, title
@@ -93,24 +94,30 @@ class Shelf:
 def inspect(path: str | Path, *, verify: bool = False) -> Inspection | Shelf:
     """A checkpoint, or a folder of them."""
     place = Path(path)
-    if (place / MANIFEST).is_file():
+    if look(place) == "folder" and (place / MANIFEST).is_file():
         return _one(place, verify)
     folder = Folder(place)
-    tags, unfinished = folder.tags(), folder.unfinished()
-    if not tags and not unfinished:
+    try:
+        latest, odd = folder.latest(), ""
+    except CheckpointError as error:
+        latest, odd = "", str(error)
+    tags, unfinished, halves = folder.tags(), folder.unfinished(), folder.halves()
+    if not tags and not unfinished and not halves:
         raise CheckpointError(
             f"`{place}`: must be a checkpoint or a folder of checkpoints; got "
             f"{'a folder without any' if place.is_dir() else 'no such folder'}. A checkpoint holds a "
             f"`{MANIFEST}`."
         )
-    found, unreadable = [], []
+    found, unreadable = [], [(LATEST, odd)] if odd else []
     for tag in tags:
         try:
             found.append(_one(place / tag, verify))
         except CheckpointError as error:
             unreadable.append((tag, str(error)))
+    must = f"must hold a `{MANIFEST}`; got other files of a checkpoint: it was copied in part."
+    unreadable += [(tag, f"`{place / tag}`: {must}") for tag in halves]
     names = tuple(path.name for path in unfinished)
-    return Shelf(str(place), folder.latest(), tuple(found), tuple(unreadable), names)
+    return Shelf(str(place), latest, tuple(found), tuple(unreadable), names)
 
 
 def _one(path: Path, verify: bool) -> Inspection:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zerodrift.dtypes import DType, from_torch
-from zerodrift.errors import CheckpointError, Problems
+from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.io import checkpoint_state as states
 from zerodrift.io.checkpoint_folder import LATEST, Folder
 from zerodrift.io.checkpoint_items import CHUNK, Reader, moment_key, weight_key
@@ -29,15 +29,15 @@ from zerodrift.io.checkpoint_manifest import (
     SHARED,
     Entry,
     Manifest,
-    damage,
     read_entries,
-    read_manifest,
     read_plan,
+    verified,
 )
 from zerodrift.io.deepspeed import DeepSpeedCheckpoint, open_deepspeed
 from zerodrift.io.deepspeed_files import is_deepspeed
 from zerodrift.io.deepspeed_parts import Run
 from zerodrift.io.matching import Wanted, wanted
+from zerodrift.io.places import look, short
 from zerodrift.io.weights import Files
 from zerodrift.model import safetensors
 from zerodrift.model.sources import describe
@@ -87,19 +87,32 @@ def open_source(
     path: Path, model: nn.Module | None = None, tag: str = "", trust: bool = False, optimizer: str = ""
 ) -> Source:
     """Whatever is at `path`."""
-    if not path.exists():
-        raise CheckpointError(f"`{path}`: must be there to be converted; got no such file or folder.")
-    if (path / MANIFEST).is_file():
+    kind = look(path)
+    if kind == "nothing":
+        raise CheckpointError(f"`{short(path)}`: must be there to be converted; got no such file or folder.")
+    try:
+        return _open(path, kind == "folder", model, tag, trust, optimizer)
+    except ZerodriftError:
+        raise
+    except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"`{short(path)}`: must be laid out as what it seems to be; got what does not fit "
+            f"({said(error)})."
+        ) from error
+
+
+def _open(path: Path, folder: bool, model: nn.Module | None, tag: str, trust: bool, optimizer: str) -> Source:
+    if folder and (path / MANIFEST).is_file():
         return _ours(path)
-    if path.is_dir() and Folder(path).tags():
+    if folder and (Folder(path).tags() or Folder(path).halves()):
         return _ours(Folder(path).find(tag or LATEST))
-    if path.is_dir() and (tag or is_deepspeed(path)):
+    if folder and (tag or is_deepspeed(path)):
         return from_deepspeed(open_deepspeed(path, tag, trust), optimizer)
-    if path.is_file() or safetensors.holds(path):
+    if not folder or safetensors.holds(path):
         return _safetensors(path, model)
     raise CheckpointError(
-        f"`{path}`: must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files; got a "
-        f"folder with none of them. Give the folder that was saved to, or the one of a tag in it."
+        f"`{short(path)}`: must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files; got "
+        f"a folder with none of them. Give the folder that was saved to, or the one of a tag in it."
     )
 
 
@@ -107,17 +120,14 @@ def open_source(
 
 
 def _ours(path: Path) -> Source:
-    manifest = read_manifest(path)
-    problems = Problems()
-    for problem in damage(path, manifest.files):
-        problems.add(problem.where, problem.must, problem.got, problem.todo)
-    problems.raise_as(CheckpointError)
-    reader, shared = Reader(path), states.read_state(path / SHARED)
+    manifest, table = verified(path), read_entries(path)
+    reader, shared = Reader(path), states.read_state(path, SHARED)
+    reader.check(table)
     document = read_plan(path)
     return Source(
         f"a zerodrift checkpoint, step {manifest.step}",
         path,
-        read_entries(path),
+        table,
         shared["buffers"],
         lambda entry: _chunks(reader, weight_key(entry.name)),
         lambda entry, key: _chunks(reader, moment_key(key, entry.name)),
@@ -229,15 +239,14 @@ def _optimizer(found: DeepSpeedCheckpoint, said: str) -> tuple[str, tuple[str, .
 
 
 def _schedule(found: DeepSpeedCheckpoint) -> tuple[str, Any, tuple[str, ...]]:
-    """The name and state of the schedule where the config named one of DeepSpeed's."""
+    """The name and state of the schedule where the config named one: DeepSpeed's and torch's have the same
+    names and states here."""
     written = found.config.get("scheduler") or {}
     if found.schedule is None:
         return "", None, ()
-    last = found.schedule.get("last_batch_iteration") if isinstance(found.schedule, Mapping) else None
-    if written.get("type") and last is not None:
-        own = [float(group.get("initial_lr", group.get("lr", 0.0))) for group in found.groups]
-        return str(written["type"]), {"steps": int(last) + 1, "own": own}, ()
-    note = "The learning rate schedule is not one of DeepSpeed's own: its state was left out."
+    if written.get("type") and isinstance(found.schedule, Mapping):
+        return str(written["type"]), dict(found.schedule), ()
+    note = "The learning rate schedule is not of the config: its state was left out."
     return "", None, (note,)
 
 

@@ -12,39 +12,46 @@ Invariant: under its own name a folder was never anything but whole.
 
 from __future__ import annotations
 
-import errno
-import os
+import glob
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint_folder import sync_folder
 from zerodrift.io.checkpoint_lock import NAME, Lock
+from zerodrift.io.places import is_folder, listed, short, writing
+
+_KEY = "[0-9a-f]" * 8
 
 
 class Staging:
     """One folder on its way. Made, published and removed by one process; others may write into `path`."""
 
     def __init__(self, target: Path, overwrite: bool = False) -> None:
-        self.target = target
+        check_target(target, overwrite)
+        # Where a link leads, so that the link itself is never renamed away.
+        self.target = target = target.resolve() if target.is_symlink() else target
         self._key = uuid.uuid4().hex[:8]
         self.path = target.parent / f".{target.name}.writing-{self._key}"
-        with said(target.parent):
+        with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             self._clean()
-            check_target(target, overwrite)
+            check_target(target, overwrite)  # again: what a dead writer had replaced is back
             self.path.mkdir()
-            self._lock = Lock.take(self.path)
+            try:
+                self._lock = Lock.take(self.path)
+            except BaseException:
+                self.remove()
+                raise
 
     def _clean(self) -> None:
         """Remove what dead writers left."""
-        for left in self.target.parent.glob(f".{self.target.name}.writing-*"):
+        own = glob.escape(f".{self.target.name}.")
+        for left in self.target.parent.glob(f"{own}writing-{_KEY}"):
             Lock.take(left)  # raises where somebody is alive
             shutil.rmtree(left, ignore_errors=True)
-        for left in self.target.parent.glob(f".{self.target.name}.old-*"):
+        for left in self.target.parent.glob(f"{own}old-{_KEY}"):
             if self.target.exists():
                 shutil.rmtree(left, ignore_errors=True)
             else:
@@ -53,13 +60,18 @@ class Staging:
     def publish(self) -> None:
         """Give it its name."""
         aside = self.target.parent / f".{self.target.name}.old-{self._key}"
-        with said(self.target):
+        with writing(self.target):
             self._lock.release()
             (self.path / NAME).unlink(missing_ok=True)
             sync_folder(self.path)
             if self.target.exists():
                 self.target.rename(aside)
-            self.path.rename(self.target)
+            try:
+                self.path.rename(self.target)
+            except OSError:
+                if aside.exists():
+                    aside.rename(self.target)
+                raise
             sync_folder(self.target.parent)
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -69,26 +81,19 @@ class Staging:
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """That nothing is in the way."""
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"`{target}`: must be a folder, or not be there; got a file.")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
+    """That nothing is in the way but, where that is said, what was exported before."""
+    there = listed(target) if is_folder(target, "must be a folder, or not be there") else []
+    if there and not overwrite:
         raise CheckpointError(
-            f"`{target}`: must not be there, or be empty; got a folder with something in it. Choose "
+            f"`{short(target)}`: must not be there, or be empty; got a folder with something in it. Choose "
             f"another, or say `overwrite`."
+        )
+    if there and not any(path.name.endswith(MODEL) for path in there):
+        raise CheckpointError(
+            f"`{short(target)}`: must be a model's folder, with `*.safetensors`, to be overwritten as a "
+            f"whole; got {short(', '.join(path.name for path in there))}. Choose another folder."
         )
 
 
-@contextmanager
-def said(path: Path) -> Iterator[None]:
-    """What the operating system says no to, in a sentence."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        todo = "Choose another folder."
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path if path.exists() else path.parent).free
-            todo = f"{free / 1e9:.1f} GB are free. Make room, or choose another disk."
-        where = os.fspath(error.filename) if isinstance(error.filename, str) else str(path)
-        raise CheckpointError(f"`{where}`: must be written; got {reason!r}. {todo}") from error
+MODEL = (".safetensors", ".safetensors.index.json", ".bin")
+"""Files that make a folder a model's."""

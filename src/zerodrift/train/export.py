@@ -19,6 +19,7 @@ from zerodrift.engine.engine import Engine
 from zerodrift.io.checkpoint_folder import LATEST
 from zerodrift.io.checkpoint_folder import Folder as Saved
 from zerodrift.io.checkpoint_items import Reader, weight_key
+from zerodrift.io.checkpoint_manifest import verified
 from zerodrift.io.export import export as export_model
 from zerodrift.model.factory import make
 from zerodrift.train import model as models
@@ -81,7 +82,9 @@ def read(folder: Path, job: Job) -> nn.Module:
 
 def read_checkpoint(model: nn.Module, checkpoints: Path) -> None:
     """The weights of the newest checkpoint into a model that has memory for them."""
-    found = Reader(Saved(checkpoints).find(LATEST))
+    place = Saved(checkpoints).find(LATEST)
+    verified(place)
+    found = Reader(place)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(found.whole(weight_key(name)).view(parameter.shape))

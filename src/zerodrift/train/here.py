@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerodrift.errors import ZerodriftError
+from zerodrift.io.places import room
 from zerodrift.train.display import display
 from zerodrift.train.launch import Launcher, RankFailedError, join
 from zerodrift.train.read import read_job
@@ -29,7 +30,9 @@ def train(source: str, overrides: Sequence[str] = (), nproc: int | None = None, 
     if count == 1:
         run_here(source, overrides)
         return 0
-    launcher = Launcher(source, overrides, count, Path(job.run.folder) / "logs", debug)
+    folder = Path(job.run.folder)
+    with room(folder):
+        launcher = Launcher(source, overrides, count, folder / "logs", debug)
     try:
         return launcher.wait()
     except RankFailedError as error:
@@ -55,7 +58,7 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
     job, config = read_job(source, overrides)
     rank, _ = started()
     show = display(rank, job.run.log_every)
-    with listening() as stop:
+    with room(Path(job.run.folder).expanduser()), listening() as stop:
         session = assemble(job, config, show)
         try:
             outcome = Loop(session, show, stop).run()

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import IO, Any
 
 from zerodrift.errors import ZerodriftError
+from zerodrift.io.places import free
 
 GRACE = 20.0
 """Seconds that the others have to end by themselves after one has failed."""
@@ -214,6 +215,11 @@ def _told(failed: Sequence[_Rank], count: int) -> Exception:
             return ZerodriftError(f"rank {rank.number}: {found.message}" if count > 1 else found.message)
         return RankFailedError(f"rank {rank.number} of {count}:\n{found.message}")
     rank = failed[0]
+    if rank.process.returncode == 2:  # it was refused something, and could not write what
+        return ZerodriftError(
+            f"`{rank.failure}`: must be written where a rank is refused something; got nothing of rank "
+            f"{rank.number}. {free(rank.failure)}Make room, or look into {rank.log}."
+        )
     tail = rank.log.read_text(errors="replace")[-4000:] if rank.log.is_file() else ""
     return RankFailedError(f"rank {rank.number} of {count} ended with {rank.process.returncode}:\n{tail}")
 

@@ -100,8 +100,9 @@ class Loop:
             self._finish(step)
         except BaseException as error:
             if self._leads and not isinstance(error, KeyboardInterrupt):
-                self._write("end", {"step": step, "error": _told(error)})
-                session.report(self._lines)
+                with contextlib.suppress(OSError):  # a disk that is full now was so before
+                    self._write("end", {"step": step, "error": _told(error)})
+                    session.report(self._lines)
             raise
         finally:
             self._display.stop()

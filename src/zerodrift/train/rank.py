@@ -5,6 +5,7 @@ Invariant: it ends when its launcher does, and says in a file why it failed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -26,8 +27,9 @@ def main(text: str) -> int:
     except BaseException as error:
         refused = isinstance(error, ZerodriftError)
         message = str(error) if refused and not work.debug else traceback.format_exc()
-        write_failure(work.failure, Failure(time.monotonic(), message, refused))
-        print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the disk may be full, which the launcher finds out
+            write_failure(work.failure, Failure(time.monotonic(), message, refused))
+            print(message, file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Threads of a broken process group may never come back.
         os._exit(2 if refused else 1)

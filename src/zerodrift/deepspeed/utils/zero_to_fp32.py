@@ -8,6 +8,7 @@ Invariant: names, shapes and order are those of the model's parameters, tied one
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -16,14 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.errors import CheckpointError
+from zerodrift.deepspeed.consolidated import write
 from zerodrift.io import checkpoint_state as states
 from zerodrift.io.checkpoint_folder import LATEST, Folder
 from zerodrift.io.checkpoint_items import Reader, weight_key
-from zerodrift.io.checkpoint_manifest import SHARED, read_entries
+from zerodrift.io.checkpoint_manifest import SHARED, read_entries, verified
 from zerodrift.io.deepspeed import open_deepspeed
 from zerodrift.io.deepspeed_files import is_deepspeed
 from zerodrift.io.folder import size_in_bytes
+from zerodrift.io.places import writing
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -47,6 +49,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         return _of_deepspeed(folder, tag or "", exclude_frozen_parameters)
     found = Folder(folder).find(tag or LATEST)
+    verified(found)
     reader = Reader(found)
     state: StateDict = {}
     for entry in read_entries(found):
@@ -54,7 +57,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             continue
         value = reader.whole(weight_key(entry.name)).float().view(entry.shape)
         state |= dict.fromkeys(entry.names, value)
-    return state | states.read_state(found / SHARED)["buffers"]
+    return state | states.read_state(found, SHARED)["buffers"]
 
 
 def _of_deepspeed(folder: Path, tag: str, without_frozen: bool) -> StateDict:
@@ -81,7 +84,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     shards = _shards(unique, None if max_shard_size is None else size_in_bytes(max_shard_size))
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     homes: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         place = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -90,9 +94,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         _write(shard, folder / name, safe_serialization)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(map(_size, unique.values()))}, "weight_map": homes}
-        (folder / f"{stem}.{ending}.index.json").write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n"
-        )
+        with writing(folder):
+            (folder / f"{stem}.{ending}.index.json").write_text(
+                json.dumps(index, indent=2, sort_keys=True) + "\n"
+            )
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -135,15 +140,12 @@ def _size(value: torch.Tensor) -> int:
 def _write(shard: StateDict, path: Path, safe: bool) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
-        if safe:
-            from safetensors.torch import save_file
-
-            save_file(shard, partial, metadata={"format": "pt"})
-        else:
-            torch.save(shard, partial)
-        os.replace(partial, path)
-    except OSError as error:
-        raise CheckpointError(f"`{path}`: must be writable; got {error.strerror}.") from error
+        with writing(path):
+            write(shard, partial, safe)
+            os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def main(arguments: list[str] | None = None) -> Any:

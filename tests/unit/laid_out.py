@@ -1,0 +1,97 @@
+"""Small checkpoints laid out as DeepSpeed lays them out, by hand: for tests that need no DeepSpeed.
+
+`tests/ranks/saved_by_deepspeed.py` has the real ones, which the same readers read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAMES = {"0.weight": (5, 3), "0.bias": (5,), "2.weight": (3, 5)}
+"""Of `torch.nn.Sequential(Linear(3, 5), GELU(), Linear(5, 3, bias=False))`."""
+VERSION = "0.19.6"
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    """Masters by name."""
+    made = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=made) for name, shape in NAMES.items()}
+
+
+def lay_out(
+    folder: Path,
+    stage: int,
+    *,
+    step: int = 3,
+    seed: int = 0,
+    ranks: int = 2,
+    scheduler: tuple[dict[str, Any], Any] = ({}, None),
+    archive: bool = True,
+) -> Path:
+    """A folder with `latest` and one tag. `scheduler` is the config's block and the state. Without `archive`
+    files are in the format that torch wrote before it wrote zips."""
+    tag = folder / f"global_step{step}"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text(tag.name)
+    block, state = scheduler
+    moments = {"master": values(seed), "exp_avg": values(seed + 1), "exp_avg_sq": values(seed + 2)}
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "scheduler": block}
+    model: dict[str, Any] = {
+        "module": {name: value.bfloat16() for name, value in moments["master"].items()} if stage < 3 else {},
+        "buffer_names": [],
+        "param_shapes": [OrderedDict((name, torch.Size(shape)) for name, shape in NAMES.items())],
+        "frozen_param_shapes": {},
+        "frozen_param_fragments": {},
+        "shared_params": {},
+        "lr_scheduler": state,
+        "optimizer": None,
+        "global_steps": step,
+        "skipped_steps": 0,
+        "global_samples": 4 * step,
+        "dp_world_size": ranks,
+        "ds_config": config,
+        "ds_version": VERSION,
+        "epoch": 7,
+    }
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
+    for rank in range(ranks):
+        flat = {key: _share(of, rank, ranks, stage) for key, of in moments.items()}
+        master = flat.pop("master")
+        base = {"state": {0: {"step": torch.tensor(float(step)), **flat}}, "param_groups": [options]}
+        own: dict[str, Any] = {"zero_stage": stage, "loss_scaler": None, "overflow": False}
+        if stage == 3:
+            own |= {"partition_count": ranks, "optimizer_state_dict": base, "fp32_flat_groups": [master]}
+        else:
+            own |= {"partition_count": [ranks], "base_optimizer_state": base}
+            own |= {"single_partition_of_fp32_groups": [master]}
+        files: dict[str, Any] = {
+            f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": {
+                "optimizer_state_dict": own,
+                "ds_config": config,
+                "ds_version": VERSION,
+            }
+        }
+        if stage == 3:
+            files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = model
+        elif rank == 0:
+            files["mp_rank_00_model_states.pt"] = model
+        for name, content in files.items():
+            torch.save(content, tag / name, _use_new_zipfile_serialization=archive)
+    return folder
+
+
+def _share(of: dict[str, torch.Tensor], rank: int, ranks: int, stage: int) -> torch.Tensor:
+    """What a rank has of all parameters: at stage 3 its part of each, below its part of them in a row."""
+    if stage == 3:
+        return torch.cat([_part(value.reshape(-1), rank, ranks) for value in of.values()])
+    return _part(torch.cat([value.reshape(-1) for value in of.values()]), rank, ranks)
+
+
+def _part(flat: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    share = -(-flat.numel() // ranks)
+    padded = torch.cat([flat, flat.new_zeros(share * ranks - flat.numel())])
+    return padded[rank * share : (rank + 1) * share].clone()

@@ -1,0 +1,182 @@
+"""A DeepSpeed checkpoint that is not as it was saved: the values that were saved, or one error."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.laid_out import lay_out, values
+from zerodrift.errors import ZerodriftError
+from zerodrift.io.deepspeed import open_deepspeed
+
+FLIPS = 150
+"""Of single bits, at each stage."""
+
+
+def said(folder: Path) -> dict[str, Any]:
+    """Everything that a reader gets of a checkpoint."""
+    found = open_deepspeed(folder)
+    tensors = {name: found.weight(name) for name in found.names}
+    tensors |= {f"{key} {p.name}": found.moment(p.name, key) for p in found.parameters for key in p.moments}
+    plain = (found.counters, found.groups, found.schedule, found.client, found.config, found.version)
+    return {"tensors": {name: value.tolist() for name, value in tensors.items()}, "rest": repr(plain)}
+
+
+def outcome(folder: Path) -> dict[str, Any] | None:
+    """What is read, None for one error of ours; anything else is a failure."""
+    try:
+        return said(folder)
+    except ZerodriftError:
+        return None
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda stage: f"stage {stage}")
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    place = tmp_path_factory.mktemp("whole") / "run"
+    return request.param, lay_out(place, request.param)
+
+
+@pytest.fixture
+def copy(whole: tuple[int, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole[1], tmp_path / "run"))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("global_step*/*.pt"))
+
+
+def test_what_is_whole_is_read(whole: tuple[int, Path]) -> None:
+    found = open_deepspeed(whole[1])
+    for seed, read in enumerate((found.weight, lambda n: found.moment(n, "exp_avg"))):
+        for name, value in values(seed).items():
+            assert torch.equal(read(name), value)
+    assert found.counters.step == found.counters.updates == 3
+
+
+def test_no_bit_can_change_a_value_unseen(copy: Path) -> None:
+    right, draw = said(copy), random.Random(0)
+    refused = 0
+    for _ in range(FLIPS):
+        path = draw.choice(files(copy))
+        good = path.read_bytes()
+        # The lists of records at the end are short, and decide where everything is.
+        place = draw.randrange(len(good)) if draw.random() < 0.7 else len(good) - 1 - draw.randrange(1200)
+        data = bytearray(good)
+        data[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        found = outcome(copy)
+        assert found in (None, right), f"byte {place} of {path.name}"
+        refused += found is None
+        path.write_bytes(good)
+    assert refused > FLIPS // 3
+
+
+def zeroed(data: bytes) -> bytes:
+    return data[: len(data) // 2] + b"\0" * 512 + data[len(data) // 2 + 512 :]
+
+
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "cut by a byte": lambda data: data[:-1],
+    "cut in half": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "all zeros": lambda data: b"\0" * len(data),
+    "a page of zeros": zeroed,
+    "something in front": lambda data: b"PK\3\4" + data,
+    "something behind": lambda data: data + b"\0" * 100,
+    "twice": lambda data: data + data,
+    "something else": lambda data: b"not a checkpoint",
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_whatever_happened_to_a_file_is_seen(harm: Callable[[bytes], bytes], copy: Path) -> None:
+    right = said(copy)
+    for path in files(copy):
+        good = path.read_bytes()
+        path.write_bytes(harm(good))
+        assert outcome(copy) in (None, right), path.name
+        path.write_bytes(good)
+
+
+def other(copy: Path, **changes: Any) -> Path:
+    """Another save of the same run, beside it."""
+    stage = 3 if len(files(copy)) == 4 else 2
+    return lay_out(copy.parent / "other", stage, **changes)
+
+
+def swap(copy: Path, pattern: str) -> None:
+    one, two = sorted(copy.glob(f"global_step*/{pattern}"))
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+
+
+def test_files_of_two_ranks_that_were_swapped(copy: Path) -> None:
+    swap(copy, "*optim_states.pt")
+    with pytest.raises(ZerodriftError, match="must be the file that was saved under its name"):
+        said(copy)
+
+
+def test_a_missing_rank(copy: Path) -> None:
+    for path in files(copy):
+        if "rank_1" in path.name:
+            path.unlink()
+    with pytest.raises(ZerodriftError, match="of each of 2 ranks"):
+        said(copy)
+
+
+def test_a_file_of_another_step(copy: Path) -> None:
+    """Every one in turn; the values are of other masters, and of the same."""
+    for seed in (0, 5):
+        later = other(copy, step=4, seed=seed)
+        for path in files(copy):
+            good = path.read_bytes()
+            path.write_bytes((later / "global_step4" / path.name).read_bytes())
+            if path.name.startswith("mp_rank") and not seed:
+                # As good as a run whose optimizer was made anew on the way, so it is said, not refused.
+                assert "counted 3 of 4 steps" in open_deepspeed(copy).notes[0]
+            else:
+                with pytest.raises(ZerodriftError, match="one save|must have masters"):
+                    said(copy)
+            path.write_bytes(good)
+        shutil.rmtree(later)
+
+
+def test_an_optimizer_of_later_steps(copy: Path) -> None:
+    later = other(copy, step=9)
+    for path in (later / "global_step9").glob("*optim*"):
+        shutil.copy(path, copy / "global_step3")
+    with pytest.raises(ZerodriftError, match="must have an optimizer of at most 3 steps"):
+        said(copy)
+
+
+def test_files_without_checksums_are_refused_by_name(tmp_path: Path) -> None:
+    """What torch wrote before it wrote zips."""
+    with pytest.raises(ZerodriftError, match="the older format has no checksums"):
+        said(lay_out(tmp_path / "run", 2, archive=False))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("lost", ["optimizer_state_dict", "param_shapes", "partition_count", "zero_stage", "params"])
+def test_a_layout_that_is_not_deepspeeds_is_one_error(stage: int, lost: str, tmp_path: Path) -> None:
+    folder = lay_out(tmp_path / "run", stage)
+    right = said(folder)
+    for path in files(folder):
+        good = path.read_bytes()
+        for value in (None, 5, "text", [], {}):
+            torch.save(without(torch.load(path, weights_only=False), lost, value), path)
+            assert outcome(folder) in (None, right), (path.name, value)
+        path.write_bytes(good)
+
+
+def without(state: Any, key: str, value: Any) -> Any:
+    """A copy with every value of a key replaced."""
+    if not isinstance(state, dict):
+        return state
+    return {k: value if k == key else without(v, key, value) for k, v in state.items()}
