@@ -163,7 +163,9 @@ def test_files_without_checksums_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("lost", ["optimizer_state_dict", "param_shapes", "partition_count", "zero_stage", "params"])
+@pytest.mark.parametrize(
+    "lost", ["optimizer_state_dict", "param_shapes", "partition_count", "zero_stage", "params"]
+)
 def test_a_layout_that_is_not_deepspeeds_is_one_error(stage: int, lost: str, tmp_path: Path) -> None:
     folder = lay_out(tmp_path / "run", stage)
     right = said(folder)

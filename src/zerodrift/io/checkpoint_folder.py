@@ -71,7 +71,7 @@ def read_latest(folder: Path) -> str:
         raise _no_tag(path, "an empty file" if not text.strip() else "an empty line")
     if tag in (".", "..") or "/" in tag or not tag.isprintable() or len(tag.encode()) > 255:
         raise _no_tag(path, short(repr(tag)))
-    if seal.strip("\r\n") and seal != _seal(tag):
+    if (seal.strip("\r\n") and seal != _seal(tag)) or len(line) - len(line.rstrip()) >= 32:
         raise _no_tag(path, f"{short(repr(tag))} with the checksum of another")
     return tag
 

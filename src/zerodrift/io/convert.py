@@ -40,7 +40,7 @@ from zerodrift.io.checkpoint_manifest import (
 from zerodrift.io.conversions import Shape, plain
 from zerodrift.io.export import exported_dtype, laid_out, main_dtype, write_config
 from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
-from zerodrift.io.places import writing
+from zerodrift.io.places import look, writing
 from zerodrift.io.progress import Bar
 from zerodrift.io.sink import Sink
 from zerodrift.io.sources import Source, Trained, open_source
@@ -118,7 +118,7 @@ def _model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | No
     from zerodrift.model import huggingface
 
     if model is None:
-        if not ((source / huggingface.CONFIG).is_file() and huggingface.is_installed()):
+        if not (look(source) == "folder" and (source / huggingface.CONFIG).is_file() and huggingface.is_installed()):
             return None, None
         model = str(source)
     path = Path(model).expanduser()

@@ -27,6 +27,7 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, Problem
 from zerodrift.io.matching import Filled, Match, Strict, Wanted, match
+from zerodrift.io.places import look
 from zerodrift.io.progress import Bar
 from zerodrift.io.reader import Reader
 from zerodrift.io.strided import Piece, within
@@ -83,6 +84,7 @@ class Files:
     def open(path: str | os.PathLike[str], model: nn.Module, want: Sequence[Wanted], strict: Strict) -> Files:
         """Read the headers and settle what fills what; no weight is read yet."""
         where = Path(path).expanduser()
+        look(where)
         return Files(match(where, stored(where), model, want, strict))
 
     def show(self, shown: bool, ranks: int) -> None:

@@ -1,0 +1,533 @@
+"""Checkpoints and folders that somebody else made: nothing in them runs, nothing leads out of them, and whatever
+lies where a file is expected is one error."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import pickle
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+import zerodrift as zd
+from tests.unit.laid_out import lay_out, values
+from zerodrift.api import initialize
+from zerodrift.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from zerodrift.errors import ZerodriftError
+from zerodrift.io.checkpoint_folder import Folder, latest_text, read_latest
+from zerodrift.io.checkpoint_manifest import measured, read_manifest, write_manifest
+from zerodrift.io.convert import Asked, convert
+from zerodrift.io.deepspeed import open_deepspeed
+from zerodrift.io.inspect import inspect
+
+TAG = "step-00000003"
+CONFIG = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 3, bias=False))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("made")
+    convert(lay_out(place / "theirs", 2), place / "ours")
+    return place / "ours"
+
+
+@pytest.fixture
+def ours(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "ours"))
+
+
+def seal(tag: Path) -> None:
+    """The manifest of what lies there: whoever plants something seals it."""
+    manifest = read_manifest(tag)
+    write_manifest(tag, replace(manifest, files=tuple(measured(tag / file.name) for file in manifest.files)))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    made = initialize(network(), None, CONFIG, device="cpu", quiet=True)
+    yield made
+    made.destroy()
+
+
+READERS: dict[str, Callable[[Any, Path, Path], object]] = {
+    "load": lambda engine, run, out: zd.Checkpoints(engine, run, quiet=True).load(),
+    "load without looking": lambda engine, run, out: zd.Checkpoints(engine, run, quiet=True).load(
+        verify=False
+    ),
+    "resume": lambda engine, run, out: zd.Checkpoints(engine, run, quiet=True).resume(),
+    "convert": lambda engine, run, out: convert(run, out),
+    "zero_to_fp32": lambda engine, run, out: get_fp32_state_dict_from_zero_checkpoint(run),
+}
+
+
+def every_reader_refuses(engine: Any, run: Path, out: Path, match: str) -> None:
+    for name, read in READERS.items():
+        before = {key: value.clone() for key, value in engine.module.state_dict().items()}
+        with pytest.raises(ZerodriftError, match=match):
+            read(engine, run, out)
+        assert not out.exists(), name
+        after = engine.module.state_dict()
+        assert all(torch.equal(before[key], after[key]) for key in before), name
+
+
+def test_what_is_whole_is_read_by_all(ours: Path, engine: Any, tmp_path: Path) -> None:
+    for read in READERS.values():
+        assert read(engine, ours, tmp_path / "out") is not None
+    for name, value in values(0).items():
+        assert torch.equal(engine.full_master(name), value)
+
+
+# --- code ---------------------------------------------------------------------------------------------------
+
+
+class Planted:
+    """Unpickling it calls something."""
+
+    def __init__(self, what: Callable[..., Any], *arguments: Any) -> None:
+        self.what, self.arguments = what, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.what, self.arguments
+
+
+def payloads(proof: Path) -> dict[str, Any]:
+    call = f"open({str(proof)!r}, 'w').close()"
+    return {
+        "a command": Planted(os.system, f"touch {proof}"),
+        "eval": Planted(eval, call),
+        "exec": Planted(exec, call),
+        "a file": Planted(open, str(proof), "w"),
+        "getattr": Planted(getattr, "text", "upper"),
+        "a class of torch": Planted(torch.nn.Linear, 2, 2),
+        "a function of torch": Planted(torch.zeros, 3),
+    }
+
+
+PAYLOADS = list(payloads(Path()))
+
+
+def metadata(tag: Path) -> Metadata:
+    found: Metadata = pickle.loads((tag / ".metadata").read_bytes())  # of our own making
+    return found
+
+
+PLACES: dict[str, Callable[[Metadata, Any], Any]] = {
+    "alone": lambda found, odd: odd,
+    "as planner data": lambda found, odd: replace(found, planner_data=odd),
+    "in a list": lambda found, odd: replace(found, planner_data={"a": [(odd,)]}),
+    "as a tensor": lambda found, odd: replace(
+        found, state_dict_metadata={**found.state_dict_metadata, "weights.0.bias": odd}
+    ),
+    "as a place": lambda found, odd: replace(
+        found, storage_data={key: odd for key in found.storage_data or {}}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PAYLOADS)
+def test_nothing_in_the_metadata_runs(what: str, ours: Path, engine: Any, tmp_path: Path) -> None:
+    proof, tag = tmp_path / "ran", ours / TAG
+    good = metadata(tag)
+    for put in PLACES.values():
+        (tag / ".metadata").write_bytes(pickle.dumps(put(good, payloads(proof)[what])))
+        seal(tag)
+        every_reader_refuses(
+            engine, ours, tmp_path / "out", "must name the classes of torch's metadata alone"
+        )
+        assert not proof.exists()
+
+
+def test_names_that_only_look_like_torchs_are_refused(ours: Path, engine: Any, tmp_path: Path) -> None:
+    for module, name in (
+        ("torch", "hub.load"),
+        ("torch", "load"),
+        ("torch", "dtype"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.serialization", "load"),
+        ("pathlib", "os"),
+        ("builtins", "getattr"),
+    ):
+        data = (
+            b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name)) + b"\x93."
+        )
+        (ours / TAG / ".metadata").write_bytes(data)
+        seal(ours / TAG)
+        every_reader_refuses(engine, ours, tmp_path / "out", "must name the classes|must be readable")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\x80\x04K\x01.", b"no pickle", b"\x80\x04]."], ids=repr)
+def test_metadata_that_is_none(data: bytes, ours: Path, engine: Any, tmp_path: Path) -> None:
+    (ours / TAG / ".metadata").write_bytes(data)
+    seal(ours / TAG)
+    every_reader_refuses(engine, ours, tmp_path / "out", r"\.metadata`: must be readable")
+
+
+@pytest.mark.parametrize("what", PAYLOADS[:2])
+@pytest.mark.parametrize("name", ["shared.pt", "rank-00000.pt", "__0_0.distcp"])
+def test_nothing_in_the_other_files_runs(
+    name: str, what: str, ours: Path, engine: Any, tmp_path: Path
+) -> None:
+    proof, tag = tmp_path / "ran", ours / TAG
+    torch.save({"buffers": {}, "client": payloads(proof)[what]}, tag / name)
+    seal(tag)
+    for read in READERS.values():
+        try:
+            read(engine, ours, tmp_path / "out")
+        except ZerodriftError as error:
+            assert "must be readable" in str(error)
+        else:
+            assert name == "rank-00000.pt"  # which not every reader needs
+        assert not proof.exists()
+
+
+@pytest.mark.parametrize("what", PAYLOADS[:2])
+@pytest.mark.parametrize("pattern", ["mp_rank*", "*optim*"])
+def test_nothing_in_a_deepspeed_file_runs(what: str, pattern: str, tmp_path: Path) -> None:
+    proof, folder = tmp_path / "ran", lay_out(tmp_path / "theirs", 2)
+    path = next(folder.glob(f"global_step3/{pattern}"))
+    state = torch.load(path, weights_only=False)
+    torch.save({**state, "surprise": payloads(proof)[what]}, path)
+    with pytest.raises(ZerodriftError, match="which only its own code can read|must be readable"):
+        open_deepspeed(folder)
+    assert not proof.exists()
+
+
+def test_every_place_that_unpickles_is_restricted() -> None:
+    """By reading the source: who adds one has to say here why it is safe."""
+    found = set()
+    root = Path(zd.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            options = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            runs = name == "torch.load" and options.get("weights_only") != "True"
+            runs |= options.get("allow_pickle", "False") != "False"
+            runs |= name.partition(".")[0] in ("pickle", "marshal", "shelve", "dill", "joblib", "dcp")
+            runs |= name in ("eval", "exec", "FileSystemReader")
+            if runs:
+                found.add(f"{path.relative_to(root)}: {name}")
+    # `trust` is what a person says of files of their own.
+    assert found == {"io/deepspeed_files.py: torch.load"}
+
+
+# --- paths --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "where", ["../secret", "{top}/secret", "..", ".", "", "a/../../secret", "/dev/zero", "s\0"]
+)
+def test_no_path_leads_out_of_a_checkpoint(where: str, ours: Path, engine: Any, tmp_path: Path) -> None:
+    tag, path = ours / TAG, where.format(top=tmp_path)
+    shutil.copy(tag / "__0_0.distcp", tmp_path / "secret")  # it would fit
+    shutil.copy(tag / "__0_0.distcp", ours / "secret")
+    good = metadata(tag)
+    for info in (good.storage_data or {}).values():
+        info.relative_path = path
+    (tag / ".metadata").write_bytes(pickle.dumps(good))
+    seal(tag)
+    every_reader_refuses(engine, ours, tmp_path / "out", "must name files that are in it")
+
+
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", "shared.pt", "parameters.json", ".metadata", "checkpoint.json"]
+)
+@pytest.mark.parametrize("kind", ["link", "FIFO", "device", "folder"])
+def test_a_file_of_a_checkpoint_is_a_file(
+    name: str, kind: str, ours: Path, engine: Any, tmp_path: Path
+) -> None:
+    """A FIFO must not wait, a device must not be read for ever, and a link may lead to anybody's secrets."""
+    path = ours / TAG / name
+    path.rename(tmp_path / "elsewhere")
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "elsewhere")
+    every_reader_refuses(engine, ours, tmp_path / "out", "must")
+
+
+def test_a_manifest_names_files_that_are_in_its_folder(ours: Path, engine: Any, tmp_path: Path) -> None:
+    tag = ours / TAG
+    manifest = read_manifest(tag)
+    for name in ("../../elsewhere", "/dev/zero", "/etc/passwd"):
+        file = replace(manifest.files[0], name=name, bytes=0)
+        write_manifest(tag, replace(manifest, files=(*manifest.files[1:], file)))
+        with pytest.raises(ZerodriftError, match="must name files that are in it"):
+            convert(ours, tmp_path / "out")
+        assert not inspect(tag, verify=True).complete  # type: ignore[union-attr]
+
+
+def test_chunks_that_do_not_make_a_tensor(ours: Path, engine: Any, tmp_path: Path) -> None:
+    """Twice the same, none, of other lengths, far beyond the end of the file."""
+    tag = ours / TAG
+    key = "weights.0.weight"
+
+    def harmed(change: Callable[[Any, Any], None]) -> None:
+        good = metadata(tag)
+        kept = (tag / ".metadata").read_bytes()
+        change(good.state_dict_metadata[key], (good.storage_data or {})[MetadataIndex(key, torch.Size([0]))])
+        (tag / ".metadata").write_bytes(pickle.dumps(good))
+        seal(tag)
+        every_reader_refuses(engine, ours, tmp_path / "out", "must")
+        (tag / ".metadata").write_bytes(kept)
+
+    harmed(lambda tensor, info: tensor.chunks.append(tensor.chunks[0]))
+    harmed(lambda tensor, info: tensor.chunks.clear())
+    harmed(lambda tensor, info: setattr(tensor, "size", torch.Size([10**12])))
+    harmed(lambda tensor, info: setattr(tensor.chunks[0], "sizes", torch.Size([3])))
+    harmed(lambda tensor, info: setattr(info, "offset", 10**15))
+    harmed(lambda tensor, info: setattr(info, "offset", -5))
+    harmed(lambda tensor, info: setattr(info, "length", 7))
+    harmed(lambda tensor, info: setattr(info, "transform_descriptors", ["zstd"]))
+
+
+# --- what lies where something is expected --------------------------------------------------------------
+
+
+def odd_places(tmp_path: Path) -> dict[str, Path]:
+    fifo, loop = tmp_path / "fifo", tmp_path / "loop"
+    os.mkfifo(fifo)
+    loop.symlink_to(loop)
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    return {
+        "a FIFO": fifo,
+        "a device": Path("/dev/null"),
+        "a device that never ends": Path("/dev/zero"),
+        "a link to itself": loop,
+        "a link to nothing": tmp_path / "dangling",
+        "a long name": tmp_path / ("a" * 5000),
+        "a long path": tmp_path / "/".join(["a" * 200] * 50),
+        "a NUL": Path("a\0b"),
+        "below a file": tmp_path / "file" / "more",
+        "a file": tmp_path / "file",
+        "nothing": tmp_path / "nothing",
+    }
+
+
+def test_whatever_is_given_for_a_checkpoint_is_one_error(engine: Any, tmp_path: Path) -> None:
+    """And at once: nothing waits for the other end of a FIFO."""
+    ended = threading.Event()
+    threading.Timer(60, lambda: ended.is_set() or os._exit(99)).start()
+    for what, path in odd_places(tmp_path).items():
+        calls: list[Callable[[], object]] = [
+            lambda path=path: inspect(path),
+            lambda path=path: convert(path, tmp_path / "out"),
+            lambda path=path: convert(path, tmp_path / "out", Asked(tag="x")),
+            lambda path=path: open_deepspeed(path),
+            lambda path=path: get_fp32_state_dict_from_zero_checkpoint(path),
+            lambda path=path: zd.Checkpoints(engine, path, quiet=True).load(),
+            lambda path=path: zd.load_weights(engine, path),
+        ]
+        if what not in ("nothing", "below a file"):  # where a run may begin
+            calls.append(lambda path=path: zd.Checkpoints(engine, path, quiet=True).resume())
+        for call in calls:
+            with pytest.raises(ZerodriftError) as error:
+                call()
+            assert len(str(error.value)) < 1500, what
+    ended.set()
+
+
+def test_whatever_is_given_to_write_to_is_one_error(engine: Any, ours: Path, tmp_path: Path) -> None:
+    for what, path in odd_places(tmp_path).items():
+        if what in ("nothing", "a link to nothing"):
+            continue
+        with pytest.raises(ZerodriftError):
+            convert(ours, path)
+        with pytest.raises(ZerodriftError):
+            zd.export(engine, path)
+        with pytest.raises(ZerodriftError):
+            zd.Checkpoints(engine, path, quiet=True).save()
+
+
+LATESTS = {
+    "no UTF-8": b"\xff\xfe\x00",
+    "empty": b"",
+    "blank": b" \n\n",
+    "a path": b"../elsewhere",
+    "absolute": b"/etc",
+    "itself": b".",
+    "above": b"..",
+    "a NUL": b"step\0",
+    "another line first": b"\nstep-00000003",
+    "endless": b"a" * 5000,
+    "of another": latest_text("step-00000004").replace("4", "3").encode(),
+    "a letter for a blank": latest_text(TAG).replace(" ", "x", 1).encode(),
+    "nothing that is there": b"step-99999999",
+}
+
+
+@pytest.mark.parametrize("content", LATESTS.values(), ids=LATESTS)
+def test_a_latest_that_names_nothing(content: bytes, ours: Path, engine: Any, tmp_path: Path) -> None:
+    (ours / "latest").write_bytes(content)
+    every_reader_refuses(engine, ours, tmp_path / "out", "must hold")
+    theirs = lay_out(tmp_path / "theirs", 2)
+    (theirs / "latest").write_bytes(content)
+    with pytest.raises(ZerodriftError, match="must h"):
+        open_deepspeed(theirs)
+
+
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "device"])
+def test_a_latest_that_is_no_file(kind: str, ours: Path, engine: Any, tmp_path: Path) -> None:
+    (ours / "latest").unlink()
+    if kind == "folder":
+        (ours / "latest").mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(ours / "latest")
+    else:
+        (ours / "latest").symlink_to("/dev/zero")
+    every_reader_refuses(engine, ours, tmp_path / "out", "latest`: must be a file")
+
+
+def test_no_bit_of_latest_can_name_another(tmp_path: Path) -> None:
+    text = latest_text(TAG).encode()
+    for place in range(8 * len(text)):
+        data = bytearray(text)
+        data[place // 8] ^= 1 << (place % 8)
+        (tmp_path / "latest").write_bytes(data)
+        try:
+            found = read_latest(tmp_path)
+        except ZerodriftError:
+            continue
+        assert found == TAG, data
+    for plain in (TAG, f"{TAG}\n", f" {TAG}\r\n", f"{TAG}\n\n"):  # written by hand, or before
+        (tmp_path / "latest").write_text(plain)
+        assert read_latest(tmp_path) == TAG
+    assert text.decode().strip() == TAG, "scripts for DeepSpeed strip it"
+
+
+@pytest.mark.parametrize("lost", ["checkpoint.json", "latest"])
+def test_a_half_copied_folder_is_not_nothing(lost: str, ours: Path, engine: Any, tmp_path: Path) -> None:
+    """A copy that was cut short is named; a run that begins anew beside it would be a silent loss."""
+    (ours / TAG / "checkpoint.json").unlink()
+    if lost == "latest":
+        (ours / "latest").unlink()
+    every_reader_refuses(engine, ours, tmp_path / "out", "copied in part")
+    assert not inspect(ours).complete
+    shutil.rmtree(ours / TAG)
+    (ours / "latest").unlink(missing_ok=True)
+    assert zd.Checkpoints(engine, ours, quiet=True).resume() is None
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "a\udc80b"])
+def test_a_name_that_a_file_cannot_hold_is_named(name: str, tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_parameter(name, torch.nn.Parameter(torch.ones(4)))
+    model.forward = lambda x: x * getattr(model, name)  # type: ignore[method-assign]
+    engine = initialize(model, None, CONFIG, device="cpu", quiet=True)
+    with pytest.raises(ZerodriftError, match="must be a name that safetensors can hold"):
+        zd.export(engine, tmp_path / "out")
+    checkpoints = zd.Checkpoints(engine, tmp_path / "run", quiet=True)
+    checkpoints.save()
+    assert checkpoints.load().step == 0
+    with pytest.raises(ZerodriftError, match="must be a name that safetensors can hold"):
+        convert(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    engine.destroy()
+
+
+# --- what is nobody's to remove ---------------------------------------------------------------------------
+
+
+def test_tags_are_of_a_length(engine: Any, tmp_path: Path) -> None:
+    checkpoints = zd.Checkpoints(engine, tmp_path, quiet=True)
+    for tag in ("a" * 5000, "a" * 201, "", "..", "/etc", "a\n", "\udc80"):
+        with pytest.raises(ZerodriftError, match="`tag`: must be letters") as error:
+            checkpoints.save(tag)
+        assert len(str(error.value)) < 500
+    checkpoints.save("a" * 200)
+    assert Folder(tmp_path).tags() == ["a" * 200]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_save_replaces_checkpoints_alone(engine: Any, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    checkpoints = zd.Checkpoints(engine, run, quiet=True)
+    checkpoints.save("real")
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    shutil.copytree(other, run / "folder")
+    (run / "file").write_text("years of work")
+    (run / "link").symlink_to(other)
+    (run / "to-a-checkpoint").symlink_to(run / "real")
+    (run / "dangling").symlink_to(tmp_path / "nowhere")
+    (run / "odd").mkdir()
+    (run / "odd" / "checkpoint.json").write_text("{}")
+    before = snapshot(tmp_path)
+    for tag in ("folder", "file", "link", "to-a-checkpoint", "dangling", "odd"):
+        with pytest.raises(
+            ZerodriftError, match="must be a checkpoint, to be replaced by one, or not be there"
+        ):
+            checkpoints.save(tag)
+        assert snapshot(tmp_path) == before, tag
+    (run / "empty").mkdir()
+    checkpoints.save("empty")
+    checkpoints.save("real")
+    checkpoints.load("real")
+    assert (run / "link").is_symlink() and (run / "dangling").is_symlink()
+
+
+def test_pruning_follows_no_link_and_takes_checkpoints_alone(engine: Any, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    elsewhere = zd.Checkpoints(engine, other, quiet=True, run="one")
+    elsewhere.save("step-00000001")
+    checkpoints = zd.Checkpoints(engine, run, keep=1, quiet=True, run="one")
+    checkpoints.save("step-00000002")
+    (run / "step-00000000").symlink_to(other / "step-00000001")
+    (run / "step-00000001").mkdir()
+    (run / "step-00000001" / "thesis.txt").write_text("years of work")
+    (run / "step-00000003").mkdir()
+    (run / "step-00000003" / "checkpoint.json").write_text("no manifest")
+    (run / ".old-notes").mkdir()
+    (run / ".old-notes" / "thesis.txt").write_text("years of work")
+    (run / ".writing-draft.txt").write_text("years of work")
+    (run / ".old-step-00000007@0123abcd").symlink_to(other)
+    before = snapshot(tmp_path)
+    checkpoints.save("step-00000005")
+    checkpoints.save("step-00000006")
+    after = snapshot(tmp_path)
+    gone = {name for name in before if name not in after}
+    assert {Path(name).parts[:2] for name in gone} == {("run", "step-00000002")}
+    assert sorted(path.name for path in other.iterdir()) == ["latest", "step-00000001"]
+    assert sorted(tag for tag in Folder(run).tags() if tag > "step-00000003") == ["step-00000006"]
+
+
+def test_an_export_replaces_a_models_folder_alone(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ZerodriftError, match="must be a model's folder"):
+        zd.export(engine, tmp_path / "home", overwrite=True)
+    assert (tmp_path / "home" / "thesis.txt").exists()
+    zd.export(engine, tmp_path / "model")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    zd.export(engine, tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "model" / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "link", "model"]
+
+
+def test_torchs_own_reader_still_reads_it(ours: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(ours / TAG, ours / "all.pt")
+    data = io.BytesIO((ours / "all.pt").read_bytes())
+    found = torch.load(data, weights_only=True)
+    assert torch.equal(found["weights.0.weight"], values(0)["0.weight"].reshape(-1))

@@ -1,0 +1,306 @@
+"""Schedules through checkpoints, ours and DeepSpeed's: they go on where they were, and a state that is refused
+is refused before anything is replaced."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerodrift as zd
+import zerodrift.deepspeed as deepspeed
+from tests.unit.laid_out import lay_out, values
+from zerodrift.api import initialize
+from zerodrift.errors import CheckpointError
+from zerodrift.io.convert import convert
+from zerodrift.optim.schedules import SCHEDULES
+
+STEPS, MORE, LR = 3, 4, 1e-3
+BLOCKS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10},
+    "WarmupDecayLR": {"total_num_steps": 20, "warmup_num_steps": 5, "warmup_max_lr": 1e-2},
+    "WarmupCosineLR": {"total_num_steps": 20, "warmup_num_steps": 5},
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 3},
+    "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 5},
+    "StepLR": {"step_size": 2, "gamma": 0.5},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": 10},
+    "LinearLR": {"total_iters": 8},
+    "PolynomialLR": {"total_iters": 8},
+    "OneCycleLR": {"max_lr": 1e-2, "total_steps": 20, "cycle_momentum": False},
+}
+OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda groups: torch.optim.lr_scheduler.LambdaLR(groups, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda groups: torch.optim.lr_scheduler.SequentialLR(
+        groups,
+        [
+            torch.optim.lr_scheduler.LinearLR(groups, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(groups, 0.9),
+        ],
+        [2],
+    ),
+}
+
+
+def test_every_schedule_of_ours_is_tried() -> None:
+    assert set(SCHEDULES) < set(BLOCKS)
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 3, bias=False))
+
+
+def config(kind: str = "") -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": (0.9, 0.95), "weight_decay": 0.1}},
+    }
+    return made | ({"scheduler": {"type": kind, "params": BLOCKS[kind]}} if kind else {})
+
+
+def plain(kind: str, steps: int) -> list[float]:
+    """The learning rates of a plain loop, before each step."""
+    groups = torch.optim.AdamW(network().parameters(), lr=LR)
+    make = OWN.get(kind) or (lambda of: zd.optim.schedules.make(kind, BLOCKS[kind], of))
+    schedule, found = make(groups), []
+    for _ in range(steps):
+        found.append(groups.param_groups[0]["lr"])
+        groups.step()
+        schedule.step()
+    return found
+
+
+def state_after(kind: str, steps: int) -> tuple[Any, float]:
+    """What DeepSpeed saves of a schedule: its state, and the rate that it has set."""
+    groups = torch.optim.AdamW(network().parameters(), lr=LR)
+    make = OWN.get(kind) or (lambda of: zd.optim.schedules.make(kind, BLOCKS[kind], of))
+    schedule = make(groups)
+    for _ in range(steps):
+        groups.step()
+        schedule.step()
+    return schedule.state_dict(), groups.param_groups[0]["lr"]
+
+
+def theirs(place: Path, kind: str) -> Path:
+    state, _ = state_after(kind, STEPS)
+    block = {} if kind in OWN else config(kind)["scheduler"]
+    return lay_out(place, 2, step=STEPS, scheduler=(block, state))
+
+
+def engine_for(kind: str) -> Any:
+    """A drop-in engine with the schedule in its config, or with one of the caller's own."""
+    if kind not in OWN:
+        return deepspeed.initialize(model=network(), config=config(kind))[0]
+    model = network()
+    groups = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    given = {key: value for key, value in config().items() if key != "optimizer"}
+    made, *_ = deepspeed.initialize(
+        model=model, optimizer=groups, lr_scheduler=OWN[kind](groups), config=given
+    )
+    return made
+
+
+def go_on(engine: Any, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        loss = engine(torch.randn(2, 3)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        found.append(engine.get_lr()[0])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+KINDS = [*BLOCKS, *OWN]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_deepspeeds_goes_on_with_its_schedule(kind: str, tmp_path: Path) -> None:
+    """By reading it, and by converting it first."""
+    folder, expected = theirs(tmp_path / "theirs", kind), plain(kind, STEPS + MORE + 1)[STEPS + 1 :]
+    engine = engine_for(kind)
+    engine.load_checkpoint(folder)
+    for name, value in values(0).items():
+        assert torch.equal(engine.running.full_master(name), value)
+    assert engine.global_steps == STEPS
+    assert go_on(engine, MORE) == pytest.approx(expected, rel=1e-12)
+    engine.destroy()
+    if kind in OWN:
+        return
+    convert(folder, tmp_path / "ours")
+    made = initialize(network(), None, config(kind), device="cpu", quiet=True)
+    loaded = zd.Checkpoints(made, tmp_path / "ours", quiet=True).load()
+    assert loaded.step == STEPS
+    rates = []
+    for _ in range(MORE):
+        made.backward(made(torch.randn(2, 3)).float().square().mean())
+        made.step()
+        rates.append(made.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx(expected, rel=1e-12)
+    made.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_own_goes_on(kind: str, tmp_path: Path) -> None:
+    first = engine_for(kind)
+    go_on(first, STEPS)
+    first.save_checkpoint(tmp_path)
+    expected = go_on(first, MORE)
+    second = engine_for(kind)
+    second.load_checkpoint(tmp_path)
+    assert go_on(second, MORE) == expected
+    first.destroy()
+    second.destroy()
+
+
+# --- all or nothing -----------------------------------------------------------------------------------------
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """A run, as far as a load can change it."""
+    found: dict[str, Any] = {name: engine.full_master(name).tolist() for name in values(0)}
+    found |= {
+        f"moments of {name}": {k: v.tolist() for k, v in engine.full_state(name).items()}
+        for name in values(0)
+    }
+    found["counters"] = repr(engine.updater.counters())
+    found["steps"] = engine.global_steps, engine.skipped_steps
+    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
+    found["schedule"] = copy.deepcopy(engine.schedule.state_dict())
+    found["scale"] = engine.scaler.state_dict()
+    found["random"] = torch.get_rng_state().tolist(), random.getstate()
+    found["extra"] = engine.module.get_extra_state()
+    found["buffer"] = engine.module.count.tolist()
+    return found
+
+
+class WithState(torch.nn.Sequential):
+    """A model with a buffer and a state of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__(*network())
+        self.register_buffer("count", torch.zeros(2))
+        self.own = 0
+
+    def get_extra_state(self) -> int:
+        return self.own
+
+    def set_extra_state(self, state: Any) -> None:
+        if not isinstance(state, int):
+            raise ValueError("must be a number")
+        self.own = state
+
+
+def spoilt(state: dict[str, Any], where: str, what: Any) -> dict[str, Any]:
+    """A saved state with one thing in it replaced; `None` for what is to be gone."""
+    state = copy.deepcopy(state)
+    *path, last = where.split(".")
+    for key in path:
+        state = state[int(key)] if isinstance(state, list) else state[key]  # type: ignore[assignment]
+    if what is None:
+        del state[last]
+    else:
+        state[last] = what
+    return state
+
+
+SPOILT = [
+    ("shared.pt", "schedule.last_batch_iteration", None),
+    ("shared.pt", "schedule.last_batch_iteration", "soon"),
+    ("shared.pt", "scaler.scale", "large"),
+    ("shared.pt", "scaler.good", None),
+    ("shared.pt", "counters.", None),
+    ("shared.pt", "counters..steps", "three"),
+    ("shared.pt", "global_steps", None),
+    ("shared.pt", "global_steps", "three"),
+    ("shared.pt", "groups", [{}, {}, {}]),
+    ("shared.pt", "buffers", 5),
+    ("rank-00000.pt", "random.torch", torch.zeros(3)),
+    ("rank-00000.pt", "random.python", (3, [1, 2], None)),
+    ("rank-00000.pt", "random.numpy", None),
+    ("rank-00000.pt", "modules.", "text"),
+    ("rank-00000.pt", "client", None),
+]
+
+
+def test_what_is_refused_of_a_checkpoint_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """A state that does not fit, wherever it is, and however late it would be met."""
+    from tests.unit.test_foreign_files import seal
+
+    def run() -> Any:
+        given = config("WarmupLR") | {"fp16": {"enabled": True, "initial_scale_power": 8}}
+        del given["bf16"]
+        return initialize(WithState(), None, given, device="cpu", quiet=True)
+
+    def train(engine: Any, steps: int) -> None:
+        for _ in range(steps):
+            engine.backward(engine(torch.randn(2, 3)).float().square().mean())
+            engine.step()
+        engine.module.own += steps
+        engine.module.count += steps
+
+    saver = run()
+    train(saver, STEPS)
+    zd.Checkpoints(saver, tmp_path / "run", quiet=True).save("good")
+    saver.destroy()
+    engine = run()
+    train(engine, 1)
+    before = everything(engine)
+    for name, where, what in SPOILT:
+        shutil.copytree(tmp_path / "run" / "good", tmp_path / "run" / "bad")
+        path = tmp_path / "run" / "bad" / name
+        state = torch.load(path, weights_only=True)
+        torch.save(_put(state, where, what), path)
+        seal(path.parent)
+        with pytest.raises(CheckpointError):
+            zd.Checkpoints(engine, tmp_path / "run", quiet=True).load("bad")
+        assert everything(engine) == before, (name, where)
+        shutil.rmtree(path.parent)
+    zd.Checkpoints(engine, tmp_path / "run", quiet=True).load("good")
+    assert everything(engine) != before and engine.global_steps == STEPS
+    engine.destroy()
+
+
+def _put(state: dict[str, Any], where: str, what: Any) -> dict[str, Any]:
+    if where.startswith("counters.."):
+        where = where.replace("counters..", "counters.\0.")
+        state["counters"] = {"\0" if key == "" else key: value for key, value in state["counters"].items()}
+        changed = spoilt(state, where, what)
+        changed["counters"] = {
+            "" if key == "\0" else key: value for key, value in changed["counters"].items()
+        }
+        return changed
+    return spoilt(state, where, what)
+
+
+def test_a_schedule_of_the_callers_that_refuses_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """In DeepSpeed's checkpoint and with `load_optimizer_states=False` too."""
+    folder = theirs(tmp_path / "theirs", "WarmupLR")
+    engine = engine_for("WarmupLR")
+    go_on(engine, 1)
+    state = {"steps": 3}
+    broken = lay_out(tmp_path / "broken", 2, scheduler=(config("WarmupLR")["scheduler"], state))
+    before = {name: engine.running.full_master(name) for name in values(0)}
+    for options in ({}, {"load_optimizer_states": False}):
+        with pytest.raises(CheckpointError, match="`schedule`: must take the saved state"):
+            engine.load_checkpoint(broken, **options)
+        after = {name: engine.running.full_master(name) for name in values(0)}
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert engine.global_steps == 1
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert engine.global_steps == STEPS
+    engine.destroy()
