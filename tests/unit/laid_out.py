@@ -30,15 +30,18 @@ def lay_out(
     seed: int = 0,
     ranks: int = 2,
     scheduler: tuple[dict[str, Any], Any] = ({}, None),
+    lr: float = 1e-3,
     archive: bool = True,
 ) -> Path:
-    """A folder with `latest` and one tag. `scheduler` is the config's block and the state. Without `archive`
+    """A folder with `latest` and one tag. `scheduler` is the config's block and the state, `lr`
+    the rate that it had set. Without `archive`
     files are in the format that torch wrote before it wrote zips."""
     tag = folder / f"global_step{step}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
     block, state = scheduler
-    moments = {"master": values(seed), "exp_avg": values(seed + 1), "exp_avg_sq": values(seed + 2)}
+    squares = {name: value.square() for name, value in values(seed + 2).items()}
+    moments = {"master": values(seed), "exp_avg": values(seed + 1), "exp_avg_sq": squares}
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "scheduler": block}
     model: dict[str, Any] = {
         "module": {name: value.bfloat16() for name, value in moments["master"].items()} if stage < 3 else {},
@@ -57,7 +60,7 @@ def lay_out(
         "ds_version": VERSION,
         "epoch": 7,
     }
-    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
+    options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
     for rank in range(ranks):
         flat = {key: _share(of, rank, ranks, stage) for key, of in moments.items()}
         master = flat.pop("master")

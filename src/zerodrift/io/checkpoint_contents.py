@@ -183,6 +183,11 @@ def check_moments(engine: Engine, table: Sequence[Entry], counters: Counters) ->
     by_name = {name: entry for entry in table for name in entry.names}
     if updater is None:
         return
+    for name, of in counters.items():
+        # What holds for all are numbers; a parameter's moments stand by the names of their dtypes.
+        kinds = [getattr(torch, value, None) for value in of.values() if isinstance(value, str)]
+        if any(not name or not isinstance(kind, torch.dtype) for kind in kinds):
+            raise CheckpointError(f"`counters`: must be numbers and names of dtypes; got {dict(of)!r}.")
     for piece in Shards(engine).pieces():
         for span in piece.held if piece.updated else ():
             entry = by_name.get(span.row.name)
