@@ -7,10 +7,6 @@ thread looks into the store now and then, and cuts the connections there, so tha
 
 Invariant: what happened is in the store before any connection is cut, so a rank whose wait ends with an
 error can say why; and a run in which nothing happens sends nothing.
-
-[Note: cutting] `abort` of a group is what ends waits on NCCL; gloo has it, but it does nothing there (torch
-2.13). What gloo does is to close all connections of a group when somebody has waited too long on one of
-them, so here somebody waits, for a message that nobody sends, for a millisecond.
 """
 
 from __future__ import annotations
@@ -18,22 +14,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from zerodrift.comm.mesh import Mesh
+from zerodrift.comm.watch import cut
 from zerodrift.errors import RankError, ZerodriftError
 
 INTERVAL = 0.5
 """Seconds between two looks into the store."""
 
 _MADE = "zerodrift/alarms"
-_NOBODY_SENDS = (1 << 30) - 1
-"""A tag below those of `collectives`."""
 
 
 class Alarm:
@@ -114,19 +105,11 @@ class Alarm:
                 return
 
     def _cut(self) -> None:
-        """End all waits on the groups of the mesh, here at once. See [Note: cutting]."""
+        """End all waits on the groups of the mesh, here at once. See [Note: cutting] of `watch.py`."""
         if self._over.is_set():
             return  # done, or being done by the other thread
         self._over.set()
-        for group in self._mesh.groups:
-            with contextlib.suppress(RuntimeError, ValueError):  # cut already, or destroyed
-                if self._mesh.device.type == "cuda":
-                    group.abort()
-                    continue
-                other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-                work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_NOBODY_SENDS)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))
+        cut(self._mesh.groups, self._mesh.device.type)
 
 
 def _first(error: BaseException) -> BaseException:

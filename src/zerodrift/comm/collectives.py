@@ -24,6 +24,7 @@ import torch.distributed as dist
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import Axis, AxisName, Mesh
 from zerodrift.comm.pairs import Pairs, missing
+from zerodrift.comm.watch import EVERYWHERE, Turn
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import RankError
 
@@ -79,6 +80,8 @@ class Collectives:
         self.carrier: Carrier = carrier or ("pairs" if mesh.device.type == "cpu" else "native")
         self._logs: list[list[Recorded]] = []
         self._pairs = Pairs()
+        self._last: Turn | None = None
+        """What was started last."""
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Recorded]]:
@@ -90,11 +93,14 @@ class Collectives:
         finally:
             self._logs = [kept for kept in self._logs if kept is not log]
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName) -> None:
-        """Every rank's slice, in rank order, into the flat buffer `out`."""
-        self.start_all_gather(out, shard, axis).wait()
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName, of: str = "") -> None:
+        """Every rank's slice, in rank order, into the flat buffer `out`. `of` says what it is, the same on
+        every rank: ranks that gather different things at once are told so."""
+        self.start_all_gather(out, shard, axis, of).wait()
 
-    def start_all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName) -> Handle:
+    def start_all_gather(
+        self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName, of: str = ""
+    ) -> Handle:
         """`shard` may be its own place in `out`. Another dtype is cast on the way to that place, so slices
         always travel in the dtype of `out`."""
         line = self.mesh.axis(axis)
@@ -107,25 +113,29 @@ class Collectives:
         if shard.dtype is not out.dtype:
             _copy(place, shard)
             shard = place
+        turn = self._turn("all_gather", line, of)
         if self.carrier == "pairs":
-            finish = self._pairs.gather(out, shard, line)
+            with self._at(turn):
+                finish = self._pairs.gather(turn, line, out, shard)
             _copy(place, shard)  # while the messages travel
-            return Handle(finish)
-        work = _start("all_gather", line, _gather_single, out, shard)
-        return Handle(lambda: _issue("all_gather", line, work.wait))
+            return self._under_way(turn, finish)
+        work = self._start(turn, line, _gather_single, out, shard)
+        return self._under_way(turn, lambda: self._issue(turn, line, work.wait))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> None:
         """This rank's slice of the sum of every rank's `full`, into `out`. Values travel in the dtype of
         `full`, are summed as `how` says, and are converted once to the dtype of `out`, which may be this
         rank's slice of `full`."""
-        self._reduce_scatter(out, full, axis, how, ahead=False).wait()
+        self._reduce_scatter(out, full, axis, how, "", ahead=False).wait()
 
-    def start_reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> Handle:
+    def start_reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, of: str = ""
+    ) -> Handle:
         """The same, under way: the other ranks' slices have room of their own until `wait` sums them."""
-        return self._reduce_scatter(out, full, axis, how, ahead=True)
+        return self._reduce_scatter(out, full, axis, how, of, ahead=True)
 
     def _reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, *, ahead: bool
+        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, of: str, *, ahead: bool
     ) -> Handle:
         line = self.mesh.axis(axis)
         _check_slices(full, out, line)
@@ -134,20 +144,25 @@ class Collectives:
         if line.group is None or not full.numel():
             fold(out, [full], how)
             return Handle()
+        turn = self._turn("reduce_scatter", line, of)
         if self.carrier == "pairs":
             slices = [line.slice(full, rank) for rank in range(line.size)]
-            return Handle(self._pairs.sum("reduce_scatter", line, out, slices, how, ahead=ahead))
+            with self._at(turn):
+                finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
+            return self._under_way(turn, finish)
         if not how.exact and full.dtype is how.dtype:
             parts = [torch.empty_like(out, dtype=full.dtype)]
             call = _reduce_scatter_single
-            work = _issue("reduce_scatter", line, call, parts[0], full, group=line.group, async_op=True)
+            work = self._issue(turn, line, call, parts[0], full, group=line.group, async_op=True)
         else:
             received = torch.empty_like(full)
             parts = [line.slice(received, rank) for rank in range(line.size)]
-            work = _start("reduce_scatter", line, dist.all_to_all_single, received, full)
-        return Handle(lambda: _fold_received("reduce_scatter", line, work, out, parts, how))
+            work = self._start(turn, line, dist.all_to_all_single, received, full)
+        return self._under_way(turn, lambda: self._fold_received(turn, line, work, out, parts, how))
 
-    def all_reduce(self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum) -> None:
+    def all_reduce(
+        self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum, of: str = ""
+    ) -> None:
         """The sum of every rank's `values` into every rank's `out`, which may be `values` itself; summed and
         converted like a reduce-scatter. On CUDA it waits on the current stream, not on the host."""
         line = self.mesh.axis(axis)
@@ -159,29 +174,40 @@ class Collectives:
         if line.group is None or not values.numel():
             fold(out, [values], how)
         elif values.numel() * values.itemsize <= DIRECT or line.size == 2 or values.numel() % line.size:
-            self._all_reduce_directly(out, values, line, how)
+            self._all_reduce_directly(out, values, line, how, of)
         else:
             mine = line.slice(out, line.rank)
             with self._unrecorded():
-                self.reduce_scatter(mine, values, axis, how)
-                self.all_gather(out, mine, axis)
+                self._reduce_scatter(mine, values, axis, how, of, ahead=False).wait()
+                self.all_gather(out, mine, axis, of)
 
-    def _all_reduce_directly(self, out: torch.Tensor, values: torch.Tensor, line: Axis, how: Sum) -> None:
+    def _all_reduce_directly(
+        self, out: torch.Tensor, values: torch.Tensor, line: Axis, how: Sum, of: str
+    ) -> None:
         """Everything to everybody, and every rank forms the whole sum."""
+        turn = self._turn("all_reduce", line, of)
         if self.carrier == "pairs":
-            self._pairs.sum("all_reduce", line, out, [values] * line.size, how, ahead=False)()
+            with self._at(turn):
+                self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False)()
             return
         received = values.new_empty(values.numel() * line.size)
-        work = _start("all_reduce", line, _gather_single, received, values)
+        work = self._start(turn, line, _gather_single, received, values)
         parts = [line.slice(received, rank) for rank in range(line.size)]
-        _fold_received("all_reduce", line, work, out, parts, how)
+        self._fold_received(turn, line, work, out, parts, how)
 
-    def all_reduce_sum(self, tensor: torch.Tensor, axis: AxisName) -> torch.Tensor:
+    def all_reduce_sum(self, tensor: torch.Tensor, axis: AxisName, of: str = "") -> torch.Tensor:
         """The sum over ranks of a small tensor, in its own dtype, as a new tensor: norm partials, flags."""
         values = tensor.detach().reshape(-1).contiguous()
         total = torch.empty_like(values)
-        self.all_reduce(total, values, axis, Sum(tensor.dtype))
+        self.all_reduce(total, values, axis, Sum(tensor.dtype), of)
         return total.view(tensor.shape)
+
+    def read(self, tensor: torch.Tensor) -> list[Any]:
+        """The values of a tensor, on the host: what was started before has ended then, also on NCCL."""
+        if self._last is None:
+            return list(tensor.tolist())
+        with self._at(self._last):
+            return list(tensor.tolist())
 
     def broadcast(self, tensor: torch.Tensor, source: int, axis: AxisName) -> None:
         """Overwrite `tensor` with that of rank `source` of the axis. Any contiguous shape."""
@@ -190,7 +216,8 @@ class Collectives:
         self._note("broadcast", flat, axis, None)
         if line.group is not None and flat.numel():
             moved = flat.view(torch.uint8)  # as in `_start`
-            _issue("broadcast", line, dist.broadcast, moved, group=line.group, group_src=source)
+            turn = self._turn("broadcast", line, "")
+            self._issue(turn, line, dist.broadcast, moved, group=line.group, group_src=source)
 
     def all_to_all(
         self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: AxisName
@@ -206,11 +233,13 @@ class Collectives:
             return rows.clone()
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         going, coming = rows.split(list(send)), arrived.split(list(receive))
+        turn = self._turn("all_to_all", line, "")
         if self.carrier == "pairs":
-            self._pairs.swap(coming, going, line)
+            with self._at(turn):
+                self._pairs.swap(turn, line, coming, going)
         else:
             call, flat = dist.all_to_all_single, (arrived.view(torch.uint8), rows.view(torch.uint8))
-            _issue("all_to_all", line, call, *flat, list(receive), list(send), group=line.group)
+            self._issue(turn, line, call, *flat, list(receive), list(send), group=line.group)
         return arrived
 
     def all_gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
@@ -219,8 +248,18 @@ class Collectives:
         if line.group is None:
             return [value]
         found: list[Any] = [None] * line.size
-        _issue("all_gather_object", line, dist.all_gather_object, found, value, group=line.group)
-        return found
+        turn = self._turn("all_gather_object", line, "")
+        told = (turn.number, value)
+        self._issue(turn, line, dist.all_gather_object, found, told, group=line.group)
+        if len({number for number, _ in found}) > 1:
+            counts = ", ".join(
+                f"rank {rank} {number}" for rank, (number, _) in zip(line.ranks, found, strict=True)
+            )
+            raise RankError(
+                f"`ranks`: must come to the same collectives in the same order; got ranks of axis `{axis}` "
+                f"that have made different numbers of them: {counts}. {EVERYWHERE}"
+            )
+        return [value for _, value in found]
 
     def gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Every rank's Python value on rank 0, in rank order; nothing elsewhere. Pickled; not recorded."""
@@ -228,7 +267,8 @@ class Collectives:
         if line.group is None:
             return [value]
         found: list[Any] | None = [None] * line.size if line.rank == 0 else None
-        _issue("gather_object", line, dist.gather_object, value, found, group=line.group, group_dst=0)
+        turn = self._turn("gather_object", line, "")
+        self._issue(turn, line, dist.gather_object, value, found, group=line.group, group_dst=0)
         return found or []
 
     def broadcast_object(self, value: T | None, source: int, axis: AxisName = "world") -> T:
@@ -236,15 +276,15 @@ class Collectives:
         line = self.mesh.axis(axis)
         held: list[Any] = [value]
         if line.group is not None:
-            send = dist.broadcast_object_list
-            _issue("broadcast_object", line, send, held, group=line.group, group_src=source)
+            turn, send = self._turn("broadcast_object", line, ""), dist.broadcast_object_list
+            self._issue(turn, line, send, held, group=line.group, group_src=source)
         return held[0]
 
     def barrier(self, axis: AxisName = "world") -> None:
         """Return when every rank of the axis is here. Not recorded."""
         line = self.mesh.axis(axis)
         if line.group is not None:
-            _issue("barrier", line, dist.barrier, group=line.group)
+            self._issue(self._turn("barrier", line, ""), line, dist.barrier, group=line.group)
 
     def agree(self, digest: str, rows: Callable[[], Sequence[str]]) -> None:
         """Raise on every rank unless all have the same digest. Only two ranks that differ write out their
@@ -261,6 +301,53 @@ class Collectives:
     def release(self) -> None:
         """Let go of the memory that is kept between reductions."""
         self._pairs.release()
+
+    # --- one collective ---------------------------------------------------------------------------------
+
+    def _turn(self, op: str, line: Axis, of: str) -> Turn:
+        self._last = line.trail.begin(op, of)
+        return self._last
+
+    def _at(self, turn: Turn) -> contextlib.AbstractContextManager[None]:
+        return self.mesh.watch.at(turn)
+
+    def _under_way(self, turn: Turn, finish: Callable[[], None]) -> Handle:
+        def wait() -> None:
+            with self._at(turn):
+                finish()
+
+        return Handle(wait)
+
+    def _issue(self, turn: Turn, line: Axis, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._at(turn):
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                raise missing(turn.op, line, error) from error
+
+    def _start(
+        self, turn: Turn, line: Axis, call: Callable[..., Any], out: torch.Tensor, values: torch.Tensor
+    ) -> dist.Work:
+        # As bytes: nothing is computed on the way, and no backend knows every dtype.
+        out, values = out.view(torch.uint8), values.view(torch.uint8)
+        return self._issue(turn, line, call, out, values, group=line.group, async_op=True)
+
+    def _fold_received(
+        self,
+        turn: Turn,
+        line: Axis,
+        work: dist.Work,
+        out: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        how: Sum,
+    ) -> None:
+        """Wait on the current stream, and sum there."""
+        self._issue(turn, line, work.wait)
+        for part in parts:
+            if part.is_cuda:
+                # Allocated on the stream that issued the collective, read on the one that waits.
+                part.record_stream(torch.cuda.current_stream(part.device))
+        fold(out, parts, how)
 
     def _note(self, op: Op, tensor: torch.Tensor, axis: AxisName, sum_dtype: torch.dtype | None) -> None:
         if not self._logs:
@@ -284,33 +371,6 @@ class Collectives:
 def _copy(place: torch.Tensor, shard: torch.Tensor) -> None:
     if place.data_ptr() != shard.data_ptr():
         place.copy_(shard)
-
-
-def _fold_received(
-    op: str, line: Axis, work: dist.Work, out: torch.Tensor, parts: Sequence[torch.Tensor], how: Sum
-) -> None:
-    """Wait on the current stream, and sum there."""
-    _issue(op, line, work.wait)
-    for part in parts:
-        if part.is_cuda:
-            # Allocated on the stream that issued the collective, read on the one that waits.
-            part.record_stream(torch.cuda.current_stream(part.device))
-    fold(out, parts, how)
-
-
-def _issue(op: str, line: Axis, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return call(*args, **kwargs)
-    except RuntimeError as error:
-        raise missing(op, line, error) from error
-
-
-def _start(
-    op: str, line: Axis, call: Callable[..., Any], out: torch.Tensor, values: torch.Tensor
-) -> dist.Work:
-    # As bytes: nothing is computed on the way, and no backend knows every dtype.
-    out, values = out.view(torch.uint8), values.view(torch.uint8)
-    return _issue(op, line, call, out, values, group=line.group, async_op=True)
 
 
 def _difference(other: int, here: Sequence[str], there: Sequence[str]) -> str:

@@ -11,10 +11,10 @@ same order, and `stop` destroys what this mesh created and nothing else.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, get_args
@@ -22,6 +22,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from zerodrift.comm.watch import Trail, Watch
 from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
 
@@ -53,7 +54,7 @@ class Axis:
     """This rank's place among them."""
     group: dist.ProcessGroup | None
     """None where this rank is alone."""
-    tags: Iterator[int]
+    trail: Trail
     """Numbers the collectives of `group`; axes that share a group share the numbers."""
 
     @property
@@ -81,6 +82,10 @@ class Mesh:
         """Where buffers and collectives live."""
         self._axes = axes
         self._created = created
+        trails = {id(axis.trail): axis.trail for axis in axes.values() if axis.group is not None}
+        self.watch = Watch(axes["world"].rank, list(trails.values()), created, device.type)
+        """Where this rank is among the collectives."""
+        weakref.finalize(self, self.watch.stop)
 
     def axis(self, name: AxisName) -> Axis:
         found = self._axes.get(name)
@@ -106,6 +111,7 @@ class Mesh:
 
     def stop(self) -> None:
         """Destroy the process groups that this mesh created. Safe to call twice."""
+        self.watch.stop()
         created, self._created = self._created, ()
         # Last made, first destroyed: destroying the default group takes the others with it.
         for group in reversed(created):
@@ -282,7 +288,8 @@ def _axes(
     shape: MeshShape, rank: int, created: list[dist.ProcessGroup], timeout: float
 ) -> dict[AxisName, Axis]:
     """Every axis of this rank; `created` gains the groups that had to be made."""
-    made = {range(shape.world): (created[0] if created else None, itertools.count())}
+    everybody = range(shape.world)
+    made = {everybody: (created[0] if created else None, Trail(everybody))}
     axes: dict[AxisName, Axis] = {}
     for name in AXES:
         # Every rank builds the groups of every line, in one order, though it is on one of them. torch can
@@ -294,7 +301,7 @@ def _axes(
             group = _group(line, timedelta(seconds=timeout)) if len(line) > 1 else None
             if group is not None and rank in line:
                 created.append(group)
-            made[line] = (group, itertools.count())
+            made[line] = (group, Trail(line))
         mine = _line(shape, rank, name)
         axes[name] = Axis(name, tuple(mine), mine.index(rank), *made[mine])
     return axes

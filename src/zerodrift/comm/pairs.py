@@ -9,8 +9,8 @@ the same collective always wait for each other's, and in no other.
 [Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and
 its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order; the
 tag numbers the collectives of a group, so those under way at once cannot take each other's, and has a
-digest of the sizes of their messages, so ranks in collectives of different sizes miss each other and get a
-RankError in time; gloo ends the process when a message does not fit where it is received. A reduction
+digest of what moves and in which sizes, so ranks in different collectives miss each other, which `watch.py`
+sees; gloo ends the process when a message does not fit where it is received. A reduction
 that is waited for at once receives a window of chunks rather than everything: the window stays in cache
 between arrival and sum, and the wire needs at most WINDOW bytes however large the segment is. One that is
 only started posts every receive, because a receive that is posted in `wait` would hang two ranks that wait
@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import Axis
+from zerodrift.comm.watch import Turn
 from zerodrift.errors import RankError, first_line
 
 CHUNK = 2 << 20
@@ -47,18 +48,20 @@ class Pairs:
     def __init__(self) -> None:
         self._scratch = Scratch()
 
-    def gather(self, out: torch.Tensor, shard: torch.Tensor, line: Axis) -> Callable[[], None]:
+    def gather(self, turn: Turn, line: Axis, out: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
         """Every other rank's slice into its place in `out`."""
-        post = Post("all_gather", line, shard.nbytes, shard.nbytes)
+        post = Post(turn, line, shard.nbytes, shard.nbytes)
         for to, source in post.turns:
             post.receive(line.slice(out, source), source)
             post.send(shard, to)
         return post.finish
 
-    def swap(self, coming: Sequence[torch.Tensor], going: Sequence[torch.Tensor], line: Axis) -> None:
+    def swap(
+        self, turn: Turn, line: Axis, coming: Sequence[torch.Tensor], going: Sequence[torch.Tensor]
+    ) -> None:
         """`going[rank]` to every rank, what it sends us into `coming[rank]`. Both know the sizes."""
         width = going[0].shape[1] * going[0].itemsize
-        post = Post("all_to_all", line, width, 0)
+        post = Post(turn, line, width, 0)
         for to, source in post.turns:
             if coming[source].shape[0]:
                 post.receive(coming[source], source)
@@ -69,7 +72,7 @@ class Pairs:
 
     def sum(
         self,
-        op: str,
+        turn: Turn,
         line: Axis,
         out: torch.Tensor,
         outgoing: Sequence[torch.Tensor],
@@ -84,7 +87,7 @@ class Pairs:
         """
         own = outgoing[line.rank]
         chunk = _chunk(own, line)
-        post = Post(op, line, chunk * own.itemsize, own.nbytes)
+        post = Post(turn, line, chunk * own.itemsize, own.nbytes)
         count = -(-own.numel() // chunk)
         depth = count if ahead else min(DEPTH, count)
         arrivals, held = self._scratch.take(depth * (line.size - 1) * chunk, own.dtype)
@@ -125,11 +128,11 @@ class Pairs:
 class Post:
     """The messages of one collective between this rank and the others of its axis."""
 
-    def __init__(self, op: str, line: Axis, message: int, total: int) -> None:
+    def __init__(self, turn: Turn, line: Axis, message: int, total: int) -> None:
         """`message` bytes at a time, `total` to each rank."""
-        self._op, self.line = op, line
-        sizes = zlib.crc32(f"{message} {total}".encode()) % _TAGS
-        self._tag = _FIRST_TAG + sizes * _TAGS + next(line.tags) % _TAGS
+        self._op, self.line = turn.op, line
+        digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS
+        self._tag = _FIRST_TAG + digest * _TAGS + turn.number % _TAGS
         size, rank = line.size, line.rank
         self.turns = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
         """(to, from): in each turn every rank sends one message and receives one."""

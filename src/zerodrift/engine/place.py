@@ -79,7 +79,7 @@ def place(
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        segment = FlatSegment(number, spec, rows, held, comm, pools)
+        segment = FlatSegment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
         rest = Rest(segment)
         pairs = list(zip(rows, held, strict=True))
         _give_all([pair for pair in pairs if pair[0].name not in sources.rows], rest, comm)

@@ -135,12 +135,12 @@ def global_norm(
     ranks = 1
     for axis in AXES:
         if comm.mesh.size(axis) > 1:
-            summed = comm.all_reduce_sum(summed, axis)
+            summed = comm.all_reduce_sum(summed, axis, "the norm")
             ranks *= comm.mesh.size(axis)
-    summed[-1] = int(summed[-1]) != ranks * done
+    summed[-1] = comm.read(summed)[-1] != ranks * done
     if comm.mesh.size("pipeline") > 1:
-        summed = comm.all_reduce_sum(summed, "pipeline")
-    if int(summed[-1]):
+        summed = comm.all_reduce_sum(summed, "pipeline", "the norm")
+    if comm.read(summed)[-1]:
         raise _different(strays, comm)
     return Norm(math.sqrt(squares.total(summed[:-1])) * unscale)
 

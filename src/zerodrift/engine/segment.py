@@ -47,8 +47,11 @@ class FlatSegment:
         parameters: list[nn.Parameter],
         comm: Collectives,
         pools: Pools,
+        of: str = "",
     ) -> None:
+        """`of` is the unit's name: for ranks that do not gather the same."""
         self.number = number
+        self._of = f"`{of or 'the root'}`, segment {number}"
         self.spec = spec
         self.rows = rows
         self.parameters = parameters
@@ -171,7 +174,7 @@ class FlatSegment:
             target = self.full
             if columns.gather is not columns.compute:
                 target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
-            self._gathering = self._comm.start_all_gather(target, self.storage, self.axis)
+            self._gathering = self._comm.start_all_gather(target, self.storage, self.axis, self._of)
             return True
 
     def finish_gather(self) -> None:
@@ -310,7 +313,7 @@ class FlatSegment:
         if self.reduced is None:
             raise AssertionError("unreachable")
         how = Sum(reduce.sum.torch, add=not first)
-        return self._comm.start_reduce_scatter(self.reduced, flat, self.axis, how)
+        return self._comm.start_reduce_scatter(self.reduced, flat, self.axis, how, self._of)
 
     def _place_of_sum(self, flat: torch.Tensor) -> torch.Tensor:
         """Where the sum goes: a slice of its own, or at stage 0 its place among what will be gathered."""
@@ -352,7 +355,7 @@ class FlatSegment:
             if before != 1.0 and self.ranks == 1:
                 flat.div_(before)
             wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
-        self._comm.all_reduce(flat, wire, "replicate", Sum(reduce.sum.torch))
+        self._comm.all_reduce(flat, wire, "replicate", Sum(reduce.sum.torch), self._of)
 
     def whole_gradient(self) -> torch.Tensor:
         """The reduced gradient on every rank, `[padded]` in the accumulate dtype."""
@@ -363,7 +366,7 @@ class FlatSegment:
         whole = self._whole
         if whole is None:
             whole = self._landing_pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
-        self._comm.all_gather(whole, self.reduced, self.axis)
+        self._comm.all_gather(whole, self.reduced, self.axis, self._of)
         return whole
 
     def give_back(self, whole: torch.Tensor) -> None:
@@ -410,7 +413,7 @@ class FlatSegment:
         """After the update: storage that is whole gets the other ranks' slices."""
         if self.update is None or self.ranks == 1 or self.sharded or not self.update.axis:
             return Handle()
-        return self._comm.start_all_gather(self.storage, self.owned, self.axis)
+        return self._comm.start_all_gather(self.storage, self.owned, self.axis, self._of)
 
     def changed(self) -> None:
         """The values are others now: a backward through a graph that used the old ones must raise, as it
