@@ -466,28 +466,85 @@ class _Block(Block):
         return super().forward(x)
 
 
-def failing(backend: str) -> list[float]:
-    model = GPT(layers=1)
-    model.layers[0] = _Block(WIDTH, False)
-    engine = make(config(1, "fp32", 2, backend=backend), model)
-    losses = []
-    for number in range(3):
-        loss = engine(batch(number, engine.mesh.rank(), 0))
-        engine.backward(loss)
-        _Block.failing = True
-        with pytest.raises(ValueError, match="as told"):
-            engine(batch(number))
-        _Block.failing = False
-        losses.append(float(loss.detach()))
-        loss = engine(batch(number, engine.mesh.rank(), 1))
-        engine.backward(loss)
-        assert engine.step().updated
-    return losses
+def failing(backend: str) -> list[list[float]]:
+    """Per stage, losses of steps in which a forward fails between two micro-batches, as in a validation."""
+    found = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        model = GPT(layers=1)
+        model.layers[0] = _Block(WIDTH, False)
+        engine = make(config(stage, "bf16", 2, backend=backend, precision={"storage": "fp32"}), model)
+        losses = []
+        for number in range(3):
+            loss = engine(batch(number, engine.mesh.rank(), 0))
+            engine.backward(loss)
+            _Block.failing = True
+            with pytest.raises(ValueError, match="as told"):
+                engine(batch(number))
+            _Block.failing = False
+            losses.append(float(loss.detach()))
+            loss = engine(batch(number, engine.mesh.rank(), 1))
+            engine.backward(loss)
+            result = engine.step()
+            assert result.updated and result.grad_norm is not None
+            losses.append(float(f"{result.grad_norm:.14g}"))
+        engine.destroy()
+        found.append(losses)
+    return found
 
 
 def test_a_forward_that_failed_costs_nothing() -> None:
-    torch.manual_seed(0)
     assert run_ranks(failing, 2, "native") == run_ranks(failing, 2, "fsdp2")
+
+
+class Twice(nn.Module):
+    """One weight in two products, of which the second may be in a piece that is computed again."""
+
+    def __init__(self, again: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.products(x, self.weight, self.weight)
+
+    def products(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(nn.functional.linear(x, first))
+        if not self.again:
+            return nn.functional.linear(hidden, second)
+        return checkpoint(nn.functional.linear, hidden, second, use_reentrant=self.again == "reentrant")
+
+
+def used_twice() -> list[str]:
+    """Where the sum of a weight's uses is not that in fp32, whatever the dtype of each."""
+    found = []
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for again in ("", "non-reentrant", "reentrant"):
+        for stage in range(4):
+            torch.manual_seed(0)
+            block = Twice(again)
+            uses = [block.weight.detach().bfloat16().requires_grad_() for _ in range(2)]
+            block.products(x, *uses).float().square().sum().backward()
+            wanted = uses[0].grad.float() + uses[1].grad.float()
+            engine = make(fsdp2(stage, "bf16"), Alone(block))
+            engine.backward(engine(x))
+            if not torch.equal(engine.full_gradient("block.weight"), wanted):
+                found.append(f"stage {stage}, {again or 'no'} recomputation")
+            engine.destroy()
+    return found
+
+
+class Alone(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x).float().square().sum()
+
+
+def test_what_several_uses_contribute_is_added_in_the_accumulate_dtype() -> None:
+    assert run_ranks(used_twice, 2) == [[], []]
 
 
 def unscaled() -> None:

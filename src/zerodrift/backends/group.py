@@ -13,6 +13,11 @@ reduce buffers of other sizes; its own cure makes zeros in the wrong dtype. So z
 `full.grad` when the group's backward is over: before torch looks, because our hook is on what torch's
 identity around the inputs returns, and our callback at the end of a backward was queued before torch's.
 
+[Note: several uses] What several uses of a parameter contribute is added by autograd before it reaches
+`grad`: in the dtype that `grad_dtype` names, and where it names none in that of the contributions. Since
+2.15 torch takes the name away while a group's backward runs, to save a cast. It is given again by a hook on
+the same outputs as torch's own, behind it.
+
 [Note: replicas] Copies of the model are summed by a hook during the backward where all that the step has
 summed so far is in the buffer at hand, and otherwise in the step, once.
 """
@@ -69,12 +74,19 @@ class Member:
         """`[row.shape]`: this rank's gradient that was not reduced; zeros where there is none."""
         grad = self.full.grad
         if grad is None:
-            grad = torch.zeros_like(self.full, dtype=self.full.grad_dtype)
+            grad = torch.zeros_like(self.full, dtype=self.accumulate)
         if self.spread is None:
             return grad
         if not isinstance(grad, DTensor):
             raise AssertionError(f"{self.row.name} has a plain gradient")
         return grad.redistribute(placements=self.spread.placements).to_local()
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """What this rank's gradients are summed in; of a trained parameter."""
+        if self.row.columns.update is None:
+            raise AssertionError(f"{self.row.name} is frozen")
+        return self.row.columns.update.accumulate.dtype.torch
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,7 +169,8 @@ class LiveGroup:
         return [module.register_forward_hook(after) for module in self.modules]
 
     def mark(self, backwards: Backwards) -> list[Any]:
-        """After `fully_shard`: our hooks are on what torch's identity returns. Returns the handles."""
+        """After `fully_shard`: our hooks are on what torch's identity returns, and behind torch's on outputs.
+        Returns the handles."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not in_backward():
@@ -165,7 +178,14 @@ class LiveGroup:
             if torch.is_grad_enabled():
                 Call.of(args, kwargs).tell(self.fill, inside=in_backward())
 
-        return [module.register_forward_pre_hook(before, with_kwargs=True) for module in self.modules]
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda grad: self.name_dtypes())
+
+        before_each = [module.register_forward_pre_hook(before, with_kwargs=True) for module in self.modules]
+        return before_each + [module.register_forward_hook(after) for module in self.modules]
 
     def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
         """See [Note: replicas]."""
@@ -191,6 +211,11 @@ class LiveGroup:
         if self._syncs:
             self.shared, self.owes = self._shares, not self._shares
 
+    def name_dtypes(self) -> None:
+        """See [Note: several uses]."""
+        for member in self.trained:
+            member.full.grad_dtype = member.accumulate
+
     def fill(self) -> None:
         """See [Note: zeros]."""
         if self._filled:
@@ -198,7 +223,7 @@ class LiveGroup:
         self._filled = True
         for member in self.trained:
             if member.full.grad is None:
-                member.full.grad = torch.zeros_like(member.full, dtype=member.full.grad_dtype)
+                member.full.grad = torch.zeros_like(member.full, dtype=member.accumulate)
 
     # --- the step ---------------------------------------------------------------------------------------
 

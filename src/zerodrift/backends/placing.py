@@ -241,11 +241,9 @@ def _gather_once(plan: Plan, group: LiveGroup, places: Places, spreads: Spreads,
     sharded = [_hanging(places[row.name]) for row in rows]
     group.modules[0].unshard()
     for row, parameter in zip(rows, sharded, strict=True):
-        full = _hanging(places[row.name])
-        if row.columns.update is not None:
-            full.grad_dtype = row.columns.update.accumulate.dtype.torch
-        mine, spread = cut(row.shape, ranks, rank), spreads[row.name]
+        full, mine, spread = _hanging(places[row.name]), cut(row.shape, ranks, rank), spreads[row.name]
         group.members.append(Member(row, mine, places[row.name], parameter, full, spread))
+    group.name_dtypes()
     group.modules[0].reshard()
 
 
