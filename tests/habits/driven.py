@@ -1,0 +1,71 @@
+"""The engine as a trainer of habits: every call is the engine's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.habits.loop import Loop
+from tests.habits.plain import LEARNING
+from zerodrift.api import initialize
+
+
+class Driven:
+    """Trains a model with an engine."""
+
+    def __init__(self, loop: Loop, model: nn.Module, micro: int, config: dict[str, Any]) -> None:
+        written = {
+            "precision": {"mode": loop.mode, **config.pop("precision", {})},
+            "zero_optimization": {"stage": loop.stage},
+            "gradient_accumulation_steps": micro,
+            "gradient_clipping": 0,
+            "optimizer": {"type": "SGD", "params": LEARNING},
+            **config,
+        }
+        self.engine = initialize(model, config=written, device="cpu", quiet=True)
+        self.module = self.engine.module
+        self._loop = loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self._loop.see("loss", loss)
+        self.engine.backward(loss, **kwargs)
+
+    def step(self) -> bool:
+        result = self.engine.step()
+        if result.grad_norm is not None:
+            self._loop.see_norm(result.grad_norm)
+        return result.updated
+
+    def zero_grad(self) -> None:
+        self.engine.zero_grad()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self.engine.no_sync()
+
+    def gathered(
+        self, names: Iterable[str] | None = None, write: bool = False
+    ) -> contextlib.AbstractContextManager[dict[str, Tensor]]:
+        return self.engine.gathered(names, write)
+
+    def gradient(self, name: str) -> Tensor:
+        return self.engine.full_gradient(name)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        found = self.engine.optimizer
+        assert found is not None
+        return found
+
+    def masters(self) -> dict[str, Tensor]:
+        # By the module's own names: a parameter that is no longer where it was is not in them.
+        return {name: self.engine.full_master(name) for name, _ in self.module.named_parameters()}
+
+    def close(self) -> None:
+        self.engine.destroy()

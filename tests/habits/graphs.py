@@ -1,0 +1,659 @@
+"""What people do with autograd: several losses, penalties, checkpointing, functions of their own.
+
+Invariant: only a backward that reaches the gradients of parameters counts as one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.habits.loop import Habit, Loop
+from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
+
+ORDER = 2.0**-20
+"""fp32 sums in another order: some ulps of 2^-23."""
+
+# --- several losses, several backwards ------------------------------------------------------------------
+
+
+class TwoHeads(Net):
+    """Two tasks on one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.into(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h), self.other(h)
+
+
+def a_backward_for_each_loss(loop: Loop) -> None:
+    """Two losses of one forward, the first with retain_graph."""
+    net = loop.train(TwoHeads(), 2)
+    for number in range(2):
+        one, two = net(loop.data(number))
+        net.backward(square(one), retain_graph=True)
+        net.backward(square(two))
+        if loop.plain:
+            net.step()
+        net.step()
+
+
+def losses_by_hand(loop: Loop) -> None:
+    """`loss.backward()`, without the engine's own."""
+    net = loop.train(TwoHeads())
+    for number in range(2):
+        one, two = net(loop.data(number))
+        (square(one) + square(two)).backward()
+        net.step()
+
+
+def a_sum_over_micro_batches(loop: Loop) -> None:
+    """One backward of what several forwards gave."""
+    net = loop.train(Net())
+    for step in range(2):
+        loss = sum(square(net(loop.data(3 * step + number))) for number in range(3)) / 3
+        net.backward(loss)
+        net.step()
+
+
+def two_views_of_one_batch(loop: Loop) -> None:
+    """Contrastive: two forwards, one loss of both."""
+    net = loop.train(Net())
+    for number in range(2):
+        x = loop.data(number)
+        one, two = net(x + 0.1), net(x - 0.1)
+        logits = F.normalize(one.float(), dim=-1) @ F.normalize(two.float(), dim=-1).T
+        net.backward(F.cross_entropy(logits, torch.arange(4)))
+        net.step()
+
+
+def a_target_of_ones_own_without_gradients(loop: Loop) -> None:
+    """BYOL, self-distillation: the second forward is without gradients."""
+    net = loop.train(Net())
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = net(x + 0.1)
+        return square(net(x) - target)
+
+    fit(loop, net, loss, 3)
+
+
+def a_forward_that_is_thrown_away(loop: Loop) -> None:
+    """With gradients on, and no backward: the sample that is only looked at."""
+    net = loop.train(Net())
+    for number in range(2):
+        loop.see("looked at", net(loop.data(10 + number)))
+        net.backward(square(net(loop.data(number))))
+        net.step()
+
+
+def a_forward_between_forward_and_backward(loop: Loop) -> None:
+    """Evaluation without gradients between the two."""
+    net = loop.train(Net())
+    for number in range(2):
+        out = net(loop.data(number))
+        with torch.inference_mode():
+            loop.see("evaluated", net(loop.data(5)).clone())
+        net.backward(square(out))
+        net.step()
+
+
+def the_model_is_called_in_pieces(loop: Loop) -> None:
+    """A loss that is a part of the output: the head gets no gradient."""
+
+    class Hidden(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            h = self.into(x)
+            states = [h := block(h) for block in self.blocks]
+            return {"out": self.head(h), "states": torch.stack(states)}
+
+    net = loop.train(Hidden())
+    fit(loop, net, lambda x: square(net(x)["states"][0]))
+    fit(loop, net, lambda x: square(net(x)["states"][2]) + square(net(x)["out"]), seed=2)
+
+
+def a_gradient_that_is_given(loop: Loop) -> None:
+    """`backward(gradient=...)` of an output that is no scalar."""
+    net = loop.train(Net())
+    for number in range(2):
+        out = net(loop.data(number))
+        out.backward(gradient=torch.full_like(out, 0.5))
+        net.step()
+
+
+def torch_autograd_backward(loop: Loop) -> None:
+    """Several outputs at once."""
+    net = loop.train(TwoHeads())
+    for number in range(2):
+        one, two = net(loop.data(number))
+        torch.autograd.backward([square(one), square(two)])
+        net.step()
+
+
+# --- gradients of other things --------------------------------------------------------------------------
+
+
+def saliency(loop: Loop) -> None:
+    """The gradient of the input, between two micro-batches of a step."""
+    net = loop.train(Net(), 2)
+    for number in range(4):
+        x = loop.data(number).requires_grad_()
+        out = net(x)
+        (found,) = torch.autograd.grad(out.float().sum(), x, retain_graph=True)
+        loop.see("saliency", found)
+        net.backward(square(out))
+        loop.see("updated", net.step())
+
+
+def adversarial_examples(loop: Loop) -> None:
+    """FGSM: a gradient of the input, then training on what it gives."""
+    net = loop.train(Net())
+    for number in range(2):
+        x = loop.data(number).requires_grad_()
+        (found,) = torch.autograd.grad(square(net(x)), x)
+        net.backward(square(net((x + 0.1 * found.sign()).detach())))
+        loop.see("updated", net.step())
+
+
+def adversarial_examples_by_backward(loop: Loop) -> None:
+    """PGD with `x.grad`, the model's gradients thrown away."""
+    net = loop.train(Net())
+    for number in range(2):
+        x = loop.data(number).requires_grad_()
+        square(net(x)).backward()
+        loop.see("x.grad", x.grad)
+        net.zero_grad()
+        net.backward(square(net((x + 0.1 * x.grad.sign()).detach())))
+        net.step()
+
+
+def free_adversarial_training(loop: Loop) -> None:
+    """A leaf that is no parameter gets its gradient in the same backward."""
+    net = loop.train(Net())
+    noise = torch.zeros(4, WIDTH, dtype=loop.dtype, requires_grad=True)
+    for number in range(3):
+        net.backward(square(net(loop.data(number) + noise)))
+        with torch.no_grad():
+            noise += 0.1 * noise.grad.sign()
+        noise.grad = None
+        net.step()
+    loop.see("noise", noise)
+
+
+def a_gradient_penalty(loop: Loop) -> None:
+    """WGAN-GP: a gradient of a gradient."""
+    net = loop.train(Net(out=1))
+
+    def loss(x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        out = net(x)
+        (found,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
+        return square(out) + (found.float().norm(dim=1) - 1).square().mean()
+
+    fit(loop, net, loss)
+
+
+def a_penalty_on_its_own(loop: Loop) -> None:
+    """R1: only the gradient's norm is in the loss."""
+    net = loop.train(Net(out=1))
+
+    def loss(x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (found,) = torch.autograd.grad(net(x).float().sum(), x, create_graph=True)
+        return square(found)
+
+    fit(loop, net, loss)
+
+
+def forces(loop: Loop) -> None:
+    """An energy and its derivative by position, inside the model's own forward, as in molecular dynamics."""
+
+    class Energy(Net):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.enable_grad():
+                x = x.requires_grad_()
+                energy = super().forward(x).float().sum()
+                (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+            return energy, force
+
+    net = loop.train(Energy(lambda: Smooth()))
+
+    def loss(x: Tensor) -> Tensor:
+        energy, force = net(x)
+        return 0.01 * energy.square() + square(force)
+
+    fit(loop, net, loss)
+    net.module.eval()
+    with torch.no_grad():
+        loop.see("energy", [value.detach() for value in net(loop.data(7))])
+
+
+class Smooth(Block):
+    """As Block, with a function whose second derivative is exact to write."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def a_gradient_of_parameters(loop: Loop) -> None:
+    """`torch.autograd.grad` by a parameter: at stage 3 there is none to derive by outside of its unit."""
+    net = loop.train(Net())
+    out = net(loop.data(0))
+    weight = net.module.blocks[1].up.weight
+    (found,) = torch.autograd.grad(square(out), weight, retain_graph=True)
+    loop.see("gradient", found)
+    net.backward(square(out))
+    loop.see("updated", net.step())
+
+
+def a_graph_of_a_backward(loop: Loop) -> None:
+    """`loss.backward(create_graph=True)`, whose second derivative nobody takes."""
+    net = loop.train(Net(Smooth))
+    for number in range(2):
+        net.backward(square(net(loop.data(number))), create_graph=True)
+        net.step()
+
+
+def backward_by_inputs(loop: Loop) -> None:
+    """`loss.backward(inputs=[...])`: a gradient for the input and for nothing else."""
+    net = loop.train(Net())
+    x = loop.data(0).requires_grad_()
+    out = net(x)
+    square(out).backward(inputs=[x], retain_graph=True)
+    loop.see("x.grad", x.grad)
+    net.backward(square(out))
+    loop.see("updated", net.step())
+
+
+# --- torch.func -----------------------------------------------------------------------------------------
+
+
+def a_map_over_samples(loop: Loop) -> None:
+    """`vmap` inside the model."""
+
+    class Mapped(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(super().forward)(x)
+
+    fit(loop, loop.train(Mapped()))
+
+
+def a_derivative_inside_the_model(loop: Loop) -> None:
+    """`torch.func.grad` of blocks by their input: a physics-informed network."""
+
+    class Physics(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            def energy(one: Tensor) -> Tensor:
+                return Net.forward(self, one).float().square().sum()
+
+            return torch.func.vmap(torch.func.grad(energy))(x)
+
+    fit(loop, loop.train(Physics(Smooth)))
+
+
+def a_jacobian_of_the_model(loop: Loop) -> None:
+    """`torch.func.jvp` around a call, without gradients of parameters."""
+    net = loop.train(Net(Smooth))
+    x = loop.data(0)
+    out, tangent = torch.func.jvp(lambda one: net(one), (x,), (torch.ones_like(x),))
+    loop.see("jvp", [out, tangent])
+    fit(loop, net)
+
+
+def other_weights_for_a_call(loop: Loop) -> None:
+    """`functional_call` with weights of the user's own, as in meta-learning."""
+    net = loop.train(Net())
+    for number in range(2):
+        with net.gathered() as full:
+            fast = {name: value.detach().clone().requires_grad_() for name, value in full.items()}
+        x = loop.data(number)
+        inner = square(torch.func.functional_call(net.module, fast, (x,)))
+        grads = torch.autograd.grad(inner, list(fast.values()))
+        loop.see("inner", [inner, grads[0]])
+        net.backward(square(net(x)))
+        net.step()
+
+
+# --- checkpointing --------------------------------------------------------------------------------------
+
+
+class Recomputed(Net):
+    """Recomputes its blocks in the backward."""
+
+    def __init__(self, reentrant: bool, block: Any = Block) -> None:
+        super().__init__(block)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        h = self.into(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, *rest, use_reentrant=self.reentrant)
+        return self.head(h)
+
+
+def checkpointed_blocks(loop: Loop) -> None:
+    fit(loop, loop.train(Recomputed(False)), steps=3)
+
+
+def reentrantly_checkpointed_blocks(loop: Loop) -> None:
+    fit(loop, loop.train(Recomputed(True)), steps=3)
+
+
+def checkpointed_blocks_with_dropout(loop: Loop) -> None:
+    """Recomputed with the same random numbers."""
+
+    class Drops(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.3, self.training))
+
+    fit(loop, loop.train(Recomputed(False, Drops)))
+    fit(loop, loop.train(Recomputed(True, Drops)))
+
+
+def a_checkpointed_part_of_a_block(loop: Loop) -> None:
+    """A block that recomputes a part of itself."""
+
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(lambda y: F.gelu(self.up(y)), x, use_reentrant=False)
+            return x + checkpoint(self.down, h, use_reentrant=False)
+
+    fit(loop, loop.train(Net(Inside)))
+
+
+def checkpoints_in_checkpoints(loop: Loop) -> None:
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    fit(loop, loop.train(Recomputed(False, Inside)))
+
+
+def checkpointed_segments(loop: Loop) -> None:
+    """`checkpoint_sequential` over several blocks at a time."""
+
+    class Segments(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint_sequential(list(self.blocks), 2, self.into(x), use_reentrant=False))
+
+    fit(loop, loop.train(Segments()))
+
+
+def a_checkpoint_around_the_call(loop: Loop) -> None:
+    """`checkpoint(net, x)`: gradient caching, GradCache."""
+    net = loop.train(Net())
+    fit(loop, net, lambda x: square(checkpoint(net, x, use_reentrant=False)))
+
+
+def a_reentrant_checkpoint_around_the_call(loop: Loop) -> None:
+    net = loop.train(Net())
+    fit(loop, net, lambda x: square(checkpoint(net, x.requires_grad_(), use_reentrant=True)))
+
+
+def a_checkpointed_block_with_a_list(loop: Loop) -> None:
+    """What a recomputed block appends is appended twice in plain torch, too."""
+
+    class Appends(Block):
+        def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:
+            found.append(x.detach())
+            return super().forward(x)
+
+    net = loop.train(Recomputed(False, Appends))
+    found: list[Tensor] = []
+    net.backward(square(net(loop.data(0), found)))
+    loop.see("found", found)
+    net.step()
+
+
+# --- functions and hooks of autograd --------------------------------------------------------------------
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, and lets gradients through."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Linear(torch.autograd.Function):
+    """A matrix product written by hand: saves the weight, and forms its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def functions_of_autograd(loop: Loop) -> None:
+    class ByHand(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + Straight.apply(Linear.apply(x, self.up.weight)) @ self.down.weight.T
+
+    fit(loop, loop.train(Net(ByHand)))
+
+
+def weights_on_the_context(loop: Loop) -> None:
+    """A function that keeps the weight as an attribute, as hand-written kernels do."""
+
+    class Attribute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.x, ctx.weight = x.detach(), weight.detach()
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return grad @ ctx.weight, grad.T @ ctx.x
+
+    class ByHand(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight)
+
+    fit(loop, loop.train(Net(ByHand)))
+
+
+def activations_on_the_host(loop: Loop) -> None:
+    """`save_on_cpu` around the forward."""
+    net = loop.train(Net())
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return square(net(x))
+
+    fit(loop, net, loss)
+
+
+def hooks_on_what_is_saved(loop: Loop) -> None:
+    """The user packs what autograd saves: copies, in another dtype."""
+    net = loop.train(Net())
+    packed = []
+
+    def pack(tensor: Tensor) -> Any:
+        packed.append(tensor.numel())
+        return tensor.dtype, tensor.double() if tensor.is_floating_point() else tensor
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held[1].to(held[0])):
+            return square(net(x))
+
+    fit(loop, net, loss)
+    loop.see("packed", len(packed) > 0)
+
+
+def anomaly_mode(loop: Loop) -> None:
+    net = loop.train(Net())
+    with torch.autograd.detect_anomaly(check_nan=True):
+        fit(loop, net)
+
+
+def a_tensor_that_was_changed(loop: Loop) -> None:
+    """Changed in place after it was saved: an error, as in plain torch."""
+    net = loop.train(Net())
+    out = net(loop.data(0)).exp()
+    loss = square(out)
+    out.data.mul_(1.0)
+    with torch.no_grad():
+        out.mul_(2.0)
+    raised(loop, "backward", lambda: net.backward(loss))
+    net.zero_grad()
+    fit(loop, net)
+
+
+def a_second_backward_of_a_freed_graph(loop: Loop) -> None:
+    """An error, as in plain torch, and training goes on."""
+    net = loop.train(Net())
+    loss = square(net(loop.data(0)))
+    net.backward(loss)
+    net.step()
+    raised(loop, "backward", lambda: net.backward(loss))
+    net.zero_grad()
+    fit(loop, net)
+
+
+def a_block_that_changes_its_input(loop: Loop) -> None:
+    """A residual stream that blocks add to in place; they return nothing."""
+
+    class Adds(Block):
+        def forward(self, x: Tensor) -> None:
+            x.add_(self.down(F.gelu(self.up(x.clone()))))
+
+    class Stream(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.into(x)
+            for block in self.blocks:
+                block(h)
+            return self.head(h)
+
+    fit(loop, loop.train(Stream(Adds)))
+
+
+def a_block_that_changes_and_returns_its_input(loop: Loop) -> None:
+    """`x += ...; return x`, and a view of the input."""
+
+    class Adds(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x += self.down(F.gelu(self.up(x.clone())))
+            return x
+
+    class Half(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            half = x[:, : WIDTH // 2]
+            half.mul_(0.5)
+            return x + self.down(F.gelu(self.up(x)))
+
+    fit(loop, loop.train(Net(Adds)))
+    fit(loop, loop.train(Net(Half)))
+
+
+def a_buffer_that_blocks_fill(loop: Loop) -> None:
+    """Blocks write their rows of one output tensor."""
+
+    class Fills(Block):
+        def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+            y = super().forward(x)
+            rows[:, 0] = y[:, 0]
+            return y
+
+    class Filled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.zeros(len(x), 3, WIDTH, dtype=x.dtype)
+            h = self.into(x)
+            for number, block in enumerate(self.blocks):
+                h = block(h, rows[:, number])
+            return self.head(h) + rows.sum((1, 2))[:, None]
+
+    fit(loop, loop.train(Filled(Fills)))
+
+
+def a_loss_in_double(loop: Loop) -> None:
+    """The loss is formed in fp64 and scaled by a tensor that is no leaf of the model."""
+    net = loop.train(Net())
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    fit(loop, net, lambda x: net(x).double().square().mean() * weight)
+    loop.see("weight", weight.grad)
+
+
+def no_grad_around_a_part(loop: Loop) -> None:
+    """The first blocks run without gradients, and one detaches."""
+
+    class Cut(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                h = self.blocks[0](self.into(x))
+            h = self.blocks[1](h)
+            return self.head(self.blocks[2](h)) + self.blocks[2](h.detach())
+
+    fit(loop, loop.train(Cut()))
+
+
+HABITS = (
+    Habit(a_backward_for_each_loss, close=ORDER, why="stage 3 reduces after every backward"),
+    Habit(losses_by_hand),
+    Habit(a_sum_over_micro_batches),
+    Habit(two_views_of_one_batch),
+    Habit(a_target_of_ones_own_without_gradients),
+    Habit(a_forward_that_is_thrown_away),
+    Habit(a_forward_between_forward_and_backward),
+    Habit(the_model_is_called_in_pieces),
+    Habit(a_gradient_that_is_given),
+    Habit(torch_autograd_backward),
+    Habit(saliency),
+    Habit(adversarial_examples),
+    Habit(adversarial_examples_by_backward),
+    Habit(free_adversarial_training),
+    Habit(a_gradient_penalty),
+    Habit(a_penalty_on_its_own),
+    Habit(forces),
+    Habit(a_gradient_of_parameters),
+    Habit(a_graph_of_a_backward),
+    Habit(backward_by_inputs),
+    Habit(a_map_over_samples),
+    Habit(a_derivative_inside_the_model),
+    Habit(a_jacobian_of_the_model),
+    Habit(other_weights_for_a_call),
+    Habit(checkpointed_blocks),
+    Habit(reentrantly_checkpointed_blocks),
+    Habit(checkpointed_blocks_with_dropout),
+    Habit(a_checkpointed_part_of_a_block),
+    Habit(checkpoints_in_checkpoints),
+    Habit(checkpointed_segments),
+    Habit(a_checkpoint_around_the_call),
+    Habit(a_reentrant_checkpoint_around_the_call),
+    Habit(a_checkpointed_block_with_a_list),
+    Habit(functions_of_autograd),
+    Habit(weights_on_the_context),
+    Habit(activations_on_the_host),
+    Habit(hooks_on_what_is_saved),
+    Habit(anomaly_mode),
+    Habit(a_tensor_that_was_changed),
+    Habit(a_second_backward_of_a_freed_graph),
+    Habit(a_block_that_changes_its_input),
+    Habit(a_block_that_changes_and_returns_its_input),
+    Habit(a_buffer_that_blocks_fill),
+    Habit(a_loss_in_double),
+    Habit(no_grad_around_a_part),
+)

@@ -1,0 +1,292 @@
+"""Hooks that people put on modules, tensors and parameters after the engine was made.
+
+Invariant: a hook sees whole weights and what plain torch would show it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.habits.loop import Habit, Loop
+from tests.habits.networks import WIDTH, Block, Net, fit, square
+
+
+def features_by_a_hook(loop: Loop) -> None:
+    """Distillation: a loss on what a hook caught inside a block, beside the model's own."""
+    net = loop.train(Net())
+    caught: list[Tensor] = []
+    net.module.blocks[1].up.register_forward_hook(lambda module, args, out: caught.append(out))
+
+    def loss(x: Tensor) -> Tensor:
+        out = net(x)
+        return square(out) + 0.1 * square(caught.pop())
+
+    fit(loop, net, loss)
+
+
+def features_alone(loop: Loop) -> None:
+    """A perceptual loss: nothing of the output is in it."""
+    net = loop.train(Net())
+    caught: list[Tensor] = []
+    net.module.blocks[1].up.register_forward_hook(lambda module, args, out: caught.append(out))
+
+    def loss(x: Tensor) -> Tensor:
+        net(x)
+        return square(caught.pop())
+
+    fit(loop, net, loss)
+
+
+def features_of_a_block(loop: Loop) -> None:
+    """A hook on the block itself, and one on its input."""
+    net = loop.train(Net())
+    caught: list[Tensor] = []
+    net.module.blocks[0].register_forward_hook(lambda module, args, out: caught.append(out))
+    net.module.blocks[2].register_forward_pre_hook(lambda module, args: caught.append(args[0]))
+
+    def loss(x: Tensor) -> Tensor:
+        caught.clear()
+        net(x)
+        return square(caught[0]) + square(caught[1])
+
+    fit(loop, net, loss)
+
+
+def features_by_attribute(loop: Loop) -> None:
+    """A block that keeps what it computed, as attention keeps its weights."""
+
+    class Keeps(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = torch.tanh(self.up(x))
+            return x + self.down(self.kept)
+
+    net = loop.train(Net(Keeps))
+
+    def loss(x: Tensor) -> Tensor:
+        out = net(x)
+        return square(out) + sum(square(block.kept) for block in net.module.blocks)
+
+    fit(loop, net, loss)
+
+
+def a_teacher_and_hooks(loop: Loop) -> None:
+    """A frozen plain model beside the engine, its features matched by hooks on both."""
+    torch.manual_seed(3)
+    teacher = Net().to(loop.dtype).eval()
+    net = loop.train(Net())
+    caught: dict[str, Tensor] = {}
+    for name, module in (("student", net.module), ("teacher", teacher)):
+        module.blocks[1].down.register_forward_hook(
+            lambda module, args, out, name=name: caught.__setitem__(name, out)
+        )
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(x)
+        return square(net(x) - target) + square(caught["student"] - caught["teacher"])
+
+    fit(loop, net, loss)
+
+
+def a_hook_that_reads_weights(loop: Loop) -> None:
+    """Before a block runs, its weights are whole: pruning, spectral penalties, logging."""
+    net = loop.train(Net())
+
+    def look(module: nn.Module, args: Any) -> None:
+        loop.see("weight", [module.up.weight, module.down.bias])
+
+    for block in net.module.blocks:
+        block.register_forward_pre_hook(look)
+    fit(loop, net)
+
+
+def a_hook_in_front_that_reads_weights(loop: Loop) -> None:
+    """The same, put in front of all other hooks."""
+    net = loop.train(Net())
+
+    def look(module: nn.Module, args: Any) -> None:
+        loop.see("weight", module.up.weight)
+
+    for block in net.module.blocks:
+        block.register_forward_pre_hook(look, prepend=True)
+    fit(loop, net)
+
+
+def a_hook_behind_that_reads_weights(loop: Loop) -> None:
+    """After a block has run, its weights still are whole."""
+    net = loop.train(Net())
+
+    def look(module: nn.Module, args: Any, out: Any) -> None:
+        loop.see("weight", module.up.weight)
+
+    for block in net.module.blocks:
+        block.register_forward_hook(look)
+    net.module.into.register_forward_hook(lambda module, args, out: loop.see("into", module.weight))
+    fit(loop, net)
+
+
+def a_hook_that_changes_input_and_output(loop: Loop) -> None:
+    """Activation patching: what a hook returns is what goes on."""
+    net = loop.train(Net())
+    net.module.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    net.module.blocks[1].register_forward_hook(lambda module, args, out: out + 1.0)
+    net.module.blocks[2].register_forward_hook(
+        lambda module, args, kwargs, out: out * 0.5, with_kwargs=True, prepend=True
+    )
+    fit(loop, net)
+
+
+def hooks_on_all_modules(loop: Loop) -> None:
+    """`register_module_forward_hook`, as profilers and torchinfo put it."""
+    net = loop.train(Net())
+    seen: list[str] = []
+    before = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: seen.append(f"{type(module).__name__} {len(args)}")
+    )
+    after = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(f"{tuple(out.shape)} {out.dtype}")
+    )
+    fit(loop, net)
+    before.remove()
+    after.remove()
+    loop.see("seen", seen)
+
+
+def full_backward_hooks(loop: Loop) -> None:
+    """The gradients at a block's output and input."""
+    net = loop.train(Net())
+    seen: list[Any] = []
+    for number, block in enumerate(net.module.blocks):
+        block.register_full_backward_pre_hook(
+            lambda module, grads, n=number: seen.append((n, "out", grads[0].clone()))
+        )
+        block.register_full_backward_hook(
+            lambda module, into, out, n=number: seen.append((n, "in", into[0].clone(), out[0].clone()))
+        )
+    fit(loop, net)
+    loop.see("seen", seen)
+
+
+def a_backward_hook_that_changes_gradients(loop: Loop) -> None:
+    """Gradient reversal and scaling at a block's boundary."""
+    net = loop.train(Net())
+    net.module.blocks[1].register_full_backward_hook(lambda module, into, out: (-0.5 * into[0],))
+    net.module.blocks[2].register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
+    fit(loop, net)
+
+
+def a_backward_hook_that_reads_weights(loop: Loop) -> None:
+    """While a block's gradients are formed its weights are whole."""
+    net = loop.train(Net())
+    for block in net.module.blocks:
+        block.register_full_backward_pre_hook(lambda module, out: loop.see("weight", module.up.weight))
+    fit(loop, net)
+
+
+def hooks_on_tensors(loop: Loop) -> None:
+    """`register_hook` and `retain_grad` on what the model returned and on what is inside."""
+    net = loop.train(Net())
+    caught: list[Tensor] = []
+    net.module.blocks[0].register_forward_hook(lambda module, args, out: caught.append(out))
+    for number in range(2):
+        out = net(loop.data(number))
+        out.retain_grad()
+        caught[-1].retain_grad()
+        out.register_hook(lambda grad: grad * 2)
+        net.backward(square(out))
+        loop.see("gradients", [out.grad, caught[-1].grad])
+        net.step()
+
+
+def hooks_on_parameters(loop: Loop) -> None:
+    """A mask on a weight's gradient."""
+    net = loop.train(Net())
+    mask = torch.eye(WIDTH, dtype=torch.bool)
+    seen: list[int] = []
+    net.module.head.weight.register_hook(lambda grad: grad.masked_fill(mask.to(grad.device), 0.0))
+    net.module.blocks[1].up.weight.register_hook(lambda grad: seen.append(grad.numel()))
+    net.module.blocks[1].up.bias.register_hook(lambda grad: 2 * grad)
+    fit(loop, net)
+    loop.see("seen", seen)
+
+
+def hooks_before_the_engine(loop: Loop) -> None:
+    """The same, put on before."""
+    model = Net()
+    model.head.weight.register_hook(lambda grad: grad * 0.5)
+    seen: list[Any] = []
+    model.blocks[1].register_forward_hook(
+        lambda module, args, out: seen.append(module.up.weight.sum().item())
+    )
+    model.blocks[1].register_full_backward_hook(lambda module, into, out: seen.append(out[0].clone()))
+    net = loop.train(model)
+    fit(loop, net)
+    loop.see("seen", seen)
+
+
+def hooks_after_accumulation(loop: Loop) -> None:
+    """`register_post_accumulate_grad_hook` that reads or changes what a backward has left."""
+    net = loop.train(Net())
+    seen: list[Any] = []
+
+    def look(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        seen.append([list(parameter.grad.shape), parameter.grad.clone()])
+        parameter.grad.mul_(0.5)
+
+    net.module.blocks[1].down.weight.register_post_accumulate_grad_hook(look)
+    fit(loop, net)
+    loop.see("seen", seen)
+
+
+def hooks_that_come_and_go(loop: Loop) -> None:
+    """Put on and taken off between steps."""
+    net = loop.train(Net())
+    for number in range(3):
+        seen: list[Tensor] = []
+        handle = net.module.blocks[number].register_forward_hook(lambda m, args, out, s=seen: s.append(out))
+        fit(loop, net, steps=1, seed=number)
+        handle.remove()
+        loop.see("seen", seen)
+
+
+def a_hook_that_raises(loop: Loop) -> None:
+    """An exception in a hook, and training goes on."""
+    net = loop.train(Net())
+
+    def fail(module: nn.Module, args: Any, out: Any) -> None:
+        raise KeyError("mine")
+
+    handle = net.module.blocks[1].register_forward_hook(fail)
+    try:
+        net(loop.data(0))
+    except KeyError as error:
+        loop.see("raised", str(error))
+    handle.remove()
+    fit(loop, net)
+
+
+HABITS = (
+    Habit(features_by_a_hook),
+    Habit(features_alone),
+    Habit(features_of_a_block),
+    Habit(features_by_attribute),
+    Habit(a_teacher_and_hooks),
+    Habit(a_hook_that_reads_weights),
+    Habit(a_hook_in_front_that_reads_weights),
+    Habit(a_hook_behind_that_reads_weights),
+    Habit(a_hook_that_changes_input_and_output),
+    Habit(hooks_on_all_modules),
+    Habit(full_backward_hooks),
+    Habit(a_backward_hook_that_changes_gradients),
+    Habit(a_backward_hook_that_reads_weights),
+    Habit(hooks_on_tensors),
+    Habit(hooks_on_parameters),
+    Habit(hooks_before_the_engine),
+    Habit(hooks_after_accumulation),
+    Habit(hooks_that_come_and_go),
+    Habit(a_hook_that_raises),
+)

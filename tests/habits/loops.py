@@ -1,0 +1,500 @@
+"""Loops themselves: accumulation, schedules, evaluation, interrupts, threads, batches of every size.
+
+Invariant: a loop that runs with plain torch on every rank runs with the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.habits.loop import Habit, Loop
+from tests.habits.networks import WIDTH, Block, Net, fit, square
+
+ORDER = 2.0**-20
+"""fp32 sums in another order: some ulps of 2^-23."""
+
+# --- micro-batches --------------------------------------------------------------------------------------
+
+
+def micro_batches(loop: Loop) -> None:
+    net = loop.train(Net(), 4)
+    for number in range(8):
+        net.backward(square(net(loop.data(number))))
+        loop.see("updated", net.step())
+
+
+def micro_batches_without_sync(loop: Loop) -> None:
+    """`no_sync` around all but the last, as with DDP; one step per update."""
+    net = loop.train(Net())
+    for step in range(2):
+        for micro in range(3):
+            with net.no_sync() if micro < 2 else contextlib.nullcontext():
+                net.backward(square(net(loop.data(3 * step + micro))) / 3)
+        loop.see("updated", net.step())
+
+
+def a_last_step_that_is_short(loop: Loop) -> None:
+    """The data end in the middle of a step, and the rest is dropped."""
+    net = loop.train(Net(), 4)
+    for epoch in range(2):
+        for number in range(6):
+            net.backward(square(net(loop.data(6 * epoch + number))))
+            net.step()
+        net.zero_grad()
+
+
+def a_batch_that_is_skipped(loop: Loop) -> None:
+    """On every rank alike: `continue` before the backward."""
+    net = loop.train(Net())
+    for number in range(4):
+        loss = square(net(loop.data(number)))
+        if number == 1:
+            continue
+        net.backward(loss)
+        net.step()
+
+
+def a_batch_that_one_rank_skips(loop: Loop) -> None:
+    """A rank finds its batch bad and goes on with the next; the others do not."""
+    net = loop.train(Net())
+    for number in range(3):
+        out = net(loop.data(number))
+        loss = square(out)
+        if number == 1 and loop.rank == 1:
+            loss = loss * 0.0
+        net.backward(loss)
+        net.step()
+
+
+def a_loss_without_a_graph_on_one_rank(loop: Loop) -> None:
+    """No sample was valid: the loss is a constant there, which needs a gradient to go backward."""
+    net = loop.train(Net())
+    for number in range(3):
+        out = net(loop.data(number))
+        loss = square(out)
+        if number == 1 and loop.rank == 1:
+            loss = torch.zeros((), requires_grad=True)
+        net.backward(loss)
+        net.step()
+
+
+def a_loss_that_is_not_finite(loop: Loop) -> None:
+    """NaN on one rank: no update on any, and training goes on."""
+    net = loop.train(Net())
+    for number in range(4):
+        x = loop.data(number)
+        if number == 1 and loop.rank == 1:
+            x[0, 0] = float("nan")
+        if number == 2:
+            x[0, 0] = float("inf")
+        net.backward(square(net(x)))
+        loop.see("updated", net.step())
+
+
+def a_bad_loss_that_is_not_used(loop: Loop) -> None:
+    """The loop looks at the loss, and calls `zero_grad` and `continue`."""
+    net = loop.train(Net())
+    for number in range(3):
+        loss = square(net(loop.data(number, same=True)))
+        if number == 1:
+            net.zero_grad()
+            continue
+        net.backward(loss)
+        net.step()
+
+
+def batches_of_every_size(loop: Loop) -> None:
+    """Other sizes on other ranks, and none at all on one."""
+    net = loop.train(Net())
+    for number, sizes in enumerate([(4, 2), (1, 7), (3, 0), (0, 5)]):
+        net.backward(net(loop.data(number, sizes[loop.rank], WIDTH)).float().square().sum())
+        net.step()
+
+
+def lengths_of_every_size(loop: Loop) -> None:
+    """Sequences of other lengths on other ranks and in every batch."""
+    net = loop.train(Net())
+    for number in range(3):
+        net.backward(square(net(loop.data(number, 2, 1 + number + 2 * loop.rank, WIDTH))))
+        net.step()
+
+
+def a_data_loader(loop: Loop) -> None:
+    """torch's own, its batches as lists."""
+    net = loop.train(Net())
+    source = torch.Generator().manual_seed(loop.rank)
+    dataset = TensorDataset(loop.data(0, 10, WIDTH), loop.integers(0, WIDTH, 10))
+    for x, y in DataLoader(dataset, 4, shuffle=True, generator=source):
+        net.backward(nn.functional.cross_entropy(net(x).float(), y))
+        net.step()
+
+
+# --- zero_grad, schedules, clipping ---------------------------------------------------------------------
+
+
+def zero_grad_in_every_way(loop: Loop) -> None:
+    """Before the forward, by the module, by the optimizer, set to zero and to none."""
+    net = loop.train(Net())
+    for number in range(4):
+        if number == 0:
+            net.optimizer.zero_grad()
+        if number == 1:
+            net.module.zero_grad(set_to_none=False)
+        if number == 2:
+            net.module.zero_grad()
+            net.optimizer.zero_grad(set_to_none=False)
+        fit(loop, net, steps=1, seed=number)
+
+
+def schedules_of_torch(loop: Loop) -> None:
+    """A scheduler over the optimizer, stepped by hand."""
+    net = loop.train(Net())
+    schedule = torch.optim.lr_scheduler.StepLR(net.optimizer, 2, 0.5)
+    for number in range(5):
+        fit(loop, net, steps=1, seed=number)
+        schedule.step()
+        loop.see("lr", schedule.get_last_lr())
+
+
+def learning_rates_by_hand(loop: Loop) -> None:
+    """`group["lr"] = ...` before every step."""
+    net = loop.train(Net())
+    for number in range(4):
+        for group in net.optimizer.param_groups:
+            group["lr"] = 0.02 * (number + 1)
+        fit(loop, net, steps=1, seed=number)
+
+
+def a_plateau(loop: Loop) -> None:
+    """ReduceLROnPlateau, told what the loss was."""
+    net = loop.train(Net())
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(net.optimizer, factor=0.5, patience=0)
+    for number in range(4):
+        fit(loop, net, steps=1, seed=number)
+        schedule.step(1.0)
+        loop.see("lr", [group["lr"] for group in net.optimizer.param_groups])
+
+
+# --- evaluation -----------------------------------------------------------------------------------------
+
+
+def evaluation_between_steps(loop: Loop) -> None:
+    """no_grad, inference_mode, eval and train, with and without."""
+    net = loop.train(Net(lambda: nn.Sequential(Block(), nn.Dropout(0.2))))
+    for number in range(3):
+        net.module.train()
+        fit(loop, net, steps=1, seed=number)
+        net.module.eval()
+        with torch.no_grad():
+            loop.see("no_grad", net(loop.data(90)))
+        with torch.inference_mode():
+            loop.see("inference_mode", net(loop.data(91)).clone())
+        loop.see("with gradients", net(loop.data(92)))
+
+
+def evaluation_between_micro_batches(loop: Loop) -> None:
+    net = loop.train(Net(), 2)
+    for number in range(4):
+        net.backward(square(net(loop.data(number))))
+        with torch.no_grad():
+            loop.see("evaluated", net(loop.data(90)))
+        net.step()
+
+
+def evaluation_as_a_decorator(loop: Loop) -> None:
+    """`@torch.no_grad()` on a function, and on a generator of predictions."""
+    net = loop.train(Net())
+
+    @torch.no_grad()
+    def predictions() -> Iterator[Tensor]:
+        for number in range(3):
+            yield net(loop.data(90 + number))
+
+    fit(loop, net)
+    loop.see("predictions", list(predictions()))
+    fit(loop, net, seed=3)
+
+
+def generation(loop: Loop) -> None:
+    """Token by token, sampled, the module called by itself."""
+
+    class Language(Net):
+        def __init__(self) -> None:
+            super().__init__(out=11)
+            self.tokens = nn.Embedding(11, WIDTH)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(self.tokens(tokens))
+
+        @torch.no_grad()
+        def generate(self, tokens: Tensor) -> Tensor:
+            for _ in range(4):
+                chances = self(tokens)[:, -1].float().softmax(-1)
+                tokens = torch.cat([tokens, torch.multinomial(chances, 1)], 1)
+            return tokens
+
+    net = loop.train(Language())
+    for number in range(2):
+        tokens = loop.integers(number, 11, 2, 4)
+        net.backward(nn.functional.cross_entropy(net(tokens).float().flatten(0, 1), tokens.flatten()))
+        net.step()
+        loop.see("generated", net.module.generate(tokens))
+
+
+def evaluation_of_other_lengths(loop: Loop) -> None:
+    """Every rank has as many batches as it has data: the last ones of rank 0 meet nobody."""
+    net = loop.train(Net())
+    fit(loop, net)
+    net.module.eval()
+    with torch.no_grad():
+        for number in range(2):
+            loop.see("evaluated", net(loop.data(90 + number, 4 - loop.rank, WIDTH)))
+    net.module.train()
+    fit(loop, net)
+
+
+def inference_tensors(loop: Loop) -> None:
+    """Data that were made in inference_mode."""
+    net = loop.train(Net())
+    with torch.inference_mode():
+        x = loop.data(0) * 2
+    for number in range(2):
+        net.backward(square(net(x.clone() + loop.data(number))))
+        net.step()
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------
+
+
+class Fails(Net):
+    """Raises in the middle of a forward when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](self.into(x))
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return self.head(self.blocks[2](self.blocks[1](h)))
+
+
+def failing(loop: Loop, error: BaseException) -> None:
+    net = loop.train(Fails())
+    for number in range(4):
+        net.module.error = error if number == 2 else None
+        try:
+            net.backward(square(net(loop.data(number))))
+        except type(error):
+            loop.see("raised", number)
+            net.zero_grad()
+            continue
+        net.step()
+
+
+def an_exception_in_the_forward(loop: Loop) -> None:
+    """Out of memory, and the batch is left out."""
+    failing(loop, RuntimeError("out of memory"))
+
+
+def an_interrupt(loop: Loop) -> None:
+    """Ctrl-C in a notebook, and the cell again."""
+    failing(loop, KeyboardInterrupt())
+
+
+def an_exception_in_the_backward(loop: Loop) -> None:
+    """A hook on a tensor raises."""
+    net = loop.train(Net())
+    for number in range(3):
+        out = net(loop.data(number))
+        if number == 1:
+
+            def fail(grad: Tensor) -> None:
+                raise ValueError("mine")
+
+            out.register_hook(fail)
+        try:
+            net.backward(square(out))
+        except ValueError:
+            loop.see("raised", number)
+            net.zero_grad()
+            continue
+        net.step()
+
+
+# --- surroundings ---------------------------------------------------------------------------------------
+
+
+def another_default_dtype(loop: Loop) -> None:
+    """`torch.set_default_dtype(float64)` around training."""
+    net = loop.train(Net())
+    torch.set_default_dtype(torch.float64)
+    try:
+        fit(loop, net)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def a_default_device(loop: Loop) -> None:
+    """`with torch.device(...)` around everything."""
+    with torch.device("cpu"):
+        fit(loop, loop.train(Net()))
+
+
+def gradients_off_around(loop: Loop) -> None:
+    """A whole script under no_grad, training under enable_grad."""
+    with torch.no_grad():
+        net = loop.train(Net())
+        with torch.enable_grad():
+            fit(loop, net)
+        loop.see("evaluated", net(loop.data(9)))
+
+
+def a_thread(loop: Loop) -> None:
+    """Training in a thread that is not the main one, as servers and notebooks do."""
+    net = loop.train(Net())
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            fit(loop, net)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    fit(loop, net, seed=2)
+
+
+def deterministic_algorithms(loop: Loop) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        fit(loop, loop.train(Net()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def a_dispatch_mode(loop: Loop) -> None:
+    """A counter of operations around a step."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    net = loop.train(Net())
+    with FlopCounterMode(display=False) as counter:
+        fit(loop, net)
+    loop.see("flops", counter.get_total_flops() > 0)
+
+
+def a_profiler(loop: Loop) -> None:
+    net = loop.train(Net())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fit(loop, net)
+    loop.see("profile", len(profile.events()) > 0)
+
+
+def collectives_of_ones_own(loop: Loop) -> None:
+    """Losses averaged for a log, a gather of features inside the model."""
+
+    class Gathers(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            found = [torch.zeros_like(out) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(found, out.detach())
+            return out - torch.stack(found).mean((0, 1))
+
+    net = loop.train(Gathers())
+    for number in range(2):
+        loss = square(net(loop.data(number)))
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        loop.see("mean", mean)
+        net.backward(loss)
+        net.step()
+
+
+def attributes_of_the_model(loop: Loop) -> None:
+    """Things that people hang on a module and change while it trains."""
+    net = loop.train(Net())
+    net.module.step_count = 0
+    net.module.history = []
+    for number in range(3):
+        fit(loop, net, steps=1, seed=number)
+        net.module.step_count += 1
+        net.module.history.append(number)
+        net.module.blocks[0].extra = torch.ones(3) * number
+    loop.see("attributes", [net.module.step_count, net.module.history, net.module.blocks[0].extra])
+
+
+def a_forward_that_is_patched(loop: Loop) -> None:
+    """A block's forward replaced by a function, as patches for long contexts do."""
+    net = loop.train(Net())
+    block = net.module.blocks[1]
+    old = block.forward
+    block.forward = lambda x, *rest: old(x) * 0.5
+    fit(loop, net)
+    del block.forward
+    fit(loop, net, seed=2)
+
+
+def functions_over_modules(loop: Loop) -> None:
+    """`module.apply`, `modules()`, `train(False)` of a part."""
+
+    def quiet(module: Any) -> None:
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+    net = loop.train(Net(lambda: nn.Sequential(Block(), nn.Dropout(0.5), nn.LayerNorm(WIDTH))))
+    net.module.apply(quiet)
+    net.module.blocks[0].eval()
+    loop.see("modules", [type(module).__name__ for module in net.module.modules()])
+    fit(loop, net)
+
+
+HABITS = (
+    Habit(micro_batches),
+    Habit(micro_batches_without_sync, close=ORDER, why="stage 3 reduces after every backward"),
+    Habit(a_last_step_that_is_short),
+    Habit(a_batch_that_is_skipped),
+    Habit(a_batch_that_one_rank_skips),
+    Habit(a_loss_without_a_graph_on_one_rank),
+    Habit(a_loss_that_is_not_finite),
+    Habit(a_bad_loss_that_is_not_used),
+    Habit(batches_of_every_size),
+    Habit(lengths_of_every_size),
+    Habit(a_data_loader),
+    Habit(zero_grad_in_every_way),
+    Habit(schedules_of_torch),
+    Habit(learning_rates_by_hand),
+    Habit(a_plateau),
+    Habit(evaluation_between_steps),
+    Habit(evaluation_between_micro_batches),
+    Habit(evaluation_as_a_decorator),
+    Habit(generation),
+    Habit(evaluation_of_other_lengths),
+    Habit(inference_tensors),
+    Habit(an_exception_in_the_forward),
+    Habit(an_interrupt),
+    Habit(an_exception_in_the_backward),
+    Habit(another_default_dtype),
+    Habit(a_default_device),
+    Habit(gradients_off_around),
+    Habit(a_thread),
+    Habit(deterministic_algorithms),
+    Habit(a_dispatch_mode),
+    Habit(a_profiler),
+    Habit(collectives_of_ones_own),
+    Habit(attributes_of_the_model),
+    Habit(a_forward_that_is_patched),
+    Habit(functions_over_modules),
+)

@@ -1,0 +1,544 @@
+"""What is handed to a model and its blocks, and what comes back: lists, dicts, batches, outputs.
+
+Invariant: what the model does to the objects that it is given is seen by whoever gave them.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.habits.loop import Habit, Loop
+from tests.habits.networks import WIDTH, Block, Net, fit, square
+
+
+class Appends(Block):
+    """Leaves something of its own in a list that it is given."""
+
+    def forward(self, x: Tensor, found: Any) -> Tensor:
+        y = super().forward(x)
+        found.append(y.float().square().mean())
+        return y
+
+
+class Listed(Net):
+    """Sums what its blocks left in a list."""
+
+    def __init__(self, make: Any = list) -> None:
+        super().__init__(Appends)
+        self.make = make
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        found = self.make()
+        out = super().forward(x, found)
+        return out, found
+
+
+def a_list_that_blocks_append_to(loop: Loop) -> None:
+    """The auxiliary losses of a mixture of experts."""
+    net = loop.train(Listed())
+    for number in range(2):
+        out, found = net(loop.data(number))
+        loop.see("aux", list(found))
+        net.backward(square(out) + 0.1 * sum(found))
+        net.step()
+
+
+def a_deque_that_blocks_append_to(loop: Loop) -> None:
+    """As above, in a container that is no list."""
+    net = loop.train(Listed(lambda: collections.deque(maxlen=2)))
+    out, found = net(loop.data(0))
+    loop.see("aux", list(found))
+    net.backward(square(out) + 0.1 * sum(found))
+    net.step()
+
+
+class Remembers(Block):
+    """Keeps what it computed in a cache that it is given."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor, cache: dict[int, Tensor], *, past: list[Tensor] | None = None) -> Tensor:
+        before = cache.get(self.number)
+        y = super().forward(x if before is None else x + before)
+        cache[self.number] = y
+        if past is not None:
+            past += [y.detach()]
+        return y
+
+
+class Cached(nn.Module):
+    """Blocks with a cache from one call to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Remembers(number) for number in range(3))
+
+    def forward(self, x: Tensor, cache: dict[int, Tensor], past: list[Tensor] | None = None) -> Tensor:
+        h = self.into(x)
+        for block in self.blocks:
+            h = block(h, cache, past=past)
+        return h
+
+
+def a_cache_that_blocks_write(loop: Loop) -> None:
+    """Truncated backpropagation: the second call reads what the first has written, in one graph."""
+    net = loop.train(Cached())
+    for number in range(2):
+        cache: dict[int, Tensor] = {}
+        past: list[Tensor] = []
+        one = net(loop.data(2 * number), cache, past)
+        two = net(loop.data(2 * number + 1), cache, past=past)
+        loop.see("cache", [sorted(cache), len(past), past])
+        net.backward(square(one) + square(two))
+        net.step()
+
+
+def a_cache_in_evaluation(loop: Loop) -> None:
+    """A loop that generates, with what it remembers."""
+    net = loop.train(Cached())
+    cache: dict[int, Tensor] = {}
+    x = loop.data(0)
+    with torch.no_grad():
+        for _ in range(3):
+            x = net(x, cache).tanh()
+    loop.see("generated", [x, cache])
+
+
+@dataclass
+class State:
+    """What blocks hand on."""
+
+    h: Tensor
+    steps: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Stateful(Block):
+    """Changes the object that it is given, and returns nothing."""
+
+    def forward(self, state: Any) -> None:
+        state.h = super().forward(state.h)
+        state.steps += 1
+        state.losses.append(state.h.float().abs().mean())
+
+
+class ByState(Net):
+    """Blocks that share an object."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(Stateful)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        state = self.make(h=self.into(x), steps=0, losses=[])
+        for block in self.blocks:
+            block(state)
+        state.h = self.head(state.h)
+        return state
+
+
+class Bag:
+    """An object of a class that nobody knows."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Slotted:
+    """The same without a dict of its own."""
+
+    __slots__ = ("h", "losses", "steps")
+
+    def __init__(self, h: Tensor, steps: int, losses: list[Tensor]) -> None:
+        self.h, self.steps, self.losses = h, steps, losses
+
+
+def by_state(loop: Loop, make: Any) -> None:
+    net = loop.train(ByState(make))
+    for number in range(2):
+        state = net(loop.data(number))
+        loop.see("state", [state.steps, len(state.losses)])
+        net.backward(square(state.h) + 0.1 * sum(state.losses))
+        net.step()
+
+
+def a_dataclass_that_blocks_change(loop: Loop) -> None:
+    """A state that blocks share, as AlphaFold's and diffusion models have."""
+    by_state(loop, State)
+
+
+def a_namespace_that_blocks_change(loop: Loop) -> None:
+    """The same in a SimpleNamespace."""
+    by_state(loop, SimpleNamespace)
+
+
+def an_object_that_blocks_change(loop: Loop) -> None:
+    """The same in an object of a class of its own."""
+    by_state(loop, Bag)
+
+
+def a_slotted_object_that_blocks_change(loop: Loop) -> None:
+    """The same in one with slots."""
+    by_state(loop, Slotted)
+
+
+# --- batches --------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """A batch."""
+
+    x: Tensor
+    mask: Tensor
+    label: Tensor
+
+
+@dataclass
+class Batch:
+    """The same as a dataclass."""
+
+    x: Tensor
+    mask: Tensor
+    label: Tensor
+
+
+@dataclass(frozen=True)
+class FrozenBatch:
+    """The same, read-only."""
+
+    x: Tensor
+    mask: Tensor
+    label: Tensor
+
+
+class FromBatch(Net):
+    """Reads a batch by key or by attribute, and says in which dtype its floats came."""
+
+    def forward(self, batch: Any) -> dict[str, Any]:
+        def get(name: str) -> Any:
+            return getattr(batch, name) if hasattr(batch, name) else batch[name]
+
+        out = super().forward(get("x"))
+        loss = torch.where(get("mask")[:, None], out.float(), 0.0).square().mean()
+        return {"loss": loss, "dtype": str(get("x").dtype), "kind": type(batch).__name__}
+
+
+def batches(loop: Loop, make: Any) -> None:
+    """fp32 from a data loader, cast on the way in and left alone where it came from."""
+    net = loop.train(FromBatch())
+    for number in range(2):
+        x = loop.data(number).float() + 2**-12  # not a bf16 value
+        mask, label = torch.tensor([True, False, True, True]), loop.integers(number, 5, 4)
+        batch, before = make(x=x, mask=mask, label=label), x.clone()
+        # Plain torch casts by hand what the engine casts.
+        out = net(make(x=x.to(loop.dtype), mask=mask, label=label) if loop.plain else batch)
+        loop.see("what the model saw", [out["dtype"], out["kind"]])
+        net.backward(out["loss"])
+        net.step()
+        left = batch["x"] if isinstance(batch, (dict, collections.UserDict)) else batch.x
+        loop.see("left alone", [left is x, torch.equal(left, before), left.dtype == torch.float32])
+
+
+def a_dict_as_a_batch(loop: Loop) -> None:
+    batches(loop, dict)
+
+
+def an_ordered_dict_as_a_batch(loop: Loop) -> None:
+    batches(loop, collections.OrderedDict)
+
+
+def a_user_dict_as_a_batch(loop: Loop) -> None:
+    batches(loop, collections.UserDict)
+
+
+def a_named_tuple_as_a_batch(loop: Loop) -> None:
+    batches(loop, Pair)
+
+
+def a_dataclass_as_a_batch(loop: Loop) -> None:
+    batches(loop, Batch)
+
+
+def a_frozen_dataclass_as_a_batch(loop: Loop) -> None:
+    batches(loop, FrozenBatch)
+
+
+def a_namespace_as_a_batch(loop: Loop) -> None:
+    batches(loop, SimpleNamespace)
+
+
+def an_object_as_a_batch(loop: Loop) -> None:
+    batches(loop, Bag)
+
+
+def an_encoding_as_a_batch(loop: Loop) -> None:
+    """What tokenizers and image processors of `transformers` return."""
+    from transformers.feature_extraction_utils import BatchFeature
+
+    batches(loop, lambda **values: BatchFeature(values))
+
+
+class Keeps(Net):
+    """Writes into the batch, as detection models put their anchors there."""
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        batch["features"] = self.into(batch["x"])
+        batch["seen"] = batch.get("seen", 0) + 1
+        h = batch["features"]
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def a_batch_that_the_model_writes_to(loop: Loop) -> None:
+    """The caller finds there what the model has put there."""
+    net = loop.train(Keeps())
+    batch: dict[str, Any] = {"x": loop.data(0)}
+    for _ in range(2):
+        out = net(batch)
+        loop.see("batch", [sorted(batch), batch["seen"], batch["features"]])
+        net.backward(square(out) + 0.1 * square(batch["features"]))
+        net.step()
+
+
+class Nested(Net):
+    """Takes everything by keyword, deep inside."""
+
+    def forward(self, *, inputs: dict[str, list[tuple[Tensor, None]]], scale: float, name: str) -> Tensor:
+        assert name == "x" and isinstance(inputs["a"][0], tuple)
+        return super().forward(inputs["a"][0][0] * scale)
+
+
+def inputs_deep_inside_keywords(loop: Loop) -> None:
+    """No tensor among the arguments themselves, and some that are none."""
+    net = loop.train(Nested())
+    fit(loop, net, lambda x: square(net(inputs={"a": [(x, None)]}, scale=0.5, name="x")))
+
+
+class Masked(Net):
+    """Embeds tokens, adds an optional float, masks by bools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, WIDTH, padding_idx=0)
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
+        h = self.tokens(tokens)
+        h = h if keep is None else h.masked_fill(~keep[..., None], 0.0)
+        return super().forward(h if extra is None else h + extra)
+
+
+def integers_bools_and_nothing(loop: Loop) -> None:
+    """Inputs that are no floats, and None."""
+    net = loop.train(Masked())
+    for number in range(3):
+        tokens = loop.integers(number, 11, 2, 5)
+        keep = tokens > 2 if number else None
+        out = net(tokens, keep, extra=None if number < 2 else loop.data(number, 2, 5, WIDTH))
+        net.backward(square(out))
+        net.step()
+
+
+def integer_inputs_keep_their_dtype(loop: Loop) -> None:
+    """int16, uint8 and float64 numbers that stand beside a tensor."""
+
+    class Sees(Net):
+        def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, list[str]]:
+            return super().forward(x), [str(getattr(item, "dtype", type(item).__name__)) for item in rest]
+
+    net = loop.train(Sees())
+    rest = (torch.ones(2, dtype=torch.int16), torch.ones(2, dtype=torch.uint8), 2.5, "text", None, True)
+    out, dtypes = net(loop.data(0), *rest)
+    loop.see("dtypes", dtypes)
+    net.backward(square(out))
+    net.step()
+
+
+# --- outputs --------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """What a model returns, of a class of its own."""
+
+    def __init__(self, logits: Tensor, loss: Tensor) -> None:
+        self.logits, self._hidden = logits, loss
+
+    @property
+    def loss(self) -> Tensor:
+        return self._hidden
+
+
+class Answers(Net):
+    """Returns an object that nobody can look into but by its attributes."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return self.wrap(out, square(out))
+
+
+def answers(loop: Loop, wrap: Any, loss_of: Any) -> None:
+    net = loop.train(Answers(wrap))
+    fit(loop, net, lambda x: loss_of(net(x)))
+
+
+def an_output_of_a_class_of_its_own(loop: Loop) -> None:
+    answers(loop, Answer, lambda answer: answer.loss)
+
+
+def an_output_in_a_namespace(loop: Loop) -> None:
+    answers(loop, lambda out, loss: SimpleNamespace(a=[out], b={"loss": loss}), lambda found: found.b["loss"])
+
+
+def an_output_behind_a_function(loop: Loop) -> None:
+    """A closure over the loss: nothing can see the tensor inside."""
+    answers(loop, lambda out, loss: lambda: loss, lambda found: found())
+
+
+def an_output_of_a_model_of_transformers(loop: Loop) -> None:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    answers(loop, lambda out, loss: CausalLMOutputWithPast(loss=loss, logits=out), lambda found: found.loss)
+
+
+def an_output_in_a_set(loop: Loop) -> None:
+    answers(loop, lambda out, loss: frozenset([loss]), lambda found: next(iter(found)))
+
+
+class Stashes(Net):
+    """Returns nothing and keeps its loss as an attribute."""
+
+    def forward(self, x: Tensor) -> None:
+        self.loss = square(super().forward(x))
+
+
+def a_loss_that_is_stashed(loop: Loop) -> None:
+    """The model returns None."""
+    net = loop.train(Stashes())
+
+    def loss(x: Tensor) -> Tensor:
+        assert net(x) is None
+        return net.module.loss
+
+    fit(loop, net, loss)
+
+
+class Yields(Net):
+    """A generator: its body runs when somebody iterates, after the call has ended."""
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        h = self.into(x)
+        for block in self.blocks:
+            h = block(h)
+            yield self.head(h)
+
+
+def an_output_that_is_a_generator(loop: Loop) -> None:
+    """Early exits, one loss per block."""
+    net = loop.train(Yields())
+    fit(loop, net, lambda x: sum(square(out) for out in net(x)))
+
+
+class BlockBag(Block):
+    """A block whose output hides its tensors."""
+
+    def forward(self, x: Any) -> Any:
+        return Bag(h=super().forward(x if isinstance(x, Tensor) else x.h))
+
+
+class BagHead(Net):
+    def __init__(self) -> None:
+        super().__init__(BlockBag)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Any = self.into(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h.h)
+
+
+def blocks_that_hand_on_objects(loop: Loop) -> None:
+    """Between blocks, nothing but objects of a class of its own."""
+    net = loop.train(BagHead())
+    fit(loop, net)
+
+
+def outputs_that_are_kept_and_saved(loop: Loop) -> None:
+    """Predictions of all steps, pickled and saved after training."""
+    net = loop.train(Net())
+    kept = []
+    for number in range(3):
+        out = net(loop.data(number))
+        kept.append(out.detach())
+        net.backward(square(out))
+        net.step()
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    loop.see("saved", torch.load(file))
+    loop.see("pickled", pickle.loads(pickle.dumps(kept)))
+
+
+def an_input_is_the_output(loop: Loop) -> None:
+    """The model returns what it was given beside what it computed."""
+
+    class Echo(Net):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), y
+
+    net = loop.train(Echo())
+    x = loop.data(0)
+    out, echo = net(x, x)
+    loop.see("echo", [echo, echo is x])
+    net.backward(square(out - echo))
+    net.step()
+
+
+HABITS = (
+    Habit(a_list_that_blocks_append_to),
+    Habit(a_deque_that_blocks_append_to),
+    Habit(a_cache_that_blocks_write),
+    Habit(a_cache_in_evaluation),
+    Habit(a_dataclass_that_blocks_change),
+    Habit(a_namespace_that_blocks_change),
+    Habit(an_object_that_blocks_change),
+    Habit(a_slotted_object_that_blocks_change),
+    Habit(a_dict_as_a_batch),
+    Habit(an_ordered_dict_as_a_batch),
+    Habit(a_user_dict_as_a_batch),
+    Habit(a_named_tuple_as_a_batch),
+    Habit(a_dataclass_as_a_batch),
+    Habit(a_frozen_dataclass_as_a_batch),
+    Habit(a_namespace_as_a_batch),
+    Habit(an_object_as_a_batch),
+    Habit(an_encoding_as_a_batch),
+    Habit(a_batch_that_the_model_writes_to),
+    Habit(inputs_deep_inside_keywords),
+    Habit(integers_bools_and_nothing),
+    Habit(integer_inputs_keep_their_dtype),
+    Habit(an_output_of_a_class_of_its_own),
+    Habit(an_output_in_a_namespace),
+    Habit(an_output_behind_a_function),
+    Habit(an_output_of_a_model_of_transformers),
+    Habit(an_output_in_a_set),
+    Habit(a_loss_that_is_stashed),
+    Habit(an_output_that_is_a_generator),
+    Habit(blocks_that_hand_on_objects),
+    Habit(outputs_that_are_kept_and_saved),
+    Habit(an_input_is_the_output),
+)

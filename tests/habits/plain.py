@@ -1,0 +1,146 @@
+"""Plain torch as somebody would write it for several ranks: a model, an optimizer, an all-reduce by hand.
+
+In bf16 the optimizer has fp32 masters and the model sees them rounded. What a script writes into the
+model's weights is taken over by the masters.
+
+Invariant: nothing of zerodrift is in here but how a split master is rounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.habits.loop import Loop
+from zerodrift.optim.split import round_away
+
+LEARNING = {"lr": 0.05, "momentum": 0.9}
+
+
+class Plain:
+    """Trains a model with torch alone."""
+
+    def __init__(self, loop: Loop, model: nn.Module, micro: int, config: dict[str, Any]) -> None:
+        self.module = model
+        self._loop = loop
+        self._micro = micro
+        self._calls = 0
+        self._world = dist.get_world_size()
+        # As ZeRO does: stages 2 and 3 reduce after every micro-batch, which adds in another order.
+        self._every = loop.stage >= 2
+        self._sums: dict[str, Tensor] = {}
+        self._low = loop.mode == "bf16"
+        self._parameters = dict(model.named_parameters())
+        self._masters = {
+            name: nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            for name, parameter in self._parameters.items()
+        }
+        for name, parameter in self._parameters.items():
+            if not self._low or not parameter.is_floating_point():
+                continue
+            if parameter.requires_grad:
+                parameter.data = self._rounded(name)
+                parameter.grad_dtype = torch.float32
+            else:
+                parameter.data = parameter.data.bfloat16()
+                self._masters[name].data = parameter.data
+        trained = [master for master in self._masters.values() if master.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, **LEARNING)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._adopt()
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self._loop.see("loss", loss)
+        loss.backward(**kwargs)
+
+    def step(self) -> bool:
+        self._adopt()
+        self._calls += 1
+        due = self._calls % self._micro == 0
+        if due or self._every:
+            self._reduce()
+        if not due:
+            return False
+        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in self._sums.values()))
+        norm /= self._world * self._micro
+        self._loop.see_norm(norm)
+        if math.isfinite(norm):
+            for name, grad in self._sums.items():
+                self._masters[name].grad = grad / (self._world * self._micro)
+            self.optimizer.step()
+            self._show()
+        self.zero_grad()
+        return math.isfinite(norm)
+
+    def zero_grad(self) -> None:
+        self._sums = {}
+        self._calls = 0
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def gathered(
+        self, names: Iterable[str] | None = None, write: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        chosen = self._parameters if names is None else names
+        yield {name: self._parameters[name].data for name in chosen}
+
+    def gradient(self, name: str) -> Tensor:
+        grad = self._local(name, self._parameters[name])
+        dist.all_reduce(grad)
+        return (grad + self._sums.get(name, 0.0)) / (self._world * self._micro)
+
+    def masters(self) -> dict[str, Tensor]:
+        self._adopt()
+        return {name: master.detach().float() for name, master in self._masters.items()}
+
+    def close(self) -> None:
+        pass
+
+    # --- in between ----------------------------------------------------------------------------------------
+
+    def _local(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """This rank's gradient: a parameter without one counts as zero."""
+        if parameter.grad is None:
+            return torch.zeros_like(self._masters[name])
+        grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        return grad.detach().float().clone()
+
+    def _reduce(self) -> None:
+        for name, parameter in self._parameters.items():
+            if self._masters[name].requires_grad:
+                grad = self._local(name, parameter)
+                dist.all_reduce(grad)
+                self._sums[name] = self._sums[name] + grad if name in self._sums else grad
+                parameter.grad = None
+
+    def _rounded(self, name: str) -> Tensor:
+        master = self._masters[name].detach()
+        trains = self._masters[name].requires_grad
+        return round_away(master) if self._low and trains and master.is_floating_point() else master
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                parameter.copy_(self._rounded(name))
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Take over what was written into the model."""
+        for name, parameter in self._parameters.items():
+            written = parameter.data != self._rounded(name)
+            if bool(written.any()):
+                self._masters[name][written] = parameter.data[written].to(self._masters[name].dtype)

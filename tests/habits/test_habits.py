@@ -1,0 +1,132 @@
+"""Every habit at stages 0 and 3, in fp32 and bf16, on two ranks; what a habit is, is in `__init__.py`.
+
+All habits of a stage and a mode run on one pair of ranks, one after the other, and each is a test. After a
+habit that failed, or took its ranks with it, the others go on on a new pair.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import random
+import tempfile
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.habits import graphs, hooks, loops, modules, objects, values
+from tests.habits.driven import Driven
+from tests.habits.loop import Habit, Loop, MakeTrainer, differences
+from tests.habits.plain import Plain
+from tests.ranks.harness import RankFailure, run_ranks
+from zerodrift.errors import ZerodriftError
+
+HABITS = {
+    habit.name: habit for room in (objects, graphs, hooks, modules, values, loops) for habit in room.HABITS
+}
+CELLS = [(stage, mode) for stage in (0, 3) for mode in ("fp32", "bf16")]
+
+PATIENCE = 15.0
+"""Seconds after which a habit hangs; it takes a twentieth of one."""
+
+
+# --- on a rank ------------------------------------------------------------------------------------------
+
+
+def run_habits(names: Sequence[str], stage: int, mode: str, folder: Path) -> None:
+    """Run habits until one fails on any rank, and write down what was found."""
+    with (folder / str(dist.get_rank())).open("w") as notes:
+        for name in names:
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
+            found = run_habit(HABITS[name], stage, mode)
+            # Written at once: another rank may never come to the meeting.
+            print(json.dumps([name, found]), file=notes, flush=True)
+            if any(_meet(found)):
+                return
+
+
+def run_habit(habit: Habit, stage: int, mode: str) -> list[str]:
+    """What is wrong with it on this rank."""
+    plain, _, trouble = run(habit, Plain, stage, mode)
+    # Nobody begins with an engine where somebody's script does not even run without.
+    if any(_meet(trouble)):
+        return [f"plain torch raised\n{trouble}"]
+    driven, error, trouble = run(habit, Driven, stage, mode)
+    if habit.refused:
+        errors = _meet(f"{type(error).__name__}: {error}")
+        if not isinstance(error, ZerodriftError) or habit.refused not in str(error):
+            return [f"must be refused with {habit.refused!r}\n{trouble or 'nothing was raised'}"]
+        return [] if len(set(errors)) == 1 else [f"ranks are told different things: {errors}"]
+    return [f"the engine raised\n{trouble}"] if trouble else differences(plain, driven, habit.close)
+
+
+def run(habit: Habit, make: MakeTrainer, stage: int, mode: str) -> tuple[Loop, BaseException | None, str]:
+    """A habit in one kind of loop: the loop, what it raised, and that with its stack."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    loop = Loop(stage, mode, dist.get_rank(), make is Plain, make)
+    try:
+        habit.run(loop)
+        loop.finish()
+    except BaseException as error:
+        return loop, error, traceback.format_exc(limit=-8)
+    finally:
+        loop.close()
+    return loop, None, ""
+
+
+def _meet(mine: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+# --- in the test ----------------------------------------------------------------------------------------
+
+
+def run_cell(stage: int, mode: str, names: Iterable[str]) -> dict[str, str]:
+    """What is wrong with each habit; "" where nothing is."""
+    left, wrong = list(names), {}
+    while left:
+        with tempfile.TemporaryDirectory(prefix="habits-") as folder:
+            failure = ""
+            try:
+                run_ranks(run_habits, 2, left, stage, mode, Path(folder), timeout=PATIENCE * len(left))
+            except RankFailure as error:
+                failure = str(error)
+            notes = [_notes(Path(folder) / str(rank)) for rank in range(2)]
+        for name in list(left):
+            told = [problem for rank in notes for problem in rank.get(name, [])]
+            finished = all(name in rank for rank in notes)
+            wrong[name] = "" if finished and not told else "\n".join([*told, failure])
+            left.remove(name)
+            if wrong[name]:
+                break
+    return wrong
+
+
+def _notes(path: Path) -> dict[str, list[str]]:
+    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+
+
+@pytest.fixture(scope="module", params=CELLS, ids=lambda cell: f"stage{cell[0]}-{cell[1]}")
+def cell(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What is wrong with the habits that were asked for, at one stage and in one mode."""
+    chosen = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and item.callspec.params.get("cell") == request.param
+    ]
+    return run_cell(*request.param, chosen)
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_habit(cell: dict[str, str], name: str) -> None:
+    assert not cell[name], cell[name]

@@ -1,0 +1,493 @@
+"""Reading and writing weights from outside: clamps, averages, saves, replaced modules, gradients by hand.
+
+Invariant: what is read is right or an error, and what is written stays written.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.habits.loop import Habit, Loop, Trainer
+from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
+
+ORDER = 2.0**-20
+"""fp32 sums in another order: some ulps of 2^-23."""
+
+# --- reading --------------------------------------------------------------------------------------------
+
+
+def weights_after_every_step(loop: Loop) -> None:
+    """Statistics of parameters, inside `gathered`."""
+    net = loop.train(Net())
+    for number in range(3):
+        fit(loop, net, steps=1, seed=number)
+        with net.gathered() as full:
+            loop.see("norms", {name: value.float().norm() for name, value in full.items()})
+            loop.see("through the module", net.module.blocks[1].up.weight)
+
+
+def an_average_of_weights(loop: Loop) -> None:
+    """EMA: read after every step, copied in for an evaluation, and back."""
+    net = loop.train(Net())
+    with net.gathered() as full:
+        average = {name: value.float().clone() for name, value in full.items()}
+    for number in range(3):
+        fit(loop, net, steps=1, seed=number)
+        with net.gathered() as full:
+            for name, value in full.items():
+                average[name].lerp_(value.float(), 0.1)
+    loop.see("average", average)
+    with net.gathered() as full:
+        before = {name: value.clone() for name, value in full.items()}
+    with net.gathered(write=True) as full:
+        for name, value in full.items():
+            value.copy_(average[name])
+    with torch.no_grad():
+        loop.see("with the average", net(loop.data(9)))
+    with net.gathered(write=True) as full:
+        for name, value in full.items():
+            value.copy_(before[name])
+    fit(loop, net, seed=5)
+
+
+def an_averaged_model(loop: Loop) -> None:
+    """`torch.optim.swa_utils.AveragedModel` over the module, updated inside `gathered`."""
+    net = loop.train(Net())
+    with net.gathered():
+        average = torch.optim.swa_utils.AveragedModel(net.module)
+    for number in range(3):
+        fit(loop, net, steps=1, seed=number)
+        with net.gathered():
+            average.update_parameters(net.module)
+    with torch.no_grad():
+        loop.see("with the average", average(loop.data(9)))
+
+
+def values_that_are_kept(loop: Loop) -> None:
+    """What `gathered` gave is used after it: printed, cloned, made numpy, pickled, saved."""
+    net = loop.train(Net())
+    fit(loop, net)
+    with net.gathered() as full:
+        kept = dict(full)
+        state = net.module.state_dict()
+    for found in (kept, state):
+        loop.see("kept", {name: found[name] for name in sorted(found)})
+        loop.see("printed", repr(found["head.bias"])[:20])
+        loop.see("numpy", found["head.bias"].float().detach().numpy().tolist())
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loop.see("saved", torch.load(file)["head.weight"])
+    fit(loop, net)
+
+
+def values_that_are_saved_by_others(loop: Loop) -> None:
+    """safetensors, of what was kept."""
+    from safetensors.torch import load, save
+
+    net = loop.train(Net())
+    with net.gathered():
+        state = {name: value.detach() for name, value in net.module.state_dict().items()}
+    loop.see("saved", load(save(state)))
+
+
+def a_gather_in_a_gather(loop: Loop) -> None:
+    net = loop.train(Net())
+    with net.gathered() as full:
+        with net.gathered(["head.weight"]) as inner:
+            loop.see("inner", inner["head.weight"])
+        loop.see("outer", [full["head.weight"], full["blocks.1.up.weight"], net.module.head.weight])
+        with torch.no_grad():
+            loop.see("called", net(loop.data(0)))
+        loop.see("after a call", [full["blocks.0.up.weight"], net.module.blocks[0].up.weight])
+    fit(loop, net)
+
+
+def a_copy_of_the_model(loop: Loop) -> None:
+    """deepcopy inside `gathered`: a target network that is used as it is."""
+    net = loop.train(Net())
+    with net.gathered():
+        target = copy.deepcopy(net.module)
+    target.requires_grad_(False)
+
+    def loss(x: Tensor) -> Tensor:
+        return square(net(x) - target(x) - 1.0)
+
+    fit(loop, net, loss)
+    loop.see("target", dict(target.named_parameters()))
+
+
+def a_pickled_model(loop: Loop) -> None:
+    """The module pickled inside `gathered`, hooks and all."""
+    net = loop.train(Net())
+    fit(loop, net)
+    with net.gathered():
+        text = pickle.dumps(net.module)
+    other = pickle.loads(text)
+    with torch.no_grad():
+        loop.see("unpickled", other(loop.data(9)))
+    fit(loop, net)
+
+
+def a_penalty_on_weights(loop: Loop) -> None:
+    """An L1 term in the loss, over `parameters()`, inside `gathered`."""
+    net = loop.train(Net())
+
+    def loss(x: Tensor) -> Tensor:
+        out = square(net(x))
+        with net.gathered():
+            penalty = sum(parameter.float().abs().sum() for parameter in net.module.parameters())
+        return out + 0.01 * penalty
+
+    fit(loop, net, loss)
+
+
+def a_penalty_outside_of_gathered(loop: Loop) -> None:
+    """The same without `gathered`: right, or an error, and no NaN."""
+    net = loop.train(Net())
+
+    def loss(x: Tensor) -> Tensor:
+        penalty = sum(parameter.float().square().sum() for parameter in net.module.parameters())
+        return square(net(x)) + 0.01 * penalty
+
+    fit(loop, net, loss)
+
+
+def statistics_outside_of_gathered(loop: Loop) -> None:
+    """The norm of the weights for a log."""
+    net = loop.train(Net())
+    fit(loop, net, steps=1)
+    loop.see("norm of weights", sum(p.detach().float().norm() for p in net.module.parameters()))
+
+
+def names_shapes_and_counts(loop: Loop) -> None:
+    """What does not need values: counts, shapes, dtypes, devices, repr."""
+    net = loop.train(Net())
+    fit(loop, net, steps=1)
+    loop.see("count", sum(parameter.numel() for parameter in net.module.parameters()))
+    loop.see("shapes", {name: list(parameter.shape) for name, parameter in net.module.named_parameters()})
+    loop.see("dtypes", {str(parameter.dtype) for parameter in net.module.parameters()})
+    loop.see("device", str(next(net.module.parameters()).device))
+    loop.see("repr", repr(net.module))
+    loop.see("trained", all(parameter.requires_grad for parameter in net.module.parameters()))
+
+
+def gradients_for_a_log(loop: Loop) -> None:
+    """Between backward and step."""
+    net = loop.train(Net(), 2)
+    for number in range(4):
+        net.backward(square(net(loop.data(number))))
+        loop.see("gradient", [net.gradient("head.weight"), net.gradient("blocks.1.up.bias")])
+        net.step()
+
+
+# --- writing --------------------------------------------------------------------------------------------
+
+
+def weights_that_are_clamped(loop: Loop) -> None:
+    """WGAN, inside `gathered(write=True)`."""
+    net = loop.train(Net())
+    for number in range(3):
+        fit(loop, net, steps=1, seed=number)
+        with net.gathered(write=True) as full:
+            for value in full.values():
+                value.clamp_(-0.125, 0.125)
+
+
+def weights_that_are_clamped_outside(loop: Loop) -> None:
+    """The same in a plain loop over the parameters."""
+    net = loop.train(Net())
+    for number in range(3):
+        fit(loop, net, steps=1, seed=number)
+        with torch.no_grad():
+            for parameter in net.module.parameters():
+                parameter.clamp_(-0.125, 0.125)
+
+
+def a_head_that_is_initialized_outside(loop: Loop) -> None:
+    """`nn.init` on a part of the model after the engine was made."""
+    net = loop.train(Net())
+    nn.init.zeros_(net.module.head.weight)
+    nn.init.constant_(net.module.head.bias, 0.5)
+    fit(loop, net)
+
+
+def data_that_is_written_outside(loop: Loop) -> None:
+    """Through `.data`, which counts no version."""
+    net = loop.train(Net())
+    fit(loop, net)
+    net.module.blocks[1].up.weight.data.mul_(0.5)
+    net.module.head.weight.data[0] = 0.25
+    fit(loop, net, seed=3)
+
+
+def a_head_that_is_initialized(loop: Loop) -> None:
+    """`nn.init` inside `gathered(write=True)`, by the module."""
+    net = loop.train(Net())
+    with net.gathered(write=True):
+        nn.init.zeros_(net.module.head.weight)
+        nn.init.uniform_(net.module.head.bias, generator=torch.Generator().manual_seed(1))
+    fit(loop, net)
+
+
+def a_state_dict_that_is_loaded(loop: Loop) -> None:
+    net = loop.train(Net())
+    fit(loop, net)
+    torch.manual_seed(4)
+    given = {name: value.to(loop.dtype) for name, value in Net().state_dict().items()}
+    with net.gathered(write=True):
+        net.module.load_state_dict(given)
+    fit(loop, net, seed=3)
+
+
+def a_state_dict_that_is_loaded_outside(loop: Loop) -> None:
+    net = loop.train(Net())
+    torch.manual_seed(4)
+    net.module.load_state_dict({name: value.to(loop.dtype) for name, value in Net().state_dict().items()})
+    fit(loop, net)
+
+
+def a_rollback(loop: Loop) -> None:
+    """The best weights are kept and put back."""
+    net = loop.train(Net())
+    fit(loop, net)
+    with net.gathered():
+        best = copy.deepcopy(net.module.state_dict())
+    fit(loop, net, seed=2)
+    with net.gathered(write=True):
+        net.module.load_state_dict(best)
+    fit(loop, net, seed=4)
+
+
+def an_exception_while_writing(loop: Loop) -> None:
+    """Everything is as it was."""
+    net = loop.train(Net())
+    fit(loop, net)
+    if not loop.plain:  # what plain torch writes stays written
+        try:
+            with net.gathered(write=True) as full:
+                full["head.weight"].zero_()
+                net.module.blocks[1].up.bias.data.fill_(3.0)
+                raise KeyError("mine")
+        except KeyError:
+            pass
+    fit(loop, net, seed=3)
+
+
+def a_mask_on_weights(loop: Loop) -> None:
+    """Pruning: the same elements are zeroed after every step."""
+    net = loop.train(Net())
+    for number in range(3):
+        fit(loop, net, steps=1, seed=number)
+        with net.gathered(["blocks.1.up.weight"], write=True) as full:
+            full["blocks.1.up.weight"].tril_()
+
+
+# --- surgery --------------------------------------------------------------------------------------------
+
+
+def a_module_that_is_replaced(loop: Loop) -> None:
+    """A new head after the engine was made."""
+    net = loop.train(Net())
+    fit(loop, net)
+    net.module.head = nn.Linear(WIDTH, 2).to(loop.dtype)
+    fit(loop, net, seed=3)
+
+
+def a_module_that_is_added(loop: Loop) -> None:
+    """LoRA by hand after the engine was made."""
+    net = loop.train(Net())
+
+    class Lora(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.more = base, nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.more(x)
+
+    net.module.head = Lora(net.module.head).to(loop.dtype)
+    fit(loop, net)
+
+
+def a_block_that_is_added(loop: Loop) -> None:
+    """Growing a model."""
+    net = loop.train(Net())
+    net.module.blocks.append(Block().to(loop.dtype))
+    fit(loop, net)
+
+
+def a_parameter_that_is_replaced(loop: Loop) -> None:
+    """`module.weight = nn.Parameter(...)`, as `resize_token_embeddings` does."""
+    net = loop.train(Net())
+    net.module.head.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=loop.dtype))
+    fit(loop, net)
+
+
+def a_parameter_that_is_thawed(loop: Loop) -> None:
+    """`requires_grad` flipped in the middle: gradual unfreezing."""
+    model = Net()
+    model.into.requires_grad_(False)
+    net = loop.train(model)
+    fit(loop, net)
+    net.module.into.requires_grad_(True)
+    fit(loop, net, seed=3)
+
+
+def a_parameter_that_is_frozen(loop: Loop) -> None:
+    net = loop.train(Net())
+    fit(loop, net)
+    net.module.into.requires_grad_(False)
+    fit(loop, net, seed=3)
+
+
+def a_model_that_is_cast(loop: Loop) -> None:
+    """`module.half()` and `.to(dtype)`."""
+    net = loop.train(Net())
+    net.module.double()
+    fit(loop, net, lambda x: square(net(x.double())))
+
+
+# --- gradients by hand ----------------------------------------------------------------------------------
+
+
+def gradients_that_are_set(loop: Loop) -> None:
+    """`param.grad = ...` before the step, on every rank."""
+    net = loop.train(Net())
+    for _ in range(2):
+        for seed, parameter in enumerate(net.module.parameters()):
+            source = torch.Generator().manual_seed(10 * seed + loop.rank)
+            parameter.grad = torch.randn(parameter.shape, generator=source)
+        net.step()
+    fit(loop, net)
+
+
+def a_gradient_that_is_added(loop: Loop) -> None:
+    """Noise, or weight decay by hand, after the backward."""
+    net = loop.train(Net())
+    for number in range(2):
+        net.backward(square(net(loop.data(number))))
+        with net.gathered():
+            for parameter in net.module.parameters():
+                # A loop by hand writes `parameter.grad += ...`; after an engine's backward there is none.
+                more = 0.01 * parameter.detach().float()
+                parameter.grad = more if parameter.grad is None else parameter.grad + more
+        net.step()
+
+
+def two_engines(loop: Loop) -> None:
+    """A GAN: two models, two optimizers, one process."""
+    make, judge = loop.train(Net()), loop.train(Net(out=1))
+    for number in range(2):
+        real, noise = loop.data(number), loop.data(number + 50)
+        fake = make(noise)
+        judge.backward(square(judge(real) - 1) + square(judge(fake.detach())))
+        judge.step()
+        make.backward(square(judge(make(noise)) - 1))
+        make.step()
+        judge.zero_grad()
+
+
+def two_models_in_one(loop: Loop) -> None:
+    """An actor and a critic in one module, trained by turns."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = Net(), Net(out=1)
+
+        def forward(self, x: Tensor, which: str) -> Tensor:
+            return self.actor(x) if which == "actor" else self.critic(self.actor(x).detach())
+
+    net = loop.train(Both())
+    for number in range(4):
+        net.backward(square(net(loop.data(number), "critic" if number % 2 else "actor")))
+        net.step()
+
+
+def an_engine_after_another(loop: Loop) -> None:
+    """The same model trained, let go, and trained again."""
+    model = Net()
+    net = loop.train(model)
+    fit(loop, net)
+    if loop.stage == 3:
+        with net.gathered():
+            state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        again = Net()
+        again.load_state_dict(state)
+    else:
+        again = copy.deepcopy(model)
+    fit(loop, loop.train(again))
+
+
+def a_value(trainer: Trainer, name: str) -> Any:
+    with trainer.gathered([name]) as full:
+        return full[name].clone()
+
+
+def a_pretrained_model_that_is_frozen(loop: Loop) -> None:
+    """A model in evaluation inside another's loss: VGG features, a reward model."""
+    net, judge = loop.train(Net()), loop.train(Net(out=1))
+    before = a_value(judge, "head.weight")
+    judge.module.eval()
+    fit(loop, net, lambda x: square(judge(net(x)).float() - 1))
+    judge.zero_grad()
+    loop.see("judge", torch.equal(before, a_value(judge, "head.weight")))
+
+
+def bad_calls(loop: Loop) -> None:
+    """What plain torch refuses is refused, and training goes on."""
+    net = loop.train(Net())
+    raised(loop, "a wrong shape", lambda: net(torch.ones(4, 3, dtype=loop.dtype)))
+    raised(loop, "no scalar", lambda: net.backward(net(loop.data(0))))
+    net.zero_grad()
+    raised(loop, "no graph", lambda: net.backward(net(loop.data(0)).detach().sum()))
+    net.zero_grad()
+    fit(loop, net)
+
+
+HABITS = (
+    Habit(weights_after_every_step),
+    Habit(an_average_of_weights),
+    Habit(an_averaged_model),
+    Habit(values_that_are_kept),
+    Habit(values_that_are_saved_by_others),
+    Habit(a_gather_in_a_gather),
+    Habit(a_copy_of_the_model),
+    Habit(a_pickled_model),
+    Habit(a_penalty_on_weights),
+    Habit(a_penalty_outside_of_gathered),
+    Habit(statistics_outside_of_gathered),
+    Habit(names_shapes_and_counts),
+    Habit(gradients_for_a_log, close=ORDER, why="what is looked at is reduced before the rest of its step"),
+    Habit(weights_that_are_clamped),
+    Habit(weights_that_are_clamped_outside),
+    Habit(a_head_that_is_initialized_outside),
+    Habit(data_that_is_written_outside),
+    Habit(a_head_that_is_initialized),
+    Habit(a_state_dict_that_is_loaded),
+    Habit(a_state_dict_that_is_loaded_outside),
+    Habit(a_rollback),
+    Habit(an_exception_while_writing),
+    Habit(a_mask_on_weights),
+    Habit(a_module_that_is_replaced),
+    Habit(a_module_that_is_added),
+    Habit(a_block_that_is_added),
+    Habit(a_parameter_that_is_replaced),
+    Habit(a_parameter_that_is_thawed),
+    Habit(a_parameter_that_is_frozen),
+    Habit(a_model_that_is_cast),
+    Habit(gradients_that_are_set),
+    Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),
+    Habit(two_engines),
+    Habit(two_models_in_one),
+    Habit(an_engine_after_another),
+    Habit(a_pretrained_model_that_is_frozen),
+    Habit(bad_calls),
+)
