@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
+import io
+import pickle
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,21 +100,68 @@ def calls_of_parts(stage: int) -> Any:
 
 
 def reading_a_sharded_parameter(stage: int) -> Any:
-    """Neither a crash nor a number that could pass for a weight: NaN; writing is an error."""
-    engine, _ = pair(GPT(), stage)
-    parameter = engine.module.layers[0].mlp.up.weight
+    """What needs no values is answered; values are an error that names the parameter, however they are asked
+    for, and so is writing. Gathered, it is an ordinary parameter."""
+    engine, plain = pair(GPT(), stage)
+    name, model, other = "layers.0.mlp.up.weight", engine.module, plain.layers[0].mlp.up.weight
+    parameter = model.layers[0].mlp.up.weight
     problems = []
-    if parameter.shape != (64, 32) or parameter.dtype is not torch.float32:
+    if parameter.shape != (64, 32) or parameter.dtype is not torch.float32 or parameter.data.numel() != 2048:
         problems.append("shape and dtype are the parameter's")
+    if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad or not parameter.is_leaf:
+        problems.append("it is a parameter")
     if sharded(engine, stage):
-        if not math.isnan(parameter.detach().sum().item()):
-            problems.append("a sharded parameter can be read")
-        with torch.no_grad(), pytest.raises(RuntimeError):
-            parameter.mul_(2.0)
+        for number, use in enumerate(USES):
+            with torch.no_grad(), pytest.raises(ModelError, match=rf"`{name}`: must be gathered") as caught:
+                use(parameter)
+            if "engine.gathered()" not in str(caught.value):
+                problems.append(f"use {number} does not say what to do")
+        if "sharded" not in repr(parameter):
+            problems.append("it can be printed")
     with engine.gathered([row.name for row in engine.plan.rows][:3]):
         pass
+    with engine.gathered():
+        if (
+            type(parameter) is not nn.Parameter
+            or not torch.equal(parameter, other)
+            or "path" in vars(parameter)
+        ):
+            problems.append("gathered it is as ever")
     engine.destroy()
     return problems
+
+
+USES: list[Callable[[nn.Parameter], Any]] = [
+    lambda p: p.sum(),
+    lambda p: p.detach().sum(),
+    lambda p: p.data.float(),
+    lambda p: p.T,
+    lambda p: p[0],
+    lambda p: p.tolist(),
+    lambda p: p.numpy(),
+    lambda p: p.detach().cpu(),
+    lambda p: p + 1,
+    lambda p: 1 - p,
+    lambda p: p == p,
+    lambda p: torch.cat([torch.zeros(1, 32), p]),
+    lambda p: torch.stack(list(p)),
+    lambda p: nn.functional.linear(torch.ones(1, 32), p),
+    lambda p: torch.ones(64, 32).copy_(p),
+    lambda p: torch.ones(64, 32).mul_(p.data),
+    lambda p: torch._foreach_norm([p]),
+    lambda p: torch.nn.utils.parameters_to_vector([p]),
+    lambda p: copy.deepcopy(p),
+    lambda p: torch.save(p, io.BytesIO()),
+    lambda p: pickle.dumps(p.detach()),
+    lambda p: p.mul_(2.0),
+    lambda p: p.clamp_(-1, 1),
+    lambda p: p.data.zero_(),
+    lambda p: p.copy_(torch.zeros(64, 32)),
+    lambda p: p.__setitem__(0, 1.0),
+    lambda p: nn.init.normal_(p),
+    lambda p: nn.init.zeros_(p),
+]
+"""Ways to read or write a parameter's values."""
 
 
 # --- loading ------------------------------------------------------------------------------------------------

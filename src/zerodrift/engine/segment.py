@@ -9,8 +9,8 @@ Invariant: parameters are views of `full` wherever that is there, and never get 
 where the segment's own tensors are all that is left on it. Most kernels do not look whether memory is there,
 so whoever else has a view (a user, a graph that is to be differentiated twice) keeps the buffer with its
 values, and the segment takes another at the next gather. Autograd has none: `saved.py` packs what it saves.
-While a buffer is not there, a parameter is one NaN expanded to its shape: reading it cannot pass for a value,
-and writing it in place is an error.
+While a buffer is not there, a parameter is one NaN expanded to its shape, and of a class that names it when it
+is read or written; see `absent.py`.
 
 [Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first of a parameter is copied there when its unit's backward
@@ -29,6 +29,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
+from zerodrift.engine.absent import come, leave
 from zerodrift.engine.pools import Pools
 from zerodrift.optim.split import round_away
 from zerodrift.optim.update import Owned
@@ -119,7 +120,7 @@ class FlatSegment:
                 # Sticks to the parameter: autograd casts what it leaves to this dtype before adding.
                 parameter.grad_dtype = self.update.accumulate.dtype.torch
         if not self._resident:
-            self._show(self._stubs)
+            self._hide()
             self._own = _holders(self.full)
             self._free()
 
@@ -135,7 +136,13 @@ class FlatSegment:
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            come(parameter)
             parameter.data = tensor
+
+    def _hide(self) -> None:
+        self._show(self._stubs)
+        for parameter, row in zip(self.parameters, self.rows, strict=True):
+            leave(parameter, row.name)
 
     @property
     def shown(self) -> list[torch.Tensor]:
@@ -199,7 +206,7 @@ class FlatSegment:
             self._free()
 
     def _free(self) -> None:
-        self._show(self._stubs)
+        self._hide()
         self.is_full = False
         if _holders(self.full) > self._own:
             self.full, self._views = self.full.new_empty(0), []

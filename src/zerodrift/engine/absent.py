@@ -1,0 +1,100 @@
+"""A parameter whose values are not there: asking for them is an error that names it.
+
+Between uses a sharded parameter has its shape, its dtype and its hooks, and no values. Python asks a
+tensor's class before anything is computed with it, so a parameter is of a class of its own while it is
+absent, and an ordinary one while it is gathered: what runs in a forward is never asked. torch's own lazy
+parameters change their class in the same way.
+
+Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.errors import ModelError
+
+_VALUES = ("T", "mT", "H", "mH", "real", "imag")
+"""Attributes that are made of values; the others can be asked for."""
+
+_SAME = ("detach", "data")
+"""What gives the same tensor anew, which is absent, too."""
+
+_ASKED = frozenset((
+    "size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device", "stride",
+    "storage_offset", "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_signed",
+    "is_inference", "is_contiguous", "is_conj", "is_neg", "is_coalesced", "is_pinned", "is_shared",
+    "__hash__", "has_names", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
+))  # fmt: skip
+"""Methods that need no values."""
+
+
+class Absent(nn.Parameter):
+    """What an ordinary parameter is while its values are elsewhere."""
+
+    path: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, asks = _what(func)
+        # What torch's page on subclasses writes, and in `torch._C` for all that (2.13 to 2.15).
+        with torch._C.DisableTorchFunctionSubclass():
+            if not asks:
+                return func(*args, **(kwargs or {}))
+            path = next(found.path for found in _absent((args, kwargs)))
+            if name in _SAME:
+                same = func(*args, **(kwargs or {})).as_subclass(Absent)
+                same.path = path
+                return same
+        raise _refusal(path, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self.path, "pickle")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter({list(self.shape)}, {self.dtype}, sharded: see it inside `engine.gathered()`)"
+
+
+def _refusal(path: str, what: str) -> ModelError:
+    return ModelError(
+        f"`{path}`: must be gathered when its values are read or written; got a sharded parameter, in "
+        f"`{what}`. Use it inside `engine.gathered()`, with `write=True` to change it, or in the module that "
+        f"it belongs to."
+    )
+
+
+def leave(parameter: Any, path: str) -> None:
+    """Its values are not there from now on."""
+    if type(parameter) is nn.Parameter:  # another class has its own ways
+        vars(parameter)["path"] = path
+        parameter.__class__ = Absent
+
+
+def come(parameter: Any) -> None:
+    """Its values are there again."""
+    if parameter.__class__ is Absent:
+        del vars(parameter)["path"]
+        parameter.__class__ = nn.Parameter
+
+
+def _what(func: Any) -> tuple[str, bool]:
+    """The name of what is done with a tensor, and whether that takes its values."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = func.__self__.__name__
+        return name, name in (*_VALUES, *_SAME)
+    return name, name not in ("__set__", "__delete__") and name not in _ASKED
+
+
+def _absent(value: Any) -> Iterator[Absent]:
+    if isinstance(value, Absent):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _absent(item)
+    elif isinstance(value, dict):
+        yield from _absent(list(value.values()))
