@@ -21,8 +21,8 @@ from zerodrift.errors import ModelError
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")
 """Attributes that are made of values; the others can be asked for."""
 
-_SAME = ("detach", "data")
-"""What gives the same tensor anew, which is absent, too."""
+_SAME = ("detach", "data", "view_as")
+"""What gives the same tensor anew, absent, too; torch looks for a parameter's node with `view_as`."""
 
 _ASKED = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device", "stride",
@@ -47,8 +47,9 @@ class Absent(nn.Parameter):
                 return func(*args, **(kwargs or {}))
             path = next(found.path for found in _absent((args, kwargs)))
             if name in _SAME:
-                same = func(*args, **(kwargs or {})).as_subclass(Absent)
-                same.path = path
+                same = func(*args, **(kwargs or {}))
+                vars(same)["path"] = path
+                same.__class__ = Absent  # and no node of a graph, as `as_subclass` would leave
                 return same
         raise _refusal(path, name)
 
@@ -78,7 +79,7 @@ def come(parameter: Any) -> None:
     """Its values are there again."""
     if parameter.__class__ is Absent:
         del vars(parameter)["path"]
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _what(func: Any) -> tuple[str, bool]:

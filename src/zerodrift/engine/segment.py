@@ -9,8 +9,8 @@ Invariant: parameters are views of `full` wherever that is there, and never get 
 where the segment's own tensors are all that is left on it. Most kernels do not look whether memory is there,
 so whoever else has a view (a user, a graph that is to be differentiated twice) keeps the buffer with its
 values, and the segment takes another at the next gather. Autograd has none: `saved.py` packs what it saves.
-While a buffer is not there, a parameter is one NaN expanded to its shape, and of a class that names it when it
-is read or written; see `absent.py`.
+While a buffer is not there, a parameter is one NaN expanded to its shape, of a class that names it when it is
+read or written; see `absent.py`.
 
 [Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first of a parameter is copied there when its unit's backward
