@@ -537,7 +537,11 @@ HABITS = (
     Habit(an_output_of_a_model_of_transformers),
     Habit(an_output_in_a_set),
     Habit(a_loss_that_is_stashed),
-    Habit(an_output_that_is_a_generator),
+    Habit(
+        an_output_that_is_a_generator,
+        refused="got a generator",
+        why="It computes after the forward, when parameters are not gathered and autocast is off.",
+    ),
     Habit(blocks_that_hand_on_objects),
     Habit(outputs_that_are_kept_and_saved),
     Habit(an_input_is_the_output),

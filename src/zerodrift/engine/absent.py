@@ -29,6 +29,7 @@ _ASKED = frozenset((
     "storage_offset", "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_signed",
     "is_inference", "is_contiguous", "is_conj", "is_neg", "is_coalesced", "is_pinned", "is_shared",
     "__hash__", "has_names", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
+    "grad", "backward",
 ))  # fmt: skip
 """Methods that need no values."""
 

@@ -19,6 +19,10 @@ use and does not release the unit, which its own backward needs at once: no thir
 checkpointing builds a graph of its own there, whose newest input tells as well; the other kind discards what
 it builds, and nothing there ever tells.
 
+[Note: transforms] What `torch.func` and `torch.vmap` run is differentiated, batched or both by torch. A unit
+is gathered and released around a forward in there, and that is all: no hook of ours is on a tensor that is
+not there outside of the transform, and a graph that has saved a buffer holds it.
+
 [Note: copies] A deep copy of a module carries its hooks along, and they are ours. A hook that is called for
 another module than the unit's does nothing: a copy is a plain module.
 
@@ -35,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerodrift.engine import saved
 from zerodrift.engine.call import Call
@@ -51,6 +56,11 @@ def current_backward() -> int:
     Private in torch (2.13 to 2.15); its own checkpointing asks the same way.
     """
     return torch._C._current_graph_task_id()
+
+
+def in_transform() -> bool:
+    """Whether `torch.func` or `torch.vmap` is transforming what runs now. Private in torch (2.13 to 2.15)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_backward() -> bool:
@@ -167,6 +177,11 @@ class LiveUnit:
             if module is not self.module:
                 return  # see [Note: copies]
             self.take_places()
+            if in_transform():
+                self._calls.append(Call((), -1))
+                with temporarily_clear_interpreter_stack():
+                    self.gather()
+                return  # see [Note: transforms]
             if in_backward():
                 backward.begin()
                 self.walk.recompute(self, backward)
@@ -182,6 +197,10 @@ class LiveUnit:
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module is not self.module or in_backward():
+                return
+            if in_transform():
+                with temporarily_clear_interpreter_stack():
+                    self.release()
                 return
             call = self._calls[-1]
             if self.is_root:
