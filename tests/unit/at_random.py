@@ -120,7 +120,11 @@ ARGUMENTS = (
 PATHS = tuple(
     sorted(
         {
-            *(key.path.replace("[]", ".0") for key in fields.every_key() if fields.block_of(key.kind) is None),
+            *(
+                key.path.replace("[]", ".0")
+                for key in fields.every_key()
+                if fields.block_of(key.kind) is None
+            ),
             *(key.replace("*", "anything") for key in deepspeed.ENTRIES),
             *(f"{block}.params.{name}" for block in ("optimizer", "scheduler") for name in ARGUMENTS),
         }
@@ -136,7 +140,21 @@ ODD_WORLDS = (0, -1, 2**31, 2**63, 2**200, True, 2.0, "4", None, float("nan"))
 MANY = (0, 1, 2, 3, 4, 7, 8, 100, 255, 256, 1000, 65535, 10**6, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63)
 FLOATS = (0.0, -0.0, 0.5, 0.999, 1.0, 1.5, 1e-8, 1e-320, 1e30, 1e308, math.inf, -math.inf, math.nan, -1.0)
 TEXTS = (
-    *("auto", "", " ", "fp32", "bf16", "torch.float16", "fp64", "int8", "true", "1e-4", "1_000", "0x10", "nan"),
+    *(
+        "auto",
+        "",
+        " ",
+        "fp32",
+        "bf16",
+        "torch.float16",
+        "fp64",
+        "int8",
+        "true",
+        "1e-4",
+        "1_000",
+        "0x10",
+        "nan",
+    ),
     *("AdamW", "adamw", "SGD", "Lion", "Muon", "OneCycle", "WarmupLR", "linear", "log", "never", "zbv"),
     *("*", "**", "[", "[!", "*.weight", "layers.*", "layers.[0-9].*", "(a+)+$", "a" * 5000, *ODD_NAMES[:8]),
     *("\x1b]0;title\x07", "\u2028", "\ud800", "\x00", "None", "cpu", "nvme", "cuda", "../../x", "*" * 200),
@@ -246,7 +264,9 @@ def _fitting(path: str, draw: random.Random) -> Any:
     if "fp32" in admitted:
         return draw.choice(("fp32", "bf16", "fp16"))
     if "strings" in admitted:
-        return [draw.choice(("*", "*.weight", "layers.*", "*mlp*", *ODD_NAMES)) for _ in range(draw.randint(0, 3))]
+        return [
+            draw.choice(("*", "*.weight", "layers.*", "*mlp*", *ODD_NAMES)) for _ in range(draw.randint(0, 3))
+        ]
     if "number" in admitted or admitted[:1].isdigit():
         return draw.choice((1, 1, 1, 2, 2, 3, 4, 8, 0, 0.5, draw.choice(MANY)))
     return draw.choice((0, 1, 2, 10, 0.1, 0.9, 1e-3, True, False, [0.9, 0.99], "auto"))
@@ -265,7 +285,9 @@ def _value(draw: random.Random, depth: int = 0) -> Any:
     if kind == 5:
         return draw.choice((10**400, {1, 2}, b"bytes", (1, 2), object, 1j, range(3)))
     if kind == 6:
-        return {draw.choice((*TEXTS, 1, None, True)): _value(draw, depth + 1) for _ in range(draw.randrange(4))}
+        return {
+            draw.choice((*TEXTS, 1, None, True)): _value(draw, depth + 1) for _ in range(draw.randrange(4))
+        }
     return [_value(draw, depth + 1) for _ in range(draw.choice((0, 1, 2, 2, 3, 4)))]
 
 
@@ -275,7 +297,9 @@ def model(draw: random.Random) -> ModelSpec:
     if kind == 0:
         return moe(draw.choice((1, 2, 5)), draw.choice((1, 2, 4)), tie=draw.random() < 0.5)
     if kind == 1:
-        stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (draw.choice((1, 4, 6)), 8, 16)) for i in range(4)]
+        stacks = [
+            parameter(f"model.layers.{i}.mlp.experts.up", (draw.choice((1, 4, 6)), 8, 16)) for i in range(4)
+        ]
         return ModelSpec("stacked", (parameter("model.embed.weight", (32, 8), EMBEDDING), *stacks))
     if kind == 2:
         both = tied(("embed.weight", "head.weight"), (16, 8), (EMBEDDING, NORM))

@@ -22,9 +22,13 @@ KEY = re.compile(rf"`((?:{'|'.join((*BLOCKS, 'bf16', 'fp16'))})(?:\.[a-z_0-9]+(?
 JOB_KEY = re.compile(r"`((?:run|data|model)\.[a-z_0-9]+(?:\.[a-z_]+)?)(?=[`:=])")
 
 
-def texts(*folders: str, kinds: tuple[str, ...] = (".py", ".md", ".yaml", ".h", ".cpp")) -> Iterator[tuple[str, str]]:
+def texts(
+    *folders: str, kinds: tuple[str, ...] = (".py", ".md", ".yaml", ".h", ".cpp")
+) -> Iterator[tuple[str, str]]:
     files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
-    files += [file for folder in folders for file in sorted((ROOT / folder).rglob("*")) if file.suffix in kinds]
+    files += [
+        file for folder in folders for file in sorted((ROOT / folder).rglob("*")) if file.suffix in kinds
+    ]
     for file in files:
         if file.name != HISTORY:
             yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
@@ -54,7 +58,9 @@ def test_every_verb_and_option_exists() -> None:
         assert not found, f"{name} names {found}"
 
 
-@pytest.mark.parametrize("text", ["`zerodrift bench` times", "  zerodrift plan c.yaml --loud", "`zerodrift audit`"])
+@pytest.mark.parametrize(
+    "text", ["`zerodrift bench` times", "  zerodrift plan c.yaml --loud", "`zerodrift audit`"]
+)
 def test_what_does_not_exist_is_seen(text: str) -> None:
     assert wrong_verbs(text)
 
@@ -72,7 +78,9 @@ def test_every_key_exists() -> None:
         found = [
             key
             for key in KEY.findall(text)
-            if key not in known and deepspeed.find(key) is None and not key.endswith((".json", ".yaml", ".py"))
+            if key not in known
+            and deepspeed.find(key) is None
+            and not key.endswith((".json", ".yaml", ".py"))
         ]
         assert not found, f"{name} names {found}"
 
@@ -91,7 +99,11 @@ CITED = re.compile(r"\[Note: ([^\]]+)\]")
 
 
 def test_every_essay_that_is_cited_exists() -> None:
-    sources = [(name, text) for name, text in texts("src", "bench", "tests") if name.startswith(("src", "bench", "tests"))]
+    sources = [
+        (name, text)
+        for name, text in texts("src", "bench", "tests")
+        if name.startswith(("src", "bench", "tests"))
+    ]
     written = {" ".join(note.split()) for _, text in sources for note in HOME.findall(MARKS.sub("", text))}
     assert "roots" in written
     for name, text in sources:

@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "train": {
         *{"api", "audit", "pipeline", "config", "engine", "io", "comm", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "mesh", "record"},
+        *{"dtypes", "errors", "legible", "mesh", "record"},
     },
     "deepspeed": {
         *{"api", "io", "config", "engine", "comm", "optim", "plan", "policy", "dtypes", "errors"},
@@ -59,6 +59,8 @@ ROOMS: dict[str, set[str]] = {
         "report",
         "errors",
         "mesh",
+        "legible",
+        "files",
     },
 }
 """Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""

@@ -5,6 +5,7 @@ Invariant: no weights are read, and no process group and no device is asked for.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ import typer
 
 from zerodrift.cli import options, streams
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
+from zerodrift.files import kind
+from zerodrift.legible import legible
 
 if TYPE_CHECKING:
     from zerodrift.plan.table import Plan
@@ -145,10 +148,12 @@ def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
 
 def write_page(path: Path, text: str) -> None:
     try:
+        if other := kind(path):
+            raise OSError(errno.EINVAL, other)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ZerodriftError(
             f"`--html`: must be a file that can be written; got {str(path)!r}: {reason}."
         ) from None
-    print(f"zerodrift: wrote {path}", file=sys.stderr)
+    print(f"zerodrift: wrote {legible(str(path))}", file=sys.stderr)

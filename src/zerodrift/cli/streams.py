@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import typer
 
 from zerodrift.errors import ZerodriftError
+from zerodrift.legible import legible
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes; the last two are those of a shell for SIGINT and SIGPIPE."""
@@ -46,8 +47,9 @@ def progress(text: str) -> AbstractContextManager[object]:
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
+    from rich.text import Text
 
-    return Console(stderr=True).status(text)
+    return Console(stderr=True).status(Text(legible(text)))
 
 
 def emit(text: str) -> None:

@@ -29,8 +29,8 @@ MAX_DIGITS = 400
 """Of a whole number. Beyond, Python's own conversion may refuse; such a number is refused anyway."""
 
 
-MAX_NODES = 30_000
-"""Of a YAML text, keys included: three times what a config may hold."""
+MAX_NODES = 20_000
+"""Of a YAML text, keys included: as many values as a config may hold, each with a key."""
 
 
 class Pairs(dict[Any, Any]):
@@ -165,7 +165,9 @@ class _Core(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.nodes += 1
         if self.nodes > MAX_NODES:
-            raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES:,} values", problem_mark=self.get_mark())
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {MAX_NODES:,} values", problem_mark=self.get_mark()
+            )
         return super().compose_node(parent, index)
 
 

@@ -50,7 +50,8 @@ class Numbers:
 
     def _auto_number(self, key: str) -> Any:
         """The caller's value for a key of the schema: what could have been written there."""
-        found, kind = self._auto(key), fields.kind_at(key.split("."))
+        found = self._auto(key)
+        kind: Any = fields.kind_at(key.split("."))
         if found is None:
             return None
         try:

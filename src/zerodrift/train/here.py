@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zerodrift.errors import ZerodriftError
 from zerodrift.io.places import room
+from zerodrift.legible import legible
 from zerodrift.train.display import display
 from zerodrift.train.launch import Launcher, RankFailedError, join
 from zerodrift.train.read import read_job
@@ -71,6 +72,6 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
             raise
         finally:
             session.driver.destroy()
-        show.say(f"report: {session.folder.report}")
+        show.say(f"report: {legible(str(session.folder.report))}")
         if session.folder.export.is_dir() and not outcome.stopped and job.run.export:
-            show.say(f"model: {session.folder.export}")
+            show.say(f"model: {legible(str(session.folder.export))}")

@@ -24,6 +24,7 @@ from zerodrift.audit.observed import together
 from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import NonFiniteError, ZerodriftError, first_line, said
+from zerodrift.legible import legible
 from zerodrift.train import trouble
 from zerodrift.train.display import Display
 from zerodrift.train.feed import Feed, MicroBatch, held_out
@@ -221,7 +222,7 @@ class Loop:
             saved = trouble.save(folder.bad, found, batches, engine.mesh.rank("data"))
         self._skips += 1
         where = f"; the batch is in {folder.bad}" if saved or found.places else ""
-        self._display.say(f"{found}{where}")
+        self._display.say(legible(f"{found}{where}"))
         if self._leads:
             places = [[place.rank, place.micro_batch, place.loss] for place in found.places]
             self._write("skip", {"step": step, "parameters": list(found.parameters), "places": str(places)})

@@ -1,0 +1,231 @@
+"""Arguments of optimizers and schedules: what cannot be meant is refused in the plan, by its path."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.models import moe
+from zerodrift import ConfigError, MeshShape, load, make_plan, resolve
+from zerodrift.optim import muon, schedules
+from zerodrift.optim.flat import arguments as built
+from zerodrift.policy.arguments import ANY, OPTIMIZERS, REQUIRED, SCHEDULES
+
+HUGE, NAN, INF = 10**400, math.nan, math.inf
+NEVER: tuple[Any, ...] = (
+    *({}, {"a": 1}, [], [[]], [None], "", "x", "1e-3", "\x1b[31m", "nan", NAN, INF, -INF, HUGE, -HUGE, 1e300),
+    *(b"1", {1}, object(), 1j, [NAN], [INF, 0.9], ["0.9", "0.99"], [True, False], [0.9, {}], (0.9, None)),
+)
+"""What no argument may be."""
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "a number of at least 0": (*NEVER, -1, -1e-9, True, [0.1]),
+    "a number": (*NEVER, True, [0.1]),
+    "a number above 0": (*NEVER, 0, -1, True, [1]),
+    "true or false": (*NEVER, 0, 1, 0.0, [True]),
+    "True or left out": (*NEVER, False, 1),
+    "False or left out": (*NEVER, True, 0),
+    "two numbers in [0, 1)": (
+        *NEVER,
+        0.9,
+        [0.9],
+        [0.9, 0.99, 0.999],
+        [0.9, 1.0],
+        [-0.1, 0.9],
+        [0.9, 2],
+        True,
+    ),
+    "three numbers": (*NEVER, 1.0, [1.0, 2.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, NAN], [1, 2, True]),
+    "a whole number above 0": (*NEVER, 0, -1, 0.5, True, 2**31, [3]),
+    "a whole number of at least 0": (*NEVER, -1, 0.5, True, 2**31),
+    "a whole number of at least -1": (*NEVER, -2, 0.5, True, 2**31),
+    "a whole number from 1 to 99": (*NEVER, 0, 100, 2.5, True),
+    "log or linear": (*NEVER, "cubic", "LOG", 1, True, ["log"]),
+    "bf16 or fp32": (*NEVER, "fp16", 32),
+    "original or match_rms_adamw": (*NEVER, "loud", 0),
+    "a number of at least 0, or a list of them, one per parameter group": (
+        *NEVER,
+        -1,
+        [0.1, -1],
+        True,
+        [True],
+    ),
+    "a number in [0, 1), or a list of them, one per parameter group": (*NEVER, 1, -0.1, [0.5, 1.0], True),
+}
+RIGHT: dict[str, tuple[Any, ...]] = {
+    "a number of at least 0": (0, 0.5, 1e-30, 3),
+    "a number": (0.5, -0.5),
+    "a number above 0": (10, 0.5),
+    "true or false": (True, False),
+    "True or left out": (True,),
+    "False or left out": (False,),
+    "two numbers in [0, 1)": ([0.9, 0.95], (0, 0.5)),
+    "three numbers": ([1, -2.5, 3.0],),
+    "a whole number above 0": (1, 2e3),
+    "a whole number of at least 0": (0, 4.0),
+    "a whole number of at least -1": (-1, 3),
+    "a whole number from 1 to 99": (5, 99),
+    "log or linear": ("log", "linear"),
+    "bf16 or fp32": ("bf16", "fp32"),
+    "original or match_rms_adamw": ("original", "match_rms_adamw"),
+    "a number of at least 0, or a list of them, one per parameter group": (0.1, [0.1]),
+    "a number in [0, 1), or a list of them, one per parameter group": (0.5, [0.8]),
+}
+TABLES = {
+    **{
+        ("optimizer", kind): table if kind == "Muon" else {**table, **ANY}
+        for kind, table in OPTIMIZERS.items()
+    },
+    **{("scheduler", kind): table for kind, table in SCHEDULES.items()},
+}
+CASES = [(block, kind, key) for (block, kind), table in TABLES.items() for key in table]
+
+
+def planned(block: str, kind: str, params: Any, **rest: Any) -> Any:
+    written: dict[str, Any] = {block: {"type": kind, "params": params}}
+    if block == "scheduler":
+        written["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    return resolve(load(written), MeshShape(), **rest)
+
+
+def needed(kind: str, without: str = "") -> dict[str, Any]:
+    return {key: 1 for key in REQUIRED.get(kind, ()) if key != without}
+
+
+@pytest.mark.parametrize(("block", "kind", "key"), CASES)
+def test_what_an_argument_cannot_be_is_refused_in_the_plan(block: str, kind: str, key: str) -> None:
+    for value in WRONG[TABLES[block, kind][key].words]:
+        with pytest.raises(ConfigError) as caught:
+            planned(block, kind, {**needed(kind), key: value})
+        assert f"`{block}.params.{key}" in str(caught.value), (value, str(caught.value))
+        assert "must" in str(caught.value)
+        if isinstance(value, (int, float, str, dict)) and value not in ("auto",):
+            with pytest.raises(ConfigError, match=rf"{block}\.params\.{key}"):
+                planned(block, kind, {**needed(kind), key: "auto"}, auto={f"{block}.params.{key}": value})
+
+
+@pytest.mark.parametrize(("block", "kind", "key"), CASES)
+def test_what_it_can_be_is_built(block: str, kind: str, key: str) -> None:
+    for value in RIGHT[TABLES[block, kind][key].words]:
+        params = {**needed(kind), key: value}
+        if (kind, key, value) == ("SGD", "nesterov", True):
+            params["momentum"] = 0.9
+        policy = planned(block, kind, params)
+        recipe = policy.optimizer if block == "optimizer" else policy.schedule
+        if block == "scheduler":
+            optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+            schedule = schedules.make_schedule(recipe, optimizer)
+            schedule.step()
+            assert all(math.isfinite(rate) for rate in schedule.get_last_lr())
+        elif kind != "Muon":
+            built(recipe)
+
+
+def test_null_is_left_out() -> None:
+    for (block, kind), table in TABLES.items():
+        params = {**dict.fromkeys(table), **needed(kind)}
+        policy = planned(block, kind, params)
+        recipe = policy.optimizer if block == "optimizer" else policy.schedule
+        assert json.loads(recipe.params) == needed(kind)
+
+
+@pytest.mark.parametrize("kind", sorted(REQUIRED))
+def test_what_a_schedule_needs_is_asked_for(kind: str) -> None:
+    for key in REQUIRED[kind]:
+        with pytest.raises(ConfigError, match=rf"`scheduler.params.{key}`: must be given"):
+            planned("scheduler", kind, needed(kind, without=key))
+        assert planned(
+            "scheduler", kind, {**needed(kind), key: "auto"}, auto={f"scheduler.params.{key}": 7.0}
+        )
+
+
+@pytest.mark.parametrize(("block", "kind"), sorted(TABLES))
+def test_what_is_no_argument_is_named(block: str, kind: str) -> None:
+    for key in ("", "self", "Lr", "params", "\x1b[31m", "a.b", "x" * 3000, "\u00e9"):
+        with pytest.raises(ConfigError, match=rf"{block}\.params.*must be an argument of"):
+            planned(block, kind, {**needed(kind), key: 1})
+
+
+@pytest.mark.parametrize("params", [[], [1], "lr", 3, True, [["lr", 1]], NAN])
+@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
+def test_a_block_of_arguments_is_a_block(block: str, params: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"`{block}\.params`: must be"):
+        planned(block, "AdamW" if block == "optimizer" else "WarmupLR", params)
+
+
+@pytest.mark.parametrize("kind", [None, 3, True, [], {}, "", "AdamW\x1b", "adam w", "a" * 5000, NAN])
+@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
+def test_a_type_is_one_of_ours(block: str, kind: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"`{block}\.type`: must be") as caught:
+        planned(block, kind, {})
+    assert all(map(str.isprintable, str(caught.value).split("\n"))) and len(str(caught.value)) < 1500
+
+
+NUMBERS = (
+    *(
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ),
+    *("fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale"),
+)
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_that_stands_for_auto_is_one_that_could_be_written(key: str) -> None:
+    block, _, name = key.rpartition(".")
+    written: dict[str, Any] = {block: {"enabled": True, name: "auto"}} if block else {name: "auto"}
+    for value in (NAN, INF, -1, "auto", "8", [1], {}, True, HUGE, object(), torch.tensor(3)):
+        with pytest.raises(ConfigError, match=key):
+            make_plan(written, moe(layers=1), 2, auto={key: value})
+    assert make_plan(written, moe(layers=1), 2, auto={key: 4.0})
+
+
+@pytest.mark.parametrize("auto", [[], "lr=1", 3, [("lr", 1)], {1: 2}, {None: 1}])
+def test_what_stands_for_auto_is_a_block(auto: Any) -> None:
+    if not auto:
+        auto = [0]
+    with pytest.raises(ConfigError):
+        make_plan({"gradient_clipping": "auto"}, moe(layers=1), 2, auto=auto)
+
+
+BOUNDED = {
+    "gradient_accumulation_steps": 2**31,
+    "train_micro_batch_size_per_gpu": 2**31,
+    "pipeline.stages": 2**24 + 1,
+    "pipeline.micro_batches": 2**31,
+    "pipeline.chunks": 1025,
+    "sharding.replicate": 2**24 + 1,
+    "experts.ranks": 2**24 + 1,
+    "zero_optimization.mics_shard_size": 2**24 + 1,
+    "fp16.initial_scale_power": 121,
+    "fp16.loss_scale": 2.0**128,
+    "fp16.hysteresis": 2**31,
+    "fp16.loss_scale_window": 2**31,
+}
+
+
+@pytest.mark.parametrize("key", sorted(BOUNDED))
+def test_a_number_that_makes_no_sense_is_refused_by_its_key(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"`{key}`: must be"):
+        make_plan({}, moe(layers=1), 2, overrides=[f"{key}={BOUNDED[key]}"])
+
+
+def test_the_tables_name_what_the_builders_take() -> None:
+    for kind, table in SCHEDULES.items():
+        parameters = inspect.signature(schedules.SCHEDULES[kind]).parameters
+        assert set(table) == set(parameters) - {"optimizer"}
+        required = {name for name, value in parameters.items() if value.default is value.empty} - {
+            "optimizer"
+        }
+        assert set(REQUIRED.get(kind, ())) == required
+    names = {field.name for field in fields(muon.Numbers)}
+    assert set(OPTIMIZERS["Muon"]) == names | {"betas", "eps", "muon_lr", "adam_lr"}
+    assert TABLES["optimizer", "Muon"]["ns_steps"].words.endswith(str(muon.MOST_STEPS - 1))

@@ -1,0 +1,210 @@
+"""Somebody's text: escaped, cut and of its true width, in errors, on terminals and on pages; exact in JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from tests.unit.at_random import ODD_NAMES
+from tests.unit.models import moe
+from zerodrift import Plan, cost, errors, make_plan
+from zerodrift.cli import streams
+from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError, Problems, ZerodriftError
+from zerodrift.legible import LINE, WORD, legible
+from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+from zerodrift.report import as_json, page, rows, terminal
+from zerodrift.report.explain import explain_row
+from zerodrift.report.frame import elide
+from zerodrift.report.names import matching
+from zerodrift.report.updates import UpdateLine, UpdateReport
+
+ODD = (
+    *ODD_NAMES,
+    "\x1b]0;your title\x07",
+    "\x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\",
+    "\x1b[2J\x1b[1;1H",
+    "\r\x1b[Kzerodrift: all is well",
+    "a\bb\x7f\x85\u2028\u2029\u200b\u2066\ufeff\U000e0001",
+    "[link=http://evil]x[/link]",
+    "&lt;b&gt; <img src=x onerror=alert(1)> \"'`",
+    "\uff37\uff29\uff24\uff25" * 80,
+    "wide \u6f22\u5b57 " * 700,
+)
+BLANK = " \u00a0"
+
+
+def is_legible(text: str) -> None:
+    text.encode()
+    bad = {char for char in text if not char.isprintable() and char not in "\n\u00a0"}
+    assert not bad, sorted(map(ascii, bad))
+    assert all(len(line) <= LINE for line in text.split("\n"))
+
+
+@pytest.mark.parametrize("text", ODD, ids=range(len(ODD)))
+def test_a_text_is_one_line_that_nothing_obeys(text: str) -> None:
+    told = legible(text)
+    is_legible(told)
+    assert "\n" not in told and legible(told) == told
+    assert max(map(len, told.split())) <= WORD
+
+
+@pytest.mark.parametrize(
+    "text", ["", "model.layers.3.weight", "\u00fc\u6f22 \u00a0x", "a b " * 900, "/a/b" * 50]
+)
+def test_what_is_legible_is_left_as_it_is(text: str) -> None:
+    assert legible(text) == text
+
+
+ERRORS = [
+    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, ZerodriftError)
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_error_of_ours_is_legible_however_it_is_made(kind: type[ZerodriftError]) -> None:
+    for text in ODD:
+        error = kind(f"`{text}`: must be so; got {text}.\nsecond line")
+        is_legible(str(error))
+        assert str(error).split("\n")[-1] == "second line"
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        problems = Problems()
+        problems.add(text, f"must be {text}", text, text)
+        problems.add("other", "must be")
+        with pytest.raises(kind) as caught:
+            problems.raise_as(kind, text)
+        is_legible(str(caught.value))
+        assert str(caught.value).count("\n") == 2
+
+
+def test_an_error_tells_fifty_problems_and_counts_the_rest() -> None:
+    problems = Problems()
+    for number in range(1234):
+        problems.add(f"key{number}", "must be")
+    with pytest.raises(ConfigError) as caught:
+        problems.raise_as(ConfigError)
+    lines = str(caught.value).split("\n")
+    assert lines[0] == "1234 problems" and lines[-1] == "  and 1,184 more" and len(lines) == 52
+
+
+def odd_plan() -> Plan:
+    parameters = tuple(
+        ParameterSpec(
+            (name, f"tied.{name}"), (4, 4), DType.FP32, (Owner(name, name), Owner(f"t.{name}", name))
+        )
+        for name in dict.fromkeys((*ODD, *(f"blocks.0.{name}.w" for name in ODD)))
+    )
+    buffers = tuple(BufferSpec(name, (4,), DType.FP32) for name in ODD)
+    written: dict[str, Any] = {
+        "precision": {
+            "mode": "bf16",
+            "rules": [{"match": re.sub(r"[*?\[\]!]", "?", n), "pin": "fp32"} for n in ODD if n.isprintable()],
+        },
+        "wandb": {f"key{number}": name for number, name in enumerate(ODD) if "\ud800" not in name},
+        "zero_optimization": {"stage": 3},
+    }
+    return make_plan(written, ModelSpec("source " + "".join(ODD), parameters, buffers), 2)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return odd_plan()
+
+
+def test_a_report_is_legible_and_as_wide_as_it_says(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in ("80", "100", "20"):
+        monkeypatch.setenv("COLUMNS", columns)
+        texts = [
+            terminal.plan_text(plan, cost(plan), rows.grouped(plan), color=False),
+            terminal.rows_text(plan, rows.single(plan, matching(plan, "*", "--rows")), color=False),
+            *(terminal.explanation_text(explain_row(plan, n), plan.digest, color=False) for n in range(5)),
+            UpdateReport(3, tuple(UpdateLine(name, 4, 1, 1, 1, 1, 1.0, 1.0) for name in ODD)).text(40),
+        ]
+        for text in texts:
+            is_legible(text)
+            wide = [line for line in text.split("\n") if cell_len(line) > 100]
+            assert not wide, wide[0]
+    colored = terminal.plan_text(plan, cost(plan), rows.grouped(plan), color=True)
+    assert set(re.findall(r"\x1b[^m]*m?", colored)) <= set(re.findall(r"\x1b\[[\d;]+m", colored))
+
+
+def test_brackets_are_no_markup(plan: Plan) -> None:
+    text = terminal.plan_text(plan, cost(plan), rows.grouped(plan), color=False)
+    assert "[red]a[/red].[bold].weight" in text
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+
+
+def test_a_page_holds_no_element_of_somebody_elses(plan: Plan) -> None:
+    made = page.plan_page(plan, cost(plan), rows.grouped(plan))
+    is_legible("\n".join(line[:100] for line in made.split("\n")))
+    assert "\x1b" not in made and "alert(1)</script>" not in made
+    reader, plain = _Page(), _Page()
+    reader.feed(made)
+    usual = make_plan({"bf16": {"enabled": True}}, moe(tie=True), 2)
+    plain.feed(page.plan_page(usual, cost(usual), rows.grouped(usual)))
+    assert "img" not in reader.tags and reader.tags - plain.tags <= {"wbr", "ul", "li", "b"}
+
+
+def test_json_is_exact(plan: Plan) -> None:
+    text = as_json.plan_json(plan, cost(plan))
+    assert text.isascii() and "\x1b" not in text
+    assert Plan.from_json(json.loads(text)) == plan
+
+
+@pytest.mark.parametrize("width", [4, 10, 37, 80, 100])
+def test_a_name_is_elided_to_cells(width: int) -> None:
+    for name in ODD:
+        short = elide(name, width)
+        assert cell_len(short) <= width
+        is_legible(short)
+
+
+def test_what_the_command_line_says_beside_the_product(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from zerodrift.cli.planning import write_page
+
+    for number, text in enumerate(ODD):
+        with pytest.raises(BaseException, match="2"), streams.errors(False):
+            raise ConfigError(f"`{text}`: must be")
+        is_legible(capsys.readouterr().err)
+        if "\ud800" in text or "/" in text or "\x00" in text or len(text.encode()) > 200:
+            continue
+        write_page(tmp_path / f"{number}{text}", "page")
+        is_legible(capsys.readouterr().err)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(streams.progress("planning [red]a[/red]\x1b[7m").renderable)  # type: ignore[attr-defined]
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[red]a[/red]" in shown and "\x1b" not in shown
+
+
+def test_no_report_makes_text_of_somebodys_but_in_one_place() -> None:
+    """rich's `Text` of anything but words of ours is made in `frame`."""
+    folder = Path(terminal.__file__).parent
+    allowed = {"frame.py"}
+    for file in folder.glob("*.py"):
+        if file.name not in allowed:
+            source = file.read_text(encoding="utf-8")
+            assert not re.search(r"from_markup|from_ansi|markup=True|\bprint\(", source), file.name

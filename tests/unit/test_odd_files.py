@@ -1,0 +1,255 @@
+"""Files that are none, and texts that no person writes: one error at once, for a config, a job and a model."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.refused import write
+from zerodrift import ConfigError, ModelError, ZerodriftError, describe, load
+from zerodrift.cli.planning import write_page
+from zerodrift.train.read import read_job
+
+JOB: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x"}}
+READERS: dict[str, Callable[[str], object]] = {
+    "config": load,
+    "job": read_job,
+    "config of a job": lambda path: read_job({**JOB, "config": path}),
+    "model": describe,
+}
+
+
+def fifo(folder: Path) -> str:
+    path = folder / "pipe.json"
+    os.mkfifo(path)
+    return str(path)
+
+
+def listening(folder: Path) -> str:
+    path = folder / "socket.json"
+    with socket.socket(socket.AF_UNIX) as made:
+        # A path of a socket is short; the folder of a test is not.
+        here = os.open(folder, os.O_RDONLY)
+        made.bind(f"/proc/self/fd/{here}/socket.json")
+        os.close(here)
+    return str(path)
+
+
+def folder(inside: Path) -> str:
+    (inside / "folder.json").mkdir()
+    return str(inside / "folder.json")
+
+
+def loop(inside: Path) -> str:
+    (inside / "loop.json").symlink_to("loop.json")
+    return str(inside / "loop.json")
+
+
+def no_right(inside: Path) -> str:
+    return str(inside / "nobody" / "here.json")
+
+
+NONE: dict[str, Callable[[Path], str]] = {
+    "pipe": fifo,
+    "socket": listening,
+    "folder": folder,
+    "loop": loop,
+    "nothing": no_right,
+    "endless": lambda _: "/dev/zero",
+    "device": lambda _: "/dev/null",
+    "long": lambda _: "x" * 5000 + ".json",
+    "nul": lambda _: "a\x00b.json",
+    "home": lambda _: "~nobody-here/x.json",
+    "half": lambda _: "half\udcff.json",
+    "escape": lambda _: "\x1b[31mred.json",
+    "empty": lambda _: "",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", NONE)
+@pytest.mark.timeout(30)
+def test_what_is_no_file_is_one_error_at_once(kind: str, reader: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, ModelError)) as caught:
+        READERS[reader](NONE[kind](tmp_path))
+    told = str(caught.value)
+    told.encode()
+    assert all(map(str.isprintable, told.split("\n"))) and len(told) < 2000
+    words = {
+        "pipe": "a pipe",
+        "socket": "a socket",
+        "folder": "folder",
+        "endless": "a device",
+        "device": "a device",
+    }
+    assert words.get(kind, "") in told
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("part", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_part_of_a_model_that_is_a_pipe(part: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / part)
+    for path in (tmp_path, tmp_path / part):
+        with pytest.raises(ModelError):
+            describe(path)
+
+
+@pytest.mark.timeout(30)
+def test_a_page_is_not_written_into_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "page.html")
+    with pytest.raises(ZerodriftError, match=r"`--html`: must be a file that can be written.*a pipe"):
+        write_page(tmp_path / "page.html", "text")
+
+
+LAUGHS = "a: &a [1, 2, 3]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(20)
+)
+MERGED = (
+    "a: &a {" + ", ".join(f"k{i}: 1" for i in range(9000)) + "}\nb: {<<: [" + ", ".join(["*a"] * 9000) + "]}"
+)
+YAML = {
+    "multiplied": LAUGHS,
+    "merged": MERGED,
+    "date": "train_batch_size: 2024-01-01",
+    "time": "train_batch_size: 1:30",
+    "set": "zero_optimization: !!set {a, b}",
+    "bytes": "bf16: !!binary aGVsbG8=",
+    "pairs": "bf16: !!pairs [a: 1]",
+    "object": "a: !!python/object/apply:os.system ['exit 1']",
+    "twice": "bf16: {enabled: true}\nbf16: {enabled: false}",
+    "nan": "gradient_clipping: .nan",
+    "infinite": "gradient_clipping: 1e400",
+    "octal of python": "train_batch_size: 0o9",
+    "in itself": "a: &x {b: *x}",
+    "tab": "bf16:\n\tenabled: true",
+    "list as key": "? [1]\n: 2",
+    "null as key": "~: 1",
+    "number as key": "1.5: 2",
+    "documents": "a: 1\n---\nb: 2",
+    "nul": "a: \x00",
+    "deep lists": "a: " + "[" * 10_000 + "]" * 10_000,
+    "open lists": "[" * 900_000,
+    "open blocks": "{" * 900_000,
+    "deep blocks": "? " * 300_000,
+    "deep items": "- " * 300_000,
+    "many values": "a: [" + ",".join(["1"] * 100_000) + "]",
+    "many keys": "\n".join(f"k{i}: {i}" for i in range(25_000)),
+    "long number": "train_batch_size: " + "9" * 900_000,
+    "long key": "x" * 900_000 + ": 1",
+    "anchors": "&a " * 300_000,
+    "half a character": 'a: "\\ud800"',
+    "beyond": 'a: "\\UFFFFFFFF"',
+}
+JSON = {
+    "deep": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "nan": '{"gradient_clipping": NaN}',
+    "infinite": '{"gradient_clipping": 1e400}',
+    "twice": '{"bf16": {"enabled": true}, "bf16": {}}',
+    "long number": '{"train_batch_size": ' + "9" * 900_000 + "}",
+    "half a character": '{"a\\ud800": "\\udfff"}',
+    "a list": "[1]",
+    "a number": "3",
+    "comment": '{"a": 1} // b',
+}
+BYTES = {
+    "latin": "a: \u00e9".encode("latin-1"),
+    "utf-16": "a: 1".encode("utf-16"),
+    "utf-32": "a: 1".encode("utf-32"),
+    "zeros": b"\0" * 1000,
+    "too long": b"#" * 100_000_000,
+    "nothing": b"",
+    "blank": b" \n\t\n",
+}
+TEXTS = [
+    *((f"a.yaml {name}", "a.yaml", text) for name, text in YAML.items()),
+    *((f"a.json {name}", "a.json", text) for name, text in JSON.items()),
+    *((f"bytes {name}", "a.yaml", text) for name, text in BYTES.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), [case[1:] for case in TEXTS], ids=[case[0] for case in TEXTS])
+def test_a_text_that_no_person_writes_is_one_error_at_once(
+    name: str, text: str | bytes, tmp_path: Path
+) -> None:
+    path = write(tmp_path, name, text)
+    for read in (load, read_job) if len(text) < 10_000 else (load,):
+        before = time.process_time()
+        with pytest.raises(ConfigError) as caught:
+            read(path)
+        assert time.process_time() - before < 3
+        told = str(caught.value)
+        assert all(map(str.isprintable, told.split("\n"))) and len(told) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("017", 17), ("0o17", 15), ("0x10", 16), ("1e3", 1000), ("+8", 8), ("!!int '8'", 8)],
+)
+def test_numbers_are_those_of_yaml_1_2(text: str, size: int, tmp_path: Path) -> None:
+    assert load(write(tmp_path, "a.yaml", f"train_batch_size: {text}")).train_batch_size == size
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+    for name, text in (
+        ("a.yaml", "\ufeffbf16: {enabled: true}"),
+        ("a.json", '\ufeff{"bf16": {"enabled": true}}'),
+    ):
+        assert load(write(tmp_path, name, text.encode())).bf16 is not None
+
+
+ODD_SETS = (
+    *("", "=", "a", "=1", ".=1", "a..b=1", "a[=1", "a[0=1", "a[99999]=1", "a[-1]=1", "[0]=1", "a.[0]=1"),
+    *(
+        "bf16=&a [*a]",
+        "bf16=!!python/name:os.system",
+        "bf16={",
+        "bf16=*x",
+        "bf16=\x00",
+        "bf16=\ud800",
+        "\x1b[m=1",
+    ),
+    *("bf16.enabled.x=1", "precision.rules[0][0]=1", "precision.rules[5].pin=fp32", "x" * 5000 + "=1"),
+    *(
+        "train_batch_size=1e999",
+        "train_batch_size=" + "9" * 5000,
+        "gradient_clipping=.nan",
+        "optimizer=[[[[]]]]",
+    ),
+)
+
+
+@pytest.mark.parametrize("text", ODD_SETS)
+def test_an_odd_override_is_one_error(text: str) -> None:
+    for read in (
+        lambda: load({}, [text]),
+        lambda: read_job(JOB, [f"config.{text}"]),
+        lambda: read_job(JOB, [text]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read()
+        assert all(map(str.isprintable, str(caught.value).split("\n"))) and len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, True, [], {"a": 1}, {1}, float("nan"), "\x1b[31m" * 900, 10**400, object()]
+)
+def test_any_key_of_a_job_with_any_value_is_read_or_one_error(value: Any) -> None:
+    from zerodrift.train.read import every_path
+
+    for path in every_path():
+        job: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x"}}
+        *blocks, last = path.split(".")
+        place = job
+        for block in blocks:
+            place = place.setdefault(block, {})
+        place[last] = value
+        try:
+            read_job(job)
+        except ConfigError as error:
+            assert all(map(str.isprintable, str(error).split("\n"))), path
