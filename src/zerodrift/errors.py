@@ -11,8 +11,8 @@
     +-- CheckpointError         a checkpoint that cannot be written, is damaged, or belongs to something else
 
 A message reads **where: what must hold; got what. What to do.** `Problem` holds those four parts, and
-`Problems` collects all of a kind so that a person sees every mistake at once. What a message quotes is somebody
-else's, so it is made legible where it is told.
+`Problems` collects all of a kind so that a person sees every mistake at once. What a message
+quotes is somebody else's, so it is made legible where it is told.
 
 Invariant: users only ever see subclasses of ZerodriftError; a broken promise of our own code raises
 AssertionError.

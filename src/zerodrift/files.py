@@ -1,7 +1,7 @@
 """Opens files that somebody named, if that is what they are.
 
-A pipe would be waited for without end, a device may never end, and opening a socket says nothing that helps. So what
-a path leads to is looked at first.
+A pipe would be waited for without end, a device may never end, and opening a socket says nothing that
+helps. So what a path leads to is looked at first.
 
 Invariant: what is opened is a regular file; anything else is an OSError whose `strerror` says what it is.
 """

@@ -1,8 +1,8 @@
 """Somebody's text as it may be printed: what a terminal would obey is escaped, what never ends is cut.
 
-Names of parameters, classes, files and config keys come from models and files of other people. Every text that a
-person reads goes through here on its way: the message of an error, a cell of a report, an element of a page. JSON
-does not: it has escapes of its own and stays exact.
+Names of parameters, classes, files and config keys come from models and files of other people. Every text
+that a person reads goes through here on its way: the message of an error, a cell of a report, an element of
+a page. JSON does not: it has escapes of its own and stays exact.
 
 Invariant: what is returned is one line of printable characters, of bounded length; what was so already is
 returned as it is, so it does no harm twice.

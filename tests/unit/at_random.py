@@ -2,9 +2,9 @@
 
     python -m tests.unit.at_random 100000 [first]
 
-makes so many cases, and prints how many plans there were, how many refusals, the slowest, and every case that
-ended with an exception that is not ours, took more than a second, or printed what a terminal would obey. A case
-is a number: the same number is the same case.
+makes so many cases, and prints how many plans there were, how many refusals, the slowest, and every case
+that ended with an exception that is not ours, took more than a second, or printed what a terminal would
+obey. A case is a number: the same number is the same case.
 """
 
 from __future__ import annotations
@@ -329,8 +329,8 @@ def model(draw: random.Random) -> ModelSpec:
 
 
 def run(one: Case, scratch: Path | None = None, reports: bool = True) -> str:
-    """Plan a case, price it, and with `reports` write all of them: `planned`, or the class of our own error. What
-    else goes wrong is raised."""
+    """Plan a case, price it, and with `reports` write all of them: `planned`, or the class of our own error.
+    What else goes wrong is raised."""
     try:
         source = _written(one.written, scratch)
         made = make_plan(source, describe(one.model), one.world, auto=one.auto, overrides=one.overrides)

@@ -48,7 +48,7 @@ def wrong_verbs(text: str) -> list[str]:
     return found
 
 
-PROSE = {"is", "as", "does", "does", "takes", "refuses", "import", "said", "has", "downloads", "checkpoint"}
+PROSE = {"is", "as", "does", "takes", "refuses", "import", "said", "has", "downloads", "checkpoint"}
 """Words behind the name in a sentence that begins with it, or in a statement of Python."""
 
 

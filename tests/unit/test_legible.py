@@ -1,4 +1,4 @@
-"""Somebody's text: escaped, cut and of its true width, in errors, on terminals and on pages; exact in JSON."""
+"""Somebody's text: escaped, cut and of its true width in errors, terminals and pages; exact in JSON."""
 
 from __future__ import annotations
 

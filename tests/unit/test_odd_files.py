@@ -1,4 +1,4 @@
-"""Files that are none, and texts that no person writes: one error at once, for a config, a job and a model."""
+"""Files that are none, texts that no person writes: one error at once, for a config, a job and a model."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from zerodrift.config.schema import Block, Config
 from zerodrift.dtypes import TRAINING_DTYPES, DType
 
 FAR = 1000
-"""Bounds from here on only keep out mistakes: they are told to whoever is beyond one, and not on every page."""
+"""Bounds from here on only keep out mistakes: told to whoever is beyond one, and not on every page."""
 
 FILLED_BY_LOAD = "keys"
 """The field of `Config` that is not a key."""
@@ -105,8 +105,8 @@ def admits(kind: Any) -> str:
 
 
 def must(kind: Any, value: object) -> str:
-    """What must hold of a key that does not accept a value, as a clause: what it admits, or where a number was
-    too large, how large it may be."""
+    """What must hold of a key that does not accept a value, as a clause: what it admits, or how large it may
+    be where a number was too large."""
     most = [
         bound.le
         for option, extras in _options(kind)

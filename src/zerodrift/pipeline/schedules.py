@@ -61,8 +61,8 @@ def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
 
 
 def timeline(plan: Plan) -> Timeline | None:
-    """What each rank of the pipeline does in a step, in order; None without a pipeline, and where that are more
-    actions than anybody reads."""
+    """What each rank of the pipeline does in a step, in order; None without a pipeline, and where that is
+    more than anybody reads."""
     pipeline, count = plan.policy.pipeline, plan.policy.batch.accumulation
     if pipeline is None:
         return None

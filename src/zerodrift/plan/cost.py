@@ -1,8 +1,8 @@
 """What a step costs one rank: bytes at rest, at peak and on the wire, from the plan alone.
 
-The traffic is counted over `schedule.counted`, the list that the engine follows with its repetitions folded,
-so the price cannot drift from the deed and a million micro-batches are counted as fast as three. Activations are the model's
-own and are not in the peak; the report says so.
+The traffic is counted over `schedule.counted`: the list that the engine follows and a test compares with what
+was recorded, its repetitions folded. So the price cannot drift from the deed, and a million micro-batches
+are counted as fast as three. Activations are the model's own and are not in the peak; the report says so.
 
 Invariant: every figure is bytes of one rank, of the most loaded pipeline stage.
 """

@@ -1,7 +1,7 @@
 """What the `optimizer` and `scheduler` blocks take: the arguments of each type, and what each of them may be.
 
-An argument that is wrong is refused where the config is resolved, before any process starts; whoever builds the
-optimizer or the schedule finds what it needs. Defaults are theirs.
+An argument that is wrong is refused where the config is resolved, before any process starts; whoever builds
+the optimizer or the schedule finds what it needs. Defaults are theirs.
 
 Invariant: what passes `checked` is built without an error; nothing here imports torch.
 """
@@ -164,8 +164,8 @@ REQUIRED: Mapping[str, Sequence[str]] = {
 def checked(
     where: str, kind: str, params: Mapping[str, Any], problems: Problems, unknown: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The arguments of an optimizer or a schedule as they were meant: null is left out, `2e3` a whole number. The
-    wrong ones go to `problems`, each by its path under `where`; `unknown` are there with values that are not."""
+    """The arguments of an optimizer or a schedule as they were meant: null is left out, `2e3` a whole number.
+    The wrong ones go to `problems`, each by its path under `where`; `unknown` are there, their values not."""
     own = OPTIMIZERS.get(kind) or SCHEDULES[kind]
     table = own if kind == "Muon" or kind in SCHEDULES else {**own, **ANY}
     found: dict[str, Any] = {}

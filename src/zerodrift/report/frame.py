@@ -1,8 +1,10 @@
 """The pieces that every text report is set with: a title, sections, columns that wrap, the final print.
 
-Nothing here knows what a plan is. A width is in cells of a terminal, of which some characters take two or none.
+Nothing here knows what a plan is. A width is in cells of a terminal, of which some characters take two or
+none.
 
-Invariant: text that is not ours becomes `Text` through `shown` and nowhere else; what `printed` returns has no line wider than WIDTH, and no colour codes unless asked for.
+Invariant: text that is not ours becomes `Text` through `shown` and `elide`; what `printed` returns has no
+line wider than WIDTH, and no colour codes unless asked for.
 """
 
 from __future__ import annotations
