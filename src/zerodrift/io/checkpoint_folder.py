@@ -228,36 +228,38 @@ class Folder:
         """Make what was written the checkpoint of a tag, and, with `latest`, the newest."""
         home, aside = self.path / tag, self._aside(tag)
         self.require_free(tag)
-        # All that needs room comes before what others can see.
-        draft = self._draft(tag) if latest else None
         sync_folder(written)
-        if home.exists():
-            home.rename(aside)
+        draft = self.path / f"{_WRITING}{LATEST}"
         try:
-            written.rename(home)
-        except BaseException:
-            if _exists(aside):
-                aside.rename(home)
-            raise
-        sync_folder(self.path)
-        if draft is not None:
-            draft.replace(self.path / LATEST)
+            if latest:
+                self._write_latest(draft, tag)  # all that needs room comes before what others can see
+            if home.exists():
+                home.rename(aside)
+            try:
+                written.rename(home)
+            except BaseException:
+                if _exists(aside):
+                    aside.rename(home)
+                raise
             sync_folder(self.path)
+            if latest:
+                draft.replace(self.path / LATEST)
+                sync_folder(self.path)
+        finally:
+            draft.unlink(missing_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         return home
 
-    def _draft(self, tag: str) -> Path:
+    def _write_latest(self, draft: Path, tag: str) -> None:
         """The next `latest`, under another name."""
         if look(self.path / LATEST) == "folder":
             raise CheckpointError(
                 f"`{short(self.path / LATEST)}`: must be a file, or not be there; got a folder. Move it away."
             )
-        draft = self.path / f"{_WRITING}{LATEST}"
         with draft.open("w", encoding="utf-8") as stream:
             stream.write(latest_text(tag))
             stream.flush()
             os.fsync(stream.fileno())
-        return draft
 
     def prune(self, keep: int) -> list[str]:
         """Remove all but the newest `keep` of those whose tag was not chosen; what `latest` names stays, and

@@ -85,13 +85,13 @@ class Lock:
 def _create(path: Path, text: str) -> bool:
     """Write the file in one step that fails where there is one: a lock is never seen half written."""
     draft = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
-    draft.write_text(text)
     try:
+        draft.write_text(text)
         os.link(draft, path)
     except FileExistsError:
         return False
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     return True
 
 

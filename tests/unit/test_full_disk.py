@@ -1,0 +1,246 @@
+"""A disk that is full, at every write in turn: one error that names the folder and the room that is left,
+what was there stays, and nothing of what was begun."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerodrift as zd
+import zerodrift.deepspeed as deepspeed
+from tests.e2e.jobs import job
+from tests.unit.laid_out import lay_out
+from tests.unit.test_foreign_files import CONFIG, network, snapshot
+from zerodrift.api import initialize
+from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from zerodrift.errors import ZerodriftError
+from zerodrift.io.checkpoint_folder import Folder
+from zerodrift.io.checkpoint_manifest import verified
+from zerodrift.io.convert import convert
+from zerodrift.train.folder import Folder as RunFolder
+from zerodrift.train.here import train
+from zerodrift.train.job import Run
+from zerodrift.train.metrics import Metrics
+
+
+class Disk:
+    """Takes so many writes below a folder, and no more."""
+
+    def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        real = io.open
+
+        def opened(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+            if not set("wax") & set(mode) or not str(file).startswith(str(top)):
+                return real(file, mode, *rest, **options)
+            raw = _Raw(self, real(file, mode.replace("t", "").replace("b", "") + "b", buffering=0))
+            stream = io.BufferedWriter(raw)
+            return stream if "b" in mode else io.TextIOWrapper(stream, encoding=options.get("encoding"))
+
+        monkeypatch.setattr(io, "open", opened)
+        for name in ("pwrite", "posix_fallocate", "mkdir"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def take(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.take()
+            return real(*arguments, **options)
+
+        return call
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, disk: Disk, real: Any) -> None:
+        super().__init__()
+        self._disk, self._real = disk, real
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._disk.take()
+        return int(self._real.write(data))
+
+    def fileno(self) -> int:
+        return int(self._real.fileno())
+
+    def tell(self) -> int:
+        return int(self._real.tell())
+
+    def close(self) -> None:
+        self._real.close()
+        super().close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    made = initialize(network(), None, CONFIG, device="cpu", quiet=True)
+    yield made
+    made.destroy()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Of a process group that the drop-in makes, nothing is left."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def every_write(
+    disk: Disk, work: Callable[[], object], unchanged: Callable[[], object], left: Callable[[], object]
+) -> int:
+    """Do some work with room for no write, one, two and so on until it is done; how many it takes."""
+    before, rest = unchanged(), left()
+    for writes in range(2000):
+        disk.left = writes
+        try:
+            work()
+            return writes
+        except ZerodriftError as error:
+            assert "No space left on device" in str(error) and "GB are free in" in str(error), error
+        finally:
+            disk.left = None
+        assert unchanged() == before and left() == rest, writes
+    raise AssertionError("never done")
+
+
+def names(folder: Path) -> Callable[[], list[str]]:
+    return lambda: sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new tag", "the same tag"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside training"])
+def test_a_save(again: bool, asynchronous: bool, engine: Any, disk: Disk, tmp_path: Path) -> None:
+    checkpoints = zd.Checkpoints(engine, tmp_path / "run", quiet=True, asynchronous=asynchronous)
+    checkpoints.save("first")
+    checkpoints.wait()
+
+    def save() -> None:
+        checkpoints.save("first" if again else "second")
+        checkpoints.wait()
+
+    took = every_write(disk, save, lambda: snapshot(tmp_path), names(tmp_path / "run"))
+    assert took > 8
+    assert Folder(tmp_path / "run").latest() == ("first" if again else "second")
+    for tag in Folder(tmp_path / "run").tags():
+        verified(tmp_path / "run" / tag)
+
+
+@pytest.mark.parametrize("what", ["export", "safetensors", "checkpoint"])
+def test_an_export_and_conversions(what: str, engine: Any, disk: Disk, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    zd.Checkpoints(engine, source / "ours", quiet=True).save()
+    lay_out(source / "theirs", 2)
+    work: dict[str, Callable[[], object]] = {
+        "export": lambda: zd.export(engine, out),
+        "safetensors": lambda: convert(source / "ours", out),
+        "checkpoint": lambda: convert(source / "theirs", out),
+    }
+    took = every_write(
+        disk, work[what], lambda: snapshot(source), lambda: snapshot(out) if out.is_dir() else {}
+    )
+    assert took > 2 and snapshot(out)
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] == "."] == []
+
+
+# --- a disk of its own ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB, which only root can make."""
+    place = tmp_path / "small"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs to mount a file system, which only root can")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path, leave: int) -> Path:
+    """Take all room but a little."""
+    free = shutil.disk_usage(place).free
+    (place / "big").write_bytes(b"\0" * max(0, free - leave))
+    return place / "big"
+
+
+@contextlib.contextmanager
+def no_room(place: Path) -> Iterator[None]:
+    with pytest.raises(ZerodriftError, match=r"No space left on device.* GB are free in"):
+        yield
+
+
+def test_what_other_writers_write(alone: None, small: Path, tmp_path: Path) -> None:
+    """torch's and safetensors' own writers, whose errors say little."""
+    model = torch.nn.Linear(300, 300)
+    engine = deepspeed.initialize(model=model, config={**CONFIG, "train_micro_batch_size_per_gpu": 1})[0]
+    engine.save_checkpoint(tmp_path / "run")
+    for leave in (0, 20_000, 100_000):
+        big = fill(small, leave)
+        for name in ("weights.bin", "weights.safetensors"):
+            with no_room(small):
+                engine.save_16bit_model(small / "model", name)
+        for safe in (False, True):
+            with no_room(small):
+                convert_zero_checkpoint_to_fp32_state_dict(
+                    tmp_path / "run", small / "fp32", safe_serialization=safe
+                )
+        with no_room(small):
+            engine.save_checkpoint(small / "run")
+        assert {path.name for path in small.rglob("*") if path.is_file()} == {"big"}
+        big.unlink()
+    engine.destroy()
+
+
+def test_a_trainer(small: Path, tmp_path: Path) -> None:
+    """Wherever its disk is full: data, metrics, plan, checkpoint, export, report."""
+    file, places = job(tmp_path, steps=2), set()
+    for leave in (0, 8_000, 40_000, 150_000, 300_000):
+        big = fill(small, leave)
+        with pytest.raises(ZerodriftError, match=r"No space left on device.* GB are free in") as error:
+            train(str(file), (f"run.folder={small}/run", "run.device=cpu"), 1)
+        places.add(str(error.value).partition("`: must")[0])
+        big.unlink()
+        for tag in Folder(small / "run" / "checkpoints").tags():
+            verified(small / "run" / "checkpoints" / tag)
+        shutil.rmtree(small / "run", ignore_errors=True)
+        shutil.rmtree(small / "cache", ignore_errors=True)
+
+
+def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
+    """A line that did not fit is an error of ours where a run writes it, and is not read as a line."""
+    from zerodrift.io.places import room
+
+    metrics = Metrics(RunFolder(tmp_path / "run"), Run(folder=str(tmp_path / "run")), 0)
+    metrics.write("step", {"step": 1})
+    disk.left = 0
+    with pytest.raises(ZerodriftError, match="No space left on device"), room(tmp_path / "run"):
+        metrics.write("step", {"step": 2})
+    disk.left = None
+    with contextlib.suppress(OSError):
+        metrics.close()
