@@ -465,3 +465,34 @@ def gives_up(folder: str) -> Any:
 def test_an_exception_gives_up_a_save_beside_training(tmp_path: Path) -> None:
     run_ranks(gives_up, 2, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", OLD, NEW]
+
+
+# --- what one rank reads ----------------------------------------------------------------------------------
+
+
+def only_one_sees(folder: str) -> Any:
+    """Rank 1 sees another folder, as on a file system that is behind; all go by rank 0."""
+    engine, checkpoints = two(folder)
+    if engine.mesh.rank() == 1:
+        checkpoints._folder = checkpoint_folder.Folder(f"{folder}-not-yet")
+    loaded = checkpoints.resume()
+    found = None if loaded is None else loaded.tag
+    engine.comm.barrier()
+    if engine.mesh.rank() == 0:
+        (Path(folder) / "latest").write_bytes(b"\xff")
+    message = refused(checkpoints.resume)
+    engine.comm.barrier()
+    if engine.mesh.rank() == 0:
+        (Path(folder) / "latest").unlink()
+        (Path(folder) / NEW / "checkpoint.json").unlink()
+    half = refused(checkpoints.resume)
+    engine.destroy()
+    return found, message, half
+
+
+def test_one_rank_reads_latest_and_all_agree(tmp_path: Path) -> None:
+    results = run_ranks(only_one_sees, 2, str(tmp_path / "run"))
+    assert results[0] == results[1]
+    found, message, half = results[0]
+    assert found == NEW and "what is no UTF-8" in message
+    assert f"got files of {NEW} without `checkpoint.json`" in half and "copied in part" in half

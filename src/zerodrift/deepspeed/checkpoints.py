@@ -109,7 +109,10 @@ def load(
     looked: list[tuple[bool, str]] = []
     with together(below.comm):
         if lead:
-            looked.append((is_foreign(path, tag), "" if tag is not None else Folder(path).latest()))
+            there = Folder(path)
+            looked.append((is_foreign(path, tag), "" if tag is not None else there.latest()))
+            if tag is None and looked[0] == (False, "") and there.halves():
+                there.newest()  # which says what is missing
     theirs, named = below.comm.broadcast_object(looked[0] if lead else None, 0)
     if theirs:
         with as_ours(below.comm, folder, tag, below.schedule) as found:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerodrift.errors import CheckpointError, Problem, Problems
+from zerodrift.dtypes import DType
+from zerodrift.errors import CheckpointError, Problem, Problems, said
 from zerodrift.io.places import open_own, own_file, short
 from zerodrift.mesh import MeshShape
 from zerodrift.record import decode, encode
@@ -170,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         document = json.loads(text)
         version, head = document["format"], document["checkpoint"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"no manifest ({type(error).__name__})") from None
     if version != FORMAT:
         raise CheckpointError(
@@ -189,11 +190,23 @@ def read_manifest(folder: Path) -> Manifest:
 def read_entries(folder: Path) -> tuple[Entry, ...]:
     """The table of parameters; verify the folder first."""
     with open_own(folder, PARAMETERS) as stream:
-        rows = json.loads(stream.read().decode())
-    return tuple(
-        Entry(tuple(names), tuple(shape), dtype, group, tuple(moments))
-        for names, shape, dtype, group, moments in rows
-    )
+        data = stream.read()
+    try:
+        return tuple(_entry(*row) for row in json.loads(data.decode()))
+    except (ValueError, TypeError, RecursionError) as error:
+        must = "must be a table of parameters"
+        raise CheckpointError(
+            str(Problem(str(folder / PARAMETERS), must, short(said(error)), REMEDY))
+        ) from error
+
+
+def _entry(names: list[str], shape: list[int], dtype: str, group: int, moments: list[str]) -> Entry:
+    texts, numbers = [dtype, *names, *moments], [group + 1, *shape]
+    if not names or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a row without names")
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("a row with a shape that is none")
+    return Entry(tuple(names), tuple(shape), DType(dtype).value, group, tuple(moments))
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:

@@ -125,7 +125,7 @@ def _one(path: Path, verify: bool) -> Inspection:
     problems = [str(problem) for problem in damage(path, manifest.files, content=verify)]
     try:
         table: Sequence[Entry] = read_entries(path)
-    except (OSError, ValueError, TypeError):
+    except CheckpointError:
         table = ()  # which is among the problems, or will be when checksums are compared
         problems = problems or [f"`{path}`: must hold a table of parameters; got one that cannot be read."]
     return Inspection(str(path), manifest, tuple(problems), verify, _holdings(table), _kin(table))

@@ -96,7 +96,8 @@ def save(folder: Path, trouble: Trouble, batches: Sequence[MicroBatch], rank: in
             "blocks": batch.blocks.tolist(),
             "parameters": list(trouble.parameters),
         }
-        torch.save(content, path)
+        with path.open("wb") as stream:  # torch's own stream does not say that a disk is full
+            torch.save(content, stream)
         written.append(path)
     return written
 
