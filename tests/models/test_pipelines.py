@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from zerodrift.config.load import load
 from zerodrift.errors import UnsupportedError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
-from zerodrift.pipeline.cut import Causal, prune
+from zerodrift.pipeline.cut import CAUSAL, Causal, prune
 from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.plan.build import build
-from zerodrift.plan.stages import names_of, width
+from zerodrift.plan.stages import names_of, travelling, width
 from zerodrift.policy.resolve import resolve
 
 COUNT = 4
@@ -152,7 +153,7 @@ def passed_on(mode: str) -> list[tuple[int, int]]:
     def record(piece: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         values = width(engine.plan)
         assert values is not None
-        found.append((output.nbytes, output.dtype.itemsize * values * tokens(0).numel()))
+        found.append((output.nbytes, travelling(engine.plan).size * values * tokens(0).numel()))
 
     handles = [
         piece.register_forward_hook(record, with_kwargs=True) for piece in engine.pieces if piece.number < 3
@@ -164,12 +165,12 @@ def passed_on(mode: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-bf16"])
 def test_what_goes_from_piece_to_piece_is_what_the_plan_says(mode: str) -> None:
     for found in run_ranks(passed_on, 2, mode):
         assert len(found) >= COUNT
         for sent, planned in found:
-            assert sent == planned == (4 if mode == "fp32" else 2) * tokens(0).numel() * SIZES["hidden_size"]
+            assert sent == planned == (2 if mode == "bf16" else 4) * tokens(0).numel() * SIZES["hidden_size"]
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------
@@ -263,37 +264,194 @@ def fp32_error(name: str) -> dict[str, float]:
     return errors({key: value.grad for key, value in plain.named_parameters()}, reference(name, 2))
 
 
-CUT = ["mistral", "mixtral", "qwen2", "qwen3"]
+MIXTURE: dict[str, Any] = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 4, "head_dim": 8},
+    "gemma3_text": {
+        "sliding_window": 4, "head_dim": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "cohere2": {"sliding_window": 4},
+    "phi": {"partial_rotary_factor": 0.5},
+}  # fmt: skip
+"""What makes the layers of a type differ from each other, or what it does before them."""
 
 
-@pytest.mark.parametrize("kind", CUT)
-def test_other_causal_models_compute_the_same_in_pieces(kind: str) -> None:
-    """The pieces of the types that are accepted, one after the other, are the model, bit for bit."""
+def of_type(kind: str, layers: int = 4, **more: Any) -> nn.Module:
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, "num_hidden_layers": 4}))
+    if kind == "gpt2":
+        sizes = {
+            "vocab_size": SIZES["vocab_size"],
+            "n_embd": 32,
+            "n_layer": layers,
+            "n_head": 4,
+            "n_positions": 64,
+        }
+    else:
+        mixed = MIXTURE if "moe" in kind or kind == "mixtral" else {}
+        sizes = {**SIZES, "num_hidden_layers": layers, **mixed, **OWN.get(kind, {}), **more}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+
+
+def in_pieces(made: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """The loss, one piece after the other."""
     plan = build(
         resolve(load({"pipeline": {"stages": 4}, "optimizer": {"type": "AdamW"}}), MeshShape(pipeline=4)),
         describe(made),
         MeshShape(pipeline=4),
     )
     cut = Causal.of(made)
+    assert cut.problem(batch) == ""
     pieces = [prune(made, names_of(plan, piece), cut) for piece in range(4)]
-    ids = tokens(0)
-    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     hidden = cut.first(pieces[0], batch)
     for piece in pieces[1:-1]:
         hidden = cut.middle(piece, hidden, batch)
-    assert torch.equal(cut.last(pieces[-1], hidden, batch), made(**batch, use_cache=False).loss)
+    return cut.last(pieces[-1], hidden, batch)
+
+
+def batch_of(ids: torch.Tensor) -> dict[str, Any]:
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def wrong_in_pieces(made: nn.Module, batch: dict[str, Any]) -> list[str]:
+    """What of the loss and its gradients has not the model's own bits."""
+    names, parameters = zip(*made.named_parameters(), strict=True)
+    whole, cut = made(**batch).loss, in_pieces(made, batch)
+    pairs = zip(
+        *(torch.autograd.grad(each, parameters, allow_unused=True) for each in (whole, cut)), strict=True
+    )
+    return [
+        *([] if torch.equal(whole, cut) else ["loss"]),
+        *(
+            name
+            for name, (one, two) in zip(names, pairs, strict=True)
+            if (one is None) != (two is None) or (one is not None and not torch.equal(one, two))
+        ),
+    ]
+
+
+ELSEWHERE = ("deepseek_v3", "gpt_oss")  # run in the schedules above
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CAUSAL if kind not in ELSEWHERE])
+def test_causal_models_compute_the_same_in_pieces(kind: str) -> None:
+    """The pieces of the types that are accepted, one after the other, are the model, bit for bit."""
+    made = of_type(kind).eval()
+    assert wrong_in_pieces(made, batch_of(tokens(0))) == []
+
+
+@pytest.mark.parametrize("kind", ["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_the_loss_that_balances_experts_is_that_of_all_layers(kind: str) -> None:
+    """Asked for in the batch or in the config, and refused in the batch where the config asks for it."""
+    made = of_type(kind).eval()
+    batch = batch_of(tokens(0))
+    plain = made(**batch).loss
+    asked = {**batch, "output_router_logits": True}
+    assert wrong_in_pieces(made, asked) == [] and not torch.equal(made(**asked).loss, plain)
+    made.config.output_router_logits = True
+    assert wrong_in_pieces(made, batch) == [] and not torch.equal(made(**batch).loss, plain)
+    off = {**batch, "output_router_logits": False}
+    assert wrong_in_pieces(made, off) == [] and torch.equal(in_pieces(made, off), plain)
+
+
+def test_other_keyword_arguments_are_the_models_own() -> None:
+    ids = tokens(0)
+    gpt, llama = of_type("gpt2").eval(), of_type("llama").eval()
+    positions = torch.arange(ids.shape[1]).flip(0).expand_as(ids)
+    assert wrong_in_pieces(gpt, {**batch_of(ids), "token_type_ids": torch.ones_like(ids)}) == []
+    assert wrong_in_pieces(gpt, {**batch_of(ids), "position_ids": positions}) == []
+    assert wrong_in_pieces(llama, {**batch_of(ids), "position_ids": positions, "num_items_in_batch": 3}) == []
+    embedded = llama.model.embed_tokens(ids).detach()
+    assert wrong_in_pieces(llama, {"inputs_embeds": embedded, "labels": ids}) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"output_hidden_states": True}, "`output_hidden_states`: must be off in a pipeline"),
+        ({"output_attentions": True}, "`output_attentions`: must be off in a pipeline"),
+        ({"use_cache": True}, "`use_cache`: must be left out"),
+        ({"past_key_values": object()}, "`past_key_values`: must be left out"),
+        ({"labels": None}, "`labels`: must be in every micro-batch"),
+        ({"input_ids": None}, "`input_ids`: must be in every micro-batch"),
+        ({"output_hidden_states": False, "use_cache": False}, ""),
+    ],
+)
+def test_what_no_piece_can_do_is_said(more: dict[str, Any], told: str) -> None:
+    said = Causal().problem({**batch_of(tokens(0)), **more})
+    assert said.startswith(told) and bool(said) == bool(told)
 
 
 def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"`model`: must be a causal language model .* got Linear\."):
         Causal.of(nn.Linear(2, 2))
-    routed = model("qwen3-moe", 2)
-    assert Causal.of(routed) == Causal()
-    routed.config.output_router_logits = True
-    with pytest.raises(UnsupportedError, match=r"`output_router_logits`"):
-        Causal.of(routed)
+    made = of_type("llama", 1)
+    assert Causal.of(made) == Causal()
+    made.config.output_hidden_states = True
+    with pytest.raises(UnsupportedError, match=r"`config\.output_hidden_states`: must be off"):
+        Causal.of(made)
+    made.config.output_hidden_states = False
+    made.forward = types.MethodType(lambda self, **batch: None, made)
+    with pytest.raises(UnsupportedError, match=r"`model`: must have the forward of transformers"):
+        Causal.of(made)
+
+    class Mine(type(of_type("llama", 1))):  # type: ignore[misc]
+        def forward(self, **batch: Any) -> Any:
+            return super().forward(**batch, output_hidden_states=True)
+
+    with pytest.raises(UnsupportedError, match=r"got one of Mine's own"):
+        Causal.of(Mine(made.config))
+
+
+FEW_KINDS = ("gpt2", "phi", "gemma2", "gemma3_text", "olmoe", "glm4_moe")
+
+
+def trained_kinds(pipe: bool) -> dict[str, list[Any]]:
+    """Losses and norms of two steps; experts with the loss that balances them."""
+    torch.set_num_threads(1)
+    found: dict[str, list[Any]] = {}
+    for kind in FEW_KINDS:
+        for stage in (0, 3):
+            made = of_type(kind, 4, tie_word_embeddings=False).eval()
+            if kind == "gpt2":
+                made.lm_head.weight = nn.Parameter(made.lm_head.weight.detach().clone())
+            more = {"output_router_logits": True} if kind == "olmoe" else {}
+            written = config(stage, "fp32", COUNT, precision={"reduce": {"when": "last"}})
+            batches = [{**batch, **more} for batch in micro_batches(0)]
+            here: list[Any] = []
+            if pipe:
+                schedule = {"stages": 2, "schedule": "zbv" if stage else "1f1b", "micro_batches": COUNT}
+                engine = initialize_pipeline(
+                    made, {**written, "pipeline": schedule}, device="cpu", quiet=True
+                )
+                for _ in range(2):
+                    result = engine.step(batches)
+                    here += [*result.losses, result.step.grad_norm]
+                engine.destroy()
+            else:
+                plain = make(written, made)
+                for _ in range(2):
+                    for batch in batches:
+                        loss = plain(**batch).loss
+                        plain.backward(loss)
+                        here.append(loss.item())
+                        norm = plain.step().grad_norm
+                    here.append(norm)
+                plain.destroy()
+            found[f"{kind} {stage}"] = here
+    return found
+
+
+def test_architectures_train_in_a_pipeline_as_without() -> None:
+    (alone,) = run_ranks(trained_kinds, 1, False, timeout=120.0)
+    for seen in run_ranks(trained_kinds, 2, True, timeout=240.0):
+        assert [key for key, value in alone.items() if seen[key] != value] == []
 
 
 def filled(name: str, folder: str) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.watch import cut
-from zerodrift.errors import RankError, ZerodriftError
+from zerodrift.errors import RankError
 
 INTERVAL = 0.5
 """Seconds between two looks into the store."""
@@ -73,10 +73,9 @@ class Alarm:
                 yield
         except BaseException as error:
             if not self._heard():
-                first = _first(error)
                 self._tell(
                     f"{what} must run on every rank; rank {self._mesh.rank()} raised "
-                    f"{type(first).__name__}: {first}. Mend it there, and start all ranks again."
+                    f"{type(error).__name__}: {error}. Mend it there, and start all ranks again."
                 )
             self._cut()
             raise
@@ -110,13 +109,6 @@ class Alarm:
             return  # done, or being done by the other thread
         self._over.set()
         cut(self._mesh.groups, self._mesh.device.type)
-
-
-def _first(error: BaseException) -> BaseException:
-    """What others were raised from; one of ours says it best."""
-    while error.__cause__ is not None and not isinstance(error, ZerodriftError):
-        error = error.__cause__
-    return error
 
 
 def _read(store: Any, key: str) -> str:

@@ -46,9 +46,10 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
 
     classes = {path: class_name(type(owner)) for path, owner in module.named_modules(remove_duplicate=False)}
     passing = transient(module)
+    used = _Used(module)
     return ModelSpec(
         source=source or type(module).__qualname__,
-        parameters=tuple(_parameter(group, classes) for group in groups),
+        parameters=tuple(_parameter(group, classes, used) for group in groups),
         buffers=tuple(
             BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in passing)
             for name, buffer in buffers
@@ -61,7 +62,44 @@ def class_name(klass: type) -> str:
     return f"{klass.__module__}.{klass.__qualname__}"
 
 
-def _parameter(group: _Shared, classes: dict[str, str]) -> ParameterSpec:
+class _Used:
+    """How many experts a token uses, of how many, by the name of a parameter: what the modules around it say
+    of themselves, the nearest first, or the config of the model."""
+
+    CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k")
+    """As modules and configs of `transformers` call it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+
+    def of(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        before, found, after = name.rpartition("experts.")
+        if not found or not (before == "" or before.endswith(".")):
+            return 1, 1
+        path = f"{before}experts"
+        number = after.partition(".")[0]
+        count = len(list(self._modules[path].children())) if number.isdecimal() else (*shape, 0)[0]
+        chosen = self._chosen(path)
+        return (chosen, count) if 0 < chosen < count else (1, 1)
+
+    def _chosen(self, path: str) -> int:
+        """0 where nobody says."""
+        while True:
+            near = self._modules[path]
+            beside = [near, *near.children()] if path else [near]
+            # `top_k` of a config may be that of sampling.
+            configs = [(getattr(each, "config", None), self.CHOSEN[:3]) for each in beside]
+            for place, keys in [*((each, self.CHOSEN) for each in beside), *configs]:
+                for key in keys:
+                    value = getattr(place, key, None)
+                    if isinstance(value, int) and not isinstance(value, bool):
+                        return value
+            if not path:
+                return 0
+            path = path.rpartition(".")[0]
+
+
+def _parameter(group: _Shared, classes: dict[str, str], used: _Used) -> ParameterSpec:
     first = group.parameters[0]
     paths = [name.rpartition(".")[0] for name in group.names]
     return ParameterSpec(
@@ -70,6 +108,7 @@ def _parameter(group: _Shared, classes: dict[str, str]) -> ParameterSpec:
         dtype=_known(first.dtype),
         owners=tuple(Owner(path, classes[path]) for path in paths),
         trained=any(parameter.requires_grad for parameter in group.parameters),
+        used=used.of(group.names[0], local_shape(first)),
     )
 
 

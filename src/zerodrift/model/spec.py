@@ -37,6 +37,8 @@ class ParameterSpec:
     """One per name, in the same order."""
     trained: bool = True
     """`requires_grad`."""
+    used: tuple[int, int] = (1, 1)
+    """Of how many experts a token uses how many, where it is of experts: (chosen, all). Prices a forward."""
 
     @property
     def name(self) -> str:

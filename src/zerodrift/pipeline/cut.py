@@ -8,11 +8,24 @@ what its owner says in `Parts`. Which parameter is in which piece is the plan's 
 
 Invariant: nothing of the given model is changed, and a module is in a piece as itself if all of its
 parameters are, so hooks on it hold wherever it is called from.
+
+[Note: entering] A piece that is not the first runs the library's forward of the whole base model. Whatever
+that does before its layers (positions added, dropout, a scale) the first piece has done: so the stand-in of
+the first layer gives what came from the piece before, whatever comes to it. What the forward makes beside
+the hidden states, masks and rotary tables, is made as in the whole model.
+
+[Note: router logits] The loss that balances experts is no sum over pieces: it multiplies two means over all
+layers. So where a model's loss asks for router logits, each piece sends those of its layers along, and the
+last piece's base model returns them all, in the order of layers, to the library's own loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +58,9 @@ class Cut(Protocol):
     def last(self, piece: nn.Module, hidden: Hidden, batch: Any) -> torch.Tensor:
         """From what came to the loss of the micro-batch."""
 
+    def problem(self, batch: Any) -> str:
+        """What of a micro-batch no piece can do; "" where there is nothing."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -61,8 +77,16 @@ class Parts:
     """(model, micro-batch) -> the input of the first layer."""
     after: Callable[[Any, Any, Any], torch.Tensor]
     """(model, output of the last layer, micro-batch) -> the loss."""
-    each: Callable[[Any, Any, Any], Hidden] = lambda layer, hidden, batch: layer(hidden)
-    """(layer, its input, micro-batch) -> its output."""
+    each: Callable[..., Hidden] = lambda model, layer, hidden, batch: layer(hidden)
+    """(model, layer, its input, micro-batch) -> its output. One that takes three gets no model."""
+
+    def __post_init__(self) -> None:
+        given = _positional(self.each)
+        if given not in (3, 4):
+            raise ModelError(
+                f"`each`: must take the model, a layer, its input and the micro-batch; got a function of "
+                f"{given}. Write `each=lambda model, layer, hidden, batch: ...`."
+            )
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -72,19 +96,32 @@ class Parts:
         return self.middle(piece, self.before(piece, batch), batch)
 
     def middle(self, piece: nn.Module, hidden: Hidden, batch: Any) -> Hidden:
+        model = (piece,) if _positional(self.each) == 4 else ()
         for layer in piece.get_submodule(self.layers).children():
             if not isinstance(layer, Pass | Elsewhere):
-                hidden = self.each(layer, hidden, batch)
+                hidden = self.each(*model, layer, hidden, batch)
         return hidden
 
     def last(self, piece: nn.Module, hidden: Hidden, batch: Any) -> torch.Tensor:
         return self.after(piece, self.middle(piece, hidden, batch), batch)
 
+    def problem(self, batch: Any) -> str:
+        return ""
 
-CAUSAL = (
-    "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",
-)  # fmt: skip
-"""Model types of `transformers` whose pieces are tested to compute what the whole model computes."""
+
+def _positional(function: Callable[..., Any]) -> int:
+    """How many arguments it takes by position; 4 for one that takes any number."""
+    found = inspect.signature(function).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in found):
+        return 4
+    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in found)
+
+
+ROUTED = "output_router_logits"
+"""The keyword, and the key of a config, by which a loss asks for the router logits of all layers."""
+
+ELSEWHERE = ("output_hidden_states", "output_attentions")
+"""What a model returns of all its layers, which no rank of a pipeline has."""
 
 
 @dataclass(frozen=True)
@@ -100,46 +137,166 @@ class Causal:
         """For a model that is one of CAUSAL; the others are refused by name."""
         config = getattr(model, "config", None)
         kind = getattr(config, "model_type", None)
-        if kind not in CAUSAL or not type(model).__name__.endswith("ForCausalLM"):
+        known = CAUSAL.get(kind) if isinstance(kind, str) else None
+        if known is None or not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
             raise UnsupportedError(
                 f"`model`: must be a causal language model of transformers of type {', '.join(CAUSAL)}, "
                 f"or come with `parts`, to be cut into a pipeline; got {type(model).__name__}. Pass "
                 f"`parts=zerodrift.Parts(...)`, which names its list of layers."
             )
-        if getattr(config, "output_router_logits", False):
-            raise UnsupportedError(
-                "`output_router_logits`: must be False with a pipeline: the auxiliary loss of routers "
-                "needs the logits of all layers in one place; got True. Set it to False."
+        _require_the_librarys(model, known)
+        for key in ELSEWHERE:
+            if getattr(config, key, False):
+                raise UnsupportedError(f"`config.{key}`: {_NOT_ON_ONE_RANK}; got True. Set it to False.")
+        return known
+
+    @property
+    def base(self) -> str:
+        """Path of the module that has the layers."""
+        return self.layers.rpartition(".")[0]
+
+    def problem(self, batch: Any) -> str:
+        if not isinstance(batch, Mapping):
+            return (
+                f"`micro_batches`: must each be a dict of the model's keyword arguments; got "
+                f"{type(batch).__name__}."
             )
-        return Causal()
+        for key in ELSEWHERE:
+            if batch.get(key) not in (None, False):
+                return f"`{key}`: {_NOT_ON_ONE_RANK}; got {batch[key]!r}. Leave it out."
+        for key in ("use_cache", "past_key_values"):
+            if batch.get(key) not in (None, False):
+                return f"`{key}`: must be left out of a pipeline's micro-batches, which only train; got one."
+        if (batch.get("input_ids") is None) == (batch.get("inputs_embeds") is None):
+            return "`input_ids`: must be in every micro-batch of a pipeline, or `inputs_embeds`; one of them."
+        if batch.get("labels") is None:
+            return "`labels`: must be in every micro-batch of a pipeline; got none. Add them."
+        return ""
 
     def first(self, piece: nn.Module, batch: Any) -> Hidden:
-        return self._base(piece, batch, {"input_ids": batch["input_ids"]})
+        entry = {key: batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None}
+        return self._base(piece, {**self._rest(batch, "token_type_ids"), **entry}, ())
 
     def middle(self, piece: nn.Module, hidden: Hidden, batch: Any) -> Hidden:
-        return self._base(piece, batch, {"inputs_embeds": hidden})
-
-    def _base(self, piece: nn.Module, batch: Any, entry: dict[str, Any]) -> Hidden:
-        rest = {key: value for key, value in batch.items() if key not in ("input_ids", "labels")}
-        made: Hidden = piece.get_submodule("model")(**entry, **rest, use_cache=False).last_hidden_state
-        return made
+        came, *routed = hidden if isinstance(hidden, tuple) else (hidden,)
+        with self._entered(piece, came):
+            return self._base(piece, {**self._rest(batch), "inputs_embeds": came}, tuple(routed))
 
     def last(self, piece: nn.Module, hidden: Hidden, batch: Any) -> torch.Tensor:
-        rest = {key: value for key, value in batch.items() if key != "input_ids"}
-        if rest.get("labels") is None:
-            raise ModelError("`labels`: must be in every micro-batch of a pipeline; got none. Add them.")
-        made: torch.Tensor = piece(inputs_embeds=hidden, **rest, use_cache=False).loss
-        return made
+        came, *routed = hidden if isinstance(hidden, tuple) else (hidden,)
+
+        def add(module: nn.Module, args: Any, output: Any) -> None:
+            output.router_logits = (*routed, *(output.router_logits or ()))
+
+        base = piece.get_submodule(self.base)
+        handle = base.register_forward_hook(add) if self._routes(piece, batch) else None
+        try:
+            with self._entered(piece, came):
+                rest = self._rest(batch, "labels", "logits_to_keep")
+                made: torch.Tensor = piece(inputs_embeds=came, **rest).loss
+                return made
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _base(self, piece: nn.Module, arguments: dict[str, Any], came: tuple[torch.Tensor, ...]) -> Hidden:
+        """What leaves the base model, with the router logits that came and its own, where there are any."""
+        if self._routes(piece, arguments):
+            arguments = {**arguments, ROUTED: True}
+        output = piece.get_submodule(self.base)(**arguments)
+        made: torch.Tensor = output.last_hidden_state
+        if not self._routes(piece, arguments):
+            return made
+        return (made, *came, *(output.router_logits or ()))
+
+    @staticmethod
+    def _rest(batch: Any, *wanted: str) -> dict[str, Any]:
+        """The keyword arguments for every piece, with those `wanted` that belong to one piece alone."""
+        own = {"input_ids", "inputs_embeds", "labels", "logits_to_keep", "token_type_ids"} - set(wanted)
+        rest = {key: value for key, value in batch.items() if key not in own}
+        return {**rest, "use_cache": False, "return_dict": True}
+
+    @staticmethod
+    def _routes(piece: nn.Module, batch: Mapping[str, Any]) -> bool:
+        """Whether the loss asks for router logits; that of some models never does, whatever they are told."""
+        if ROUTED not in inspect.signature(type(piece).forward).parameters:
+            return False
+        told = batch.get(ROUTED)
+        return bool(getattr(piece.config, ROUTED, False) if told is None else told)
+
+    @contextlib.contextmanager
+    def _entered(self, piece: nn.Module, came: torch.Tensor) -> Iterator[None]:
+        """See [Note: entering]."""
+        first = next(piece.get_submodule(self.layers).children())
+        if not isinstance(first, Pass):
+            raise AssertionError("a piece behind the first that has the first layer")
+        first.came = came
+        try:
+            yield
+        finally:
+            first.came = None
+
+
+_NOT_ON_ONE_RANK = "must be off in a pipeline, which returns losses: no rank has those of all layers"
+
+CAUSAL: dict[str, Causal] = {
+    **dict.fromkeys(
+        (
+            "cohere", "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
+            "gpt_oss", "granite", "granitemoe", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3",
+            "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+        ),
+        Causal(),
+    ),
+    "gpt2": Causal("transformer.h", ("transformer.wpe", "transformer.wte", "transformer.ln_f")),
+    "phi": Causal(passes=("model.final_layernorm",)),
+}  # fmt: skip
+"""Model types of `transformers` whose pieces are tested to compute what the whole model computes."""
+
+BEFORE_5 = (
+    "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
+"""Of those, the ones whose layers return a tensor alone before `transformers` 5 too."""
+
+
+def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
+    """A forward of one's own may use what only the whole model has, and nobody would see it."""
+    parts = {"": model, **{path: model.get_submodule(path) for path in (cut.base, cut.layers) if path}}
+    for path, part in parts.items():
+        forward = part.__dict__.get("forward", type(part).forward)
+        if not str(getattr(forward, "__module__", "")).startswith(("transformers.", "torch.")):
+            raise UnsupportedError(
+                f"`{path or 'model'}`: must have the forward of transformers to be cut into a pipeline as it "
+                f"is; got one of {type(part).__name__}'s own. Pass `parts=zerodrift.Parts(...)`, which says "
+                f"what comes before, in and after its layers."
+            )
+    version = getattr(sys.modules.get("transformers"), "__version__", "5")
+    kind = str(getattr(model.config, "model_type", ""))
+    if kind not in BEFORE_5 and int(version.partition(".")[0]) < 5:
+        raise UnsupportedError(
+            f"`model`: must come from transformers 5 or later to be cut into a pipeline, being of type "
+            f"{kind}; got transformers {version}. Update it, or pass "
+            f"`parts=zerodrift.Parts(...)`."
+        )
 
 
 # --- a tree of modules, pruned ----------------------------------------------------------------------------
 
 
 class Pass(nn.Module):
-    """Stands for a layer of another piece: what comes goes on as it is."""
+    """Stands for a layer of another piece: what comes goes on as it is. What would look something up, an
+    embedding, finds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: torch.Tensor | None = None
+        """What goes on instead; see [Note: entering]."""
 
     def forward(self, hidden: Any, *rest: Any, **named: Any) -> Any:
-        return hidden
+        if self.came is not None:
+            return self.came
+        looks_up = isinstance(hidden, torch.Tensor) and not hidden.is_floating_point()
+        return torch.zeros((), device=hidden.device) if looks_up else hidden
 
 
 class Elsewhere(nn.Module):
@@ -168,7 +325,7 @@ class _Wanted:
     passes: tuple[str, ...]
     layers: str
     absent: frozenset[str]
-    """Layers without parameters that follow one of another piece."""
+    """Layers without parameters that follow one of another piece, and what is as bare behind them."""
 
     def passed(self, path: str) -> bool:
         return path in self.passes or path.rpartition(".")[0] == self.layers
@@ -190,6 +347,8 @@ def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str
         here = any(each in names for each in held) if held else here
         if not here:
             found.add(path)
+    if not here:
+        found |= {path for path in cut.passes if next(model.get_submodule(path).parameters(), None) is None}
     return frozenset(found)
 
 
@@ -210,12 +369,16 @@ def _pruned(module: nn.Module, path: str, wanted: _Wanted) -> nn.Module:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """The same module over the same parts, with registers of its own: a hook on one is not on the other."""
+    """The same module over the same parts, with registers of its own: a hook on one is not on the other. A
+    method that was put on it is the clone's, so it sees what the clone has."""
     clone = module.__class__.__new__(module.__class__)
     clone.__dict__ = {
         key: value.copy() if isinstance(value, dict) and key.startswith("_") else value
         for key, value in module.__dict__.items()
     }
+    for key, value in module.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            clone.__dict__[key] = types.MethodType(value.__func__, clone)
     return clone
 
 
@@ -224,14 +387,3 @@ def check_names(piece: nn.Module, names: frozenset[str]) -> None:
     there = {name for name, _ in piece.named_parameters(remove_duplicate=False)}
     if there != names:
         raise AssertionError(f"a piece has {sorted(there ^ names)[:4]} that the plan has elsewhere")
-
-
-def batch_on(batch: Any, device: torch.device, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A micro-batch with its tensors changed and moved."""
-    if isinstance(batch, torch.Tensor):
-        return change(batch.to(device))
-    if isinstance(batch, Mapping):
-        return {key: batch_on(value, device, change) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(batch_on(value, device, change) for value in batch)
-    return batch

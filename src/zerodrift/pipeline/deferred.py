@@ -9,11 +9,17 @@ How it is recognised which calls are products is in `products.py`. What reduces 
 engine, which takes `param.grad` for what it is, whenever it was written.
 
 Invariant: what was put is added to `param.grad` exactly once, or dropped by `clear`; a gradient that is
-already there is added to, never replaced.
+already there is added to, never replaced; and what it is formed from is what it was when it was put.
+
+[Note: hooks] A hook on a weight, or on a view of it, is somebody who looks at its gradient or changes it.
+The gradient of such a weight is autograd's, at once, whenever before its backward the hook was put on:
+`recognise` looks in the forward, the product's backward looks again. A view inside of a forward tells of its
+hooks as they are put on. Hooks on nodes of the graph are not seen.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +31,16 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from zerodrift.errors import ModelError
-from zerodrift.pipeline.products import Call, Kind, Place, input_gradient, recognise, weight_gradient
+from zerodrift.pipeline.products import (
+    Asked,
+    Call,
+    Place,
+    asked,
+    hooked,
+    input_gradient,
+    recognise,
+    weight_gradient,
+)
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
@@ -41,6 +56,8 @@ class Late:
     """Where in the parameter; None for all of it."""
     form: Callable[[torch.dtype], torch.Tensor]
     """dtype -> the gradient."""
+    holds: tuple[tuple[torch.Tensor, int], ...]
+    """What it is formed from, and how often that had been written to when it was put."""
     held: int
     """Bytes that are kept alive for it."""
     micro_batch: int
@@ -74,10 +91,16 @@ class WeightQueue:
         self._scheduled = False
         """Whether a schedule's backwards end micro-batches; else the engine does, where there is one."""
         self._handles: list[Any] = []
+        self._names: dict[torch.Tensor, str] = {}
+        """Of the parameters of the module, where there is one."""
 
     def __len__(self) -> int:
         """Weight gradients that wait."""
         return len(self._open) + sum(map(len, self._closed))
+
+    def __bool__(self) -> bool:
+        """A queue is one, also when nothing waits."""
+        return True
 
     @property
     def ended(self) -> int:
@@ -92,14 +115,40 @@ class WeightQueue:
         place: Place | None = None,
     ) -> None:
         """For autograd functions of your own: called in their backward, which then returns None for the
-        weight. `form(dtype)` gives the gradient later; `holds` is what it keeps alive, for the bound."""
-        late = Late(parameter, place, form, sum(tensor.nbytes for tensor in holds), self._ended)
+        weight. `form(dtype)` gives the gradient later, in that dtype; `holds` is what it is formed from, for
+        the bound, and so that it is noticed when that is written to before."""
+        self._require_known(parameter, form)
+        kept = tuple((tensor, tensor._version) for tensor in holds)
+        late = Late(parameter, place, form, kept, sum(tensor.nbytes for tensor in holds), self._ended)
         if self.limit is not None:
             while self.held + late.held > self.limit and (waiting := self._oldest()):
                 self._form(waiting.pop(0))
         self._open.append(late)
         self.held += late.held
         self.peak = max(self.peak, self.held)
+
+    def _require_known(self, parameter: nn.Parameter, form: Any) -> None:
+        """What nobody would take, or would ask for, is said where it is put."""
+        if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf or not parameter.requires_grad:
+            got = type(parameter).__name__
+            if isinstance(parameter, torch.Tensor):
+                got = (
+                    f"{self._name(parameter)}, frozen" if parameter.is_leaf else "the result of an operation"
+                )
+            raise ModelError(f"`put`: must be given a parameter that is trained; got {got}.")
+        if self._gradients is not None and parameter not in self._names:
+            raise ModelError(
+                f"`put`: must be given a parameter of the model that the queue belongs to; got a tensor "
+                f"{list(parameter.shape)} of another, whose gradient nobody would reduce."
+            )
+        if not callable(form):
+            raise ModelError(
+                f"`{self._name(parameter)}`: must come with a function that forms its gradient, of a dtype; "
+                f"got {type(form).__name__}. Write `lambda dtype: ...`."
+            )
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return self._names.get(parameter) or f"parameter {list(parameter.shape)}"
 
     def _oldest(self) -> list[Late]:
         """The list with the gradient that has waited longest; empty where none waits."""
@@ -162,17 +211,47 @@ class WeightQueue:
     def _add(self, late: Late) -> None:
         parameter = late.parameter
         dtype = parameter.grad_dtype or parameter.dtype
-        value = late.form(dtype)
         self.held -= late.held
+        self._require_unwritten(late)
+        value = late.form(dtype)
+        self._require_fitting(late, value, dtype)
         self.formed += 1
         if parameter.grad is None:
-            if late.place is None or late.place.size == tuple(parameter.shape) == tuple(value.shape):
-                whole = value if late.place is None else _laid_out(value, late.place, parameter)
-                parameter.grad = whole.to(dtype)
+            if late.place is None or late.place.size == tuple(parameter.shape):
+                # What a caller's function returns may be a tensor that it goes on to use.
+                parameter.grad = (
+                    value.clone() if late.place is None else _laid_out(value, late.place, parameter)
+                )
                 return
             parameter.grad = torch.zeros(parameter.shape, dtype=dtype, device=value.device)
         home = parameter.grad if late.place is None else late.place.of(parameter.grad)
         home.add_(value)
+
+    def _require_unwritten(self, late: Late) -> None:
+        """As autograd would, which looks in the backward and not behind it."""
+        for tensor, version in late.holds:
+            if tensor._version != version:
+                raise ModelError(
+                    f"`{self._name(late.parameter)}`: what its late gradient is formed from must not be "
+                    f"written to before; got a tensor {list(tensor.shape)} that was written to in place "
+                    f"{tensor._version - version} times after its backward. Call `drain()` "
+                    f"first, or write to a clone."
+                )
+
+    def _require_fitting(self, late: Late, value: Any, dtype: torch.dtype) -> None:
+        parameter = late.parameter
+        shape = tuple(parameter.shape) if late.place is None else late.place.size
+        here = f"{list(shape)} {dtype} on {parameter.device}"
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"`{self._name(parameter)}`: must get a late gradient {here}; got {type(value).__name__}. "
+                f"`form(dtype)` returns a tensor."
+            )
+        if (tuple(value.shape), value.dtype, value.device) != (shape, dtype, parameter.device):
+            raise ModelError(
+                f"`{self._name(parameter)}`: must get a late gradient {here}; got {list(value.shape)} "
+                f"{value.dtype} on {value.device}. `form` is called with the dtype that it returns."
+            )
 
 
 def _laid_out(value: torch.Tensor, place: Place, parameter: nn.Parameter) -> torch.Tensor:
@@ -200,6 +279,7 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
                     f"already. Call `detach()` of the first."
                 )
             queue._handles += _attach(owner, queue)
+    queue._names = {parameter: name for name, parameter in module.named_parameters()}
     if not isinstance(what, nn.Module):
         what.gradients.expect(queue)
         queue._gradients = what.gradients
@@ -253,15 +333,36 @@ class _Deferring(TorchFunctionMode):
     def __init__(self, queue: WeightQueue) -> None:
         super().__init__()
         self._queue = queue
+        self._watched: set[torch.Tensor] = set()
+        """Parameters of whose views somebody looks at the gradient."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (torch.Tensor.register_hook, torch.Tensor.retain_grad) and args[0]._base is not None:
+            self._watched.add(args[0]._base)
         call = recognise(func, args, kwargs)
-        if call is None:
+        if call is None or call.parameter in self._watched:
             return func(*args, **kwargs)
-        return _Product.apply(self._queue, call, call.x, call.weight, call.bias, call.offsets)
+        how = _How(self._queue, call, self._watched)
+        return _Product.apply(how, call.x, call.weight, call.bias, call.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What a product's backward has to know beside its tensors."""
+
+    queue: WeightQueue
+    call: Call
+    watched: set[torch.Tensor]
+
+    def asked(self) -> Asked:
+        """What the backward under way wants of the weight: see [Note: hooks]."""
+        parameter, weight = self.call.parameter, self.call.weight
+        found = asked(parameter, weight)
+        watched = hooked(parameter) or hooked(weight) or parameter in self.watched
+        return "now" if found == "late" and watched else found
 
 
 class _Product(torch.autograd.Function):
@@ -270,31 +371,33 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        queue: WeightQueue,
-        call: Call,
+        how: _How,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         offsets: torch.Tensor | None,
     ) -> torch.Tensor:
+        # Of the call only what is no tensor of a graph, or a weight, is used in the backward.
         ctx.save_for_backward(x, weight, offsets)
-        ctx.queue, ctx.kind = queue, call.kind
-        ctx.parameter, ctx.place = call.parameter, call.place
+        ctx.how = dataclasses.replace(how, call=dataclasses.replace(how.call, x=weight, bias=None))
         ctx.bias_shape = None if bias is None else bias.shape
-        return call.run(x, weight, bias)
+        return how.call.run(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight, offsets = ctx.saved_tensors
-        kind: Kind = ctx.kind
+        how: _How = ctx.how
+        kind = how.call.kind
 
         def form(dtype: torch.dtype) -> torch.Tensor:
             return weight_gradient(kind, x, grad, offsets, dtype)
 
-        of_x = input_gradient(kind, grad, weight, offsets) if ctx.needs_input_grad[2] else None
+        of_x = input_gradient(kind, grad, weight, offsets) if ctx.needs_input_grad[1] else None
         of_bias = None
-        if ctx.bias_shape is not None and ctx.needs_input_grad[4]:
+        if ctx.bias_shape is not None and ctx.needs_input_grad[3]:
             of_bias = grad.sum_to_size(ctx.bias_shape)
-        ctx.queue.put(ctx.parameter, form, (x, grad), ctx.place)
-        return None, None, of_x, None, of_bias, None
+        wanted = how.asked()
+        if wanted == "late":
+            how.queue.put(how.call.parameter, form, (x, grad), how.call.place)
+        return None, of_x, form(weight.dtype) if wanted == "now" else None, of_bias, None

@@ -3,7 +3,8 @@
 A call of torch is recognised when its weight is a parameter, or a view of one: `linear`, `matmul`, `mm`,
 `addmm`, `bmm` and grouped products cover `nn.Linear`, attention projections, and experts that are stacked in
 one parameter, in whatever module they are written. A call that is not recognised is left to autograd, whose
-gradient comes at once and is as good.
+gradient comes at once and is as good. So is one whose weight's gradient somebody looks at or changes on its
+way, with a hook or in a view of their own: nothing may come between a weight and its late gradient.
 
 Invariant: a product's output has the bits that torch's own call has; only when its weight gradient is
 formed differs, and that it is formed in the dtype asked for and not rounded before.
@@ -17,7 +18,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812
+
+from zerodrift.engine.ledger import Ledger
 
 Kind = Literal["linear", "matmul", "batched", "grouped"]
 """How input `x` and weight `w` meet: x w^T with w `[out, in]`; x w with w `[in, out]`; the same for each of a
@@ -64,6 +68,8 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     parameter = _root(weight)
     if parameter is None or not parameter.is_contiguous() or not _fits(kind, x, weight):
         return None
+    if parameter.dtype is not weight.dtype or _overlaps(weight) or hooked(weight) or hooked(parameter):
+        return None
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -79,9 +85,48 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 
 def _root(weight: torch.Tensor) -> nn.Parameter | None:
-    """The parameter that a weight is, or is a view of."""
-    whole = weight if isinstance(weight, nn.Parameter) else weight._base
-    return whole if isinstance(whole, nn.Parameter) else None
+    """The parameter that a weight is, or is a plain view of: one whose gradient is that of the whole, there.
+    A view that an autograd function of one's own made has the gradient that the function says."""
+    if isinstance(weight, nn.Parameter):
+        return weight
+    whole, node = weight._base, weight.grad_fn
+    while node is not None and type(node).__name__ in VIEWS:
+        node = node.next_functions[0][0]
+    leads_to = getattr(node, "variable", None)  # of a leaf's node alone
+    return whole if isinstance(whole, nn.Parameter) and leads_to is whole else None
+
+
+VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Alias", "AsStrided", "Narrow", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze",
+        "SplitWithSizes", "T", "Transpose", "Unbind", "Unfold", "Unsqueeze", "UnsafeSplit", "UnsafeView",
+        "View",
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1"}  # fmt: skip
+"""Names of autograd's nodes for views that move elements and change none (2.11 to 2.13)."""
+
+
+def _overlaps(weight: torch.Tensor) -> bool:
+    """Whether an element of memory may be several of the weight's, as after `expand`: the gradients of all
+    of them belong to the one."""
+    reach = 1
+    for stride, size in sorted(zip(weight.stride(), weight.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach = max(reach, stride * (size - 1) + reach) if size > 1 else reach
+    return False
+
+
+def hooked(tensor: torch.Tensor) -> bool:
+    """Whether somebody waits for its gradient: a hook on the tensor, or one for when the gradient was added.
+    The ledger's count, and would miss nothing."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    return (
+        bool(tensor._backward_hooks)
+        or tensor.retains_grad
+        or any(not isinstance(getattr(hook, "__self__", None), Ledger) for hook in after.values())
+    )
 
 
 def _fits(kind: Kind, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -92,6 +137,23 @@ def _fits(kind: Kind, x: torch.Tensor, weight: torch.Tensor) -> bool:
             return weight.dim() == 3 and x.dim() == 3 and x.shape[0] == weight.shape[0]
         case "grouped":
             return weight.dim() == 3 and x.dim() == 2
+
+
+Asked = Literal["late", "now", "no"]
+"""What a backward wants of a weight's gradient: that it is added to `param.grad`; that it is handed out, as
+`torch.autograd.grad` does; nothing."""
+
+
+def asked(parameter: nn.Parameter, weight: torch.Tensor) -> Asked:
+    """What the backward that is under way wants. Private in torch (2.13): `_will_engine_execute_node`, which
+    refuses to say of a leaf whose gradient is handed out."""
+    will = torch._C._will_engine_execute_node
+    try:
+        if will(get_gradient_edge(parameter).node):
+            return "late"
+    except RuntimeError:
+        return "now"
+    return "now" if weight.grad_fn is not None and will(weight.grad_fn) else "no"
 
 
 # --- how the calls are written --------------------------------------------------------------------------

@@ -12,8 +12,9 @@ of them (`comm/alarm.py`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,15 +24,16 @@ from torch import nn
 from zerodrift.comm.alarm import Alarm
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
+from zerodrift.comm.pairs import missing
 from zerodrift.engine import compute
 from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.nested import tensors_in
-from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 from zerodrift.pipeline import schedules
-from zerodrift.pipeline.cut import Cut, batch_on
+from zerodrift.pipeline.batches import Signature, batch_on, differences, given, signature
+from zerodrift.pipeline.cut import Cut
 from zerodrift.pipeline.deferred import defer_in_piece
-from zerodrift.pipeline.stage import Before, Piece, Stage
+from zerodrift.pipeline.stage import Draws, Piece, Stage
 from zerodrift.plan.stages import pieces_of, rank_of, shared_with_another
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action
@@ -44,27 +46,28 @@ class BatchResult:
     """What a step of a pipeline did."""
 
     losses: tuple[float, ...]
-    """Of each micro-batch, without the loss scale; those of this rank's data."""
+    """Of each micro-batch, without its weight and the loss scale; those of this rank's data."""
     step: StepResult
     """The same on every stage."""
+    weights: tuple[float, ...] = ()
+    """By which each loss was multiplied; empty where all count 1."""
 
     @property
     def loss(self) -> float:
-        """The mean over micro-batches."""
-        return sum(self.losses) / len(self.losses)
-
-
-Signature = tuple[Any, ...]
-"""Shapes and dtypes of everything in a micro-batch."""
+        """The mean over micro-batches, each with its weight: what the gradients are of."""
+        weights = self.weights or (1.0,) * len(self.losses)
+        return sum(map(operator.mul, weights, self.losses)) / len(self.losses)
 
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
     """A schedule of torch, and what it has learnt the shapes of."""
 
-    signature: list[Signature]
+    shapes: tuple[Signature, ...]
     micro_batches: int
     schedule: Any
+    draws: bool | None = None
+    """Whether a forward of any stage draws random numbers; None before its first run."""
 
 
 class PipelineEngine:
@@ -84,14 +87,18 @@ class PipelineEngine:
         self._alarm = Alarm(engine.mesh)
         self._schedule = pipeline.schedule
         count = pipeline.chunks * plan.mesh.pipeline
+        self._cut = cut
+        self._draws = Draws(engine.mesh.device)
         numbers = pieces_of(plan, engine.mesh.rank("pipeline"))
         self.pieces = [
-            Piece(number, count, part, cut, engine) for number, part in zip(numbers, parts, strict=True)
+            Piece(number, count, part, cut, engine, self._draws)
+            for number, part in zip(numbers, parts, strict=True)
         ]
         engine.held.forwards = tuple(self.pieces)
+        self._handles: list[Any] = []
         for piece in self.pieces:
             # Not over the tree of all pieces: a boundary may lie around all that is in one of them.
-            compute.attach(piece.module, compute.boundaries(plan, piece.module))
+            self._handles += compute.attach(piece.module, compute.boundaries(plan, piece.module))
             if pipeline.schedule in SPLIT and pipeline.weight_grads == "queue":
                 piece.queue = defer_in_piece(piece.module, engine.gradients)
         engine.gradients.count()
@@ -103,7 +110,8 @@ class PipelineEngine:
         self._begun = False
         self._weights: tuple[float, ...] = ()
         """Of the micro-batches under way; empty where all count 1."""
-        self._before = Before()
+        self._before: list[dict[str, torch.Tensor]] = []
+        """Buffers of each piece: see [Note: learning shapes] of `stage.py`."""
         self.actions: list[Action] = []
         """What this rank has done in the last step, in order."""
 
@@ -114,7 +122,7 @@ class PipelineEngine:
         update. As many as `pipeline.micro_batches` says; with `weights`, the loss of each is multiplied by
         its own before its backward."""
         losses = self.accumulate(micro_batches, weights)
-        return BatchResult(losses, self.update())
+        return BatchResult(losses, self.update(), self._weights)
 
     def accumulate(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> tuple[float, ...]:
         """The first half of `step`: the gradients of a step's micro-batches, and their losses."""
@@ -125,13 +133,12 @@ class PipelineEngine:
                 "`accumulate`: must be followed by `update`, which ends its step, or `zero_grad`; got "
                 "another. A pipeline's step has all of its micro-batches together."
             )
-        self._weights = tuple(weights)
         with self._alarm.heeded():
-            batches = self._taken(micro_batches, training=True)
+            batches = self._taken(micro_batches, True, weights)
         schedule = self._scheduled(batches, training=True)
         try:
             with self._alarm.raised("`pipeline`: the schedule"), torch.enable_grad():
-                self._run(schedule, batches)
+                self._run(schedule, batches, True)
                 self._held.end()
                 losses = self._told(len(batches))
         except BaseException:
@@ -162,41 +169,66 @@ class PipelineEngine:
         """The loss of each micro-batch, without gradients."""
         self.stage.require_open()
         with self._alarm.heeded():
-            batches = self._taken(micro_batches, training=False)
+            batches = self._taken(micro_batches, False, ())
         schedule = self._scheduled(batches, training=False)
         try:
             with self._alarm.raised("`pipeline`: the schedule"), torch.no_grad():
-                self._run(schedule, batches)
+                self._run(schedule, batches, False)
                 losses = self._told(len(batches))
         finally:
             self._held.release()
         return losses
 
-    def _run(self, schedule: Any, batches: list[Any]) -> None:
+    def _run(self, schedule: Any, batches: list[Any], training: bool) -> None:
         self._begun = False
         self.actions = []
-        numbers = torch.arange(len(batches))
         for piece in self.pieces:
-            piece.batches = batches
+            piece.batches, piece.failed = batches, None
             piece.losses.clear()
         if self.pieces[0].learning:
-            self._before = Before.of(self.pieces, self.mesh.device)
+            self._before = [piece.buffers_now() for piece in self.pieces]
         if self._held.all_step or self.pieces[0].learning:
             self._held.gather()
+        self._draws.begin()
+        ended = self._scheduled_run(schedule, len(batches))
+        for piece in self.pieces:
+            piece.batches = []
+        if ended is not None:
+            raise ended
+        self._end_of_draws(training)
+
+    def _scheduled_run(self, schedule: Any, count: int) -> BaseException | None:
+        """Runs it; what ended it, if anything did: see [Note: whose error] of `stage.py`."""
+        # Numbers alone: what they mean, every rank has. The target is what a schedule hands to the loss.
+        numbers = torch.arange(count)
         try:
-            # Numbers alone: what they mean, every rank has. The target is what a schedule hands to the loss.
-            schedule.step(number=numbers, target=numbers, return_outputs=False)
-        except RuntimeError as error:
-            if _is_reentrant(error):
-                raise UnsupportedError(
+            with schedules.quiet():
+                schedule.step(number=numbers, target=numbers, return_outputs=False)
+        except BaseException as error:
+            own = next((piece.failed for piece in self.pieces if piece.failed is not None), None)
+            if _is_reentrant(own or error):
+                refused = UnsupportedError(
                     "`checkpoint`: must be called with `use_reentrant=False` in a pipeline, whose backwards "
                     "ask for gradients of inputs by themselves; got True. Change the call, or pass "
                     "`{'use_reentrant': False}` to `gradient_checkpointing_enable`."
-                ) from error
-            raise
-        finally:
-            for piece in self.pieces:
-                piece.batches = []
+                )
+                refused.__cause__ = own or error
+                return refused
+            if own is not None or isinstance(error, ZerodriftError) or not isinstance(error, RuntimeError):
+                return own or error
+            lost = missing("message", self.mesh.axis("pipeline"), error)
+            lost.__cause__ = error
+            return lost
+        return None
+
+    def _end_of_draws(self, training: bool) -> None:
+        """The generator of every stage goes on if any stage has drawn, so that seeds stay alike."""
+        known = self._learnt[training]
+        if known.draws is None:
+            draws = any(self.comm.all_gather_object(self._draws.drew, "pipeline"))
+            known = self._learnt[training] = replace(known, draws=draws)
+        if known.draws:
+            self._draws.advance()
 
     def _begin(self) -> None:
         """Before the first action of a step: see [Note: learning shapes]."""
@@ -206,8 +238,9 @@ class PipelineEngine:
         if self.pieces[0].learning:
             for piece in self.pieces:
                 piece.learning = False
-            self._before.put_back(self.pieces, self.mesh.device)
-            self._before = Before()
+            for piece, saved in zip(self.pieces, self._before, strict=True):
+                piece.put_buffers(saved)
+            self._before = []
             if not self._held.all_step:
                 self._held.release()
         for piece in self.pieces:
@@ -231,27 +264,25 @@ class PipelineEngine:
 
     # --- micro-batches and schedules --------------------------------------------------------------------
 
-    def _taken(self, micro_batches: Iterable[Any], training: bool) -> list[Any]:
+    def _taken(self, micro_batches: Iterable[Any], training: bool, weights: Sequence[float]) -> list[Any]:
         """The micro-batches as pieces take them; the same problem on every rank, if there is one."""
         batches = list(micro_batches)
         wanted = self.stage.accumulation if training else None
-        found = [_signature(batch) for batch in batches]
-        problem = _problem(found, wanted) or _problem_of_weights(self._weights if training else (), wanted)
+        mine = given(batches, tuple(weights), wanted, self._cut.problem)
         known = self._learnt.get(training)
-        relearn = known is None or (known.signature, known.micro_batches) != (found[:1], len(found))
-        told = self.comm.all_gather_object((problem, found[:1], len(found), relearn))
-        line = [told[rank] for rank in self.mesh.axis("pipeline").ranks]
-        problems = [problem for problem, *_ in told if problem]
-        if problems:
-            raise ModelError(problems[0])
-        if any(each[1:3] != line[0][1:3] for each in line):
-            raise ModelError(
-                "`micro_batches`: must be the same on every stage of a pipeline; got "
-                f"{' and '.join(str(each[2]) for each in line)}, or different shapes. Give the data of "
-                f"one data rank to all of its stages."
-            )
-        if any(each[3] for each in told):
+        relearn = known is None or (known.shapes, known.micro_batches) != (mine.shapes, len(batches))
+        told = self.comm.all_gather_object((mine, relearn))
+        problem = next((each.problem for each, _ in told if each.problem), "")
+        ranks, stages = len(told), self.mesh.size("pipeline")
+        for data in range(ranks // stages):
+            line = range(data, ranks, ranks // stages)
+            problem = problem or differences({rank: told[rank][0] for rank in line})
+        if problem:
+            raise ModelError(problem)
+        if any(again for _, again in told):
             self._learnt.pop(training, None)
+        if training:
+            self._weights = mine.weights
         device = self.mesh.device
         return [batch_on(batch, device, self.stage.precision.of) for batch in batches]
 
@@ -267,7 +298,7 @@ class PipelineEngine:
             made = schedules.training(self._schedule, stages, len(batches), self._scaled)
         else:
             made = schedules.forwards(self._schedule, stages, len(batches))
-        self._learnt[training] = _Learnt([_signature(batches[0])], len(batches), made)
+        self._learnt[training] = _Learnt((signature(batches[0]),), len(batches), made)
         return made
 
     def _record(self, kind: str, piece: int, micro_batch: int) -> None:
@@ -365,6 +396,10 @@ class PipelineEngine:
             if piece.queue is not None:
                 piece.queue.clear()
                 piece.queue.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.stage.gradients.expect(None)
         self._learnt.clear()
         self._alarm.stop()
         self.stage.destroy()
@@ -387,28 +422,3 @@ def _is_reentrant(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _signature(batch: Any) -> Signature:
-    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(batch))
-
-
-def _problem(found: list[Signature], wanted: int | None) -> str:
-    """What is wrong with the micro-batches of this rank."""
-    if wanted is not None and len(found) != wanted:
-        return f"`micro_batches`: must be {wanted}, as `pipeline.micro_batches` says; got {len(found)}."
-    if not found:
-        return "`micro_batches`: must be at least one; got none."
-    other = next((number for number, each in enumerate(found) if each != found[0]), None)
-    if other is not None:
-        return (
-            f"`micro_batches`: must have the same shapes, because memory for what travels is laid out "
-            f"once; got {found[0]} and, in micro-batch {other}, {found[other]}. Pad them to one length."
-        )
-    return ""
-
-
-def _problem_of_weights(weights: tuple[float, ...], wanted: int | None) -> str:
-    if weights and len(weights) != wanted:
-        return f"`weights`: must be {wanted}, one for each micro-batch, or none; got {len(weights)}."
-    return ""

@@ -9,6 +9,8 @@ Invariant: the order that a plan shows is the one that the schedule's own class 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +60,21 @@ def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
         for rank, actions in schedule.pipeline_order_with_comms.items()
     }
     return schedule
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the whole order of the schedule on the terminal, which torch logs for what is raised in it."""
+    logger = logging.getLogger(torch_schedules.__name__)
+
+    def unless_raised(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.ERROR
+
+    logger.addFilter(unless_raised)
+    try:
+        yield
+    finally:
+        logger.removeFilter(unless_raised)
 
 
 def timeline(plan: Plan) -> Timeline | None:

@@ -9,17 +9,24 @@ Invariant: a piece's weight gradients are in `param.grad`, each once, when its l
 has ended; and nothing that torch runs to learn shapes leaves anything behind.
 
 [Note: learning shapes] Before its first step a schedule runs a forward and a backward of every piece to
-learn what will travel. That backward forms gradients of inputs alone, but on its way puts weight gradients
-into a queue, and the forward may change buffers, such as running means, and draws random numbers where
-there is dropout. So the first real forward of a step clears the queues, and puts buffers and generators
-back: a run that goes on in another process has the losses of one that was never stopped.
+learn what will travel. That backward forms gradients of inputs alone, but the forward may change buffers,
+such as running means. So the first real forward of a step puts buffers back: a run that goes on in another
+process has the losses of one that was never stopped.
+
+[Note: random numbers] What a forward draws, for dropout, is drawn from generators that are seeded for its
+piece and its micro-batch, and put back behind it. So pieces draw different numbers, on ranks that were seeded
+alike too, and the same ones under every schedule. They are not those of a run without a pipeline, in which
+one generator goes through the layers of one micro-batch after the other.
+
+[Note: whose error] torch raises one of its own from what a forward or a backward of a piece raises. What a
+piece raised is kept, and is what the run ends with; what else ends a schedule is a message that did not come.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,12 +38,54 @@ from zerodrift.engine.held import Held
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
+from zerodrift.pipeline.products import hooked
+
+Kinds = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+"""Shape, dtype and whether a gradient comes back, of each tensor that leaves a piece."""
+
+
+class Draws:
+    """The random numbers of one rank's forwards: see [Note: random numbers]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._key = b""
+        self.drew = False
+        """Whether any forward has drawn a number since `begin`."""
+
+    def begin(self) -> None:
+        """A run begins: its numbers follow from the state of the generator of the CPU."""
+        self._key = hashlib.sha256(self._generators[0].get_state().numpy().tobytes()).digest()
+        self.drew = False
+
+    @contextlib.contextmanager
+    def of(self, piece: int, micro_batch: int) -> Iterator[None]:
+        """Around a forward."""
+        name = self._key + f" {piece} {micro_batch}".encode()
+        seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little") >> 1
+        before = [generator.get_state() for generator in self._generators]
+        seeded = [generator.manual_seed(seed).get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state, first in zip(self._generators, before, seeded, strict=True):
+                self.drew = self.drew or not torch.equal(generator.get_state(), first)
+                generator.set_state(state)
+
+    def advance(self) -> None:
+        """The next run draws others."""
+        torch.rand((), generator=self._generators[0])
 
 
 class Piece(nn.Module):
     """One piece of the model, and what it does with a micro-batch."""
 
-    def __init__(self, number: int, count: int, module: nn.Module, cut: Cut, engine: Engine) -> None:
+    def __init__(
+        self, number: int, count: int, module: nn.Module, cut: Cut, engine: Engine, draws: Draws
+    ) -> None:
         super().__init__()
         self.number, self.count = number, count
         self.module = module
@@ -52,6 +101,11 @@ class Piece(nn.Module):
         self.learning = False
         """Whether torch is about to learn shapes: parameters stay full for a backward that nobody tells
         of."""
+        self.failed: BaseException | None = None
+        """What a forward or a backward here has raised: see [Note: whose error]."""
+        self._draws = draws
+        self._agreed: dict[bool, Kinds] = {}
+        """What leaves, as torch has learnt it, by whether gradients come back."""
 
     @property
     def engine(self) -> Engine:
@@ -65,23 +119,51 @@ class Piece(nn.Module):
 
     def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Hidden:
         """What leaves the piece for micro-batch `number`; of the last piece, the loss."""
-        batch = self.batches[int(number)]
-        came: Hidden = hidden[0] if len(hidden) == 1 else hidden
-        with self.gathered(), self.engine.precision.forward():
-            if self.number == 0:
-                return self._no_views(self._cut.first(self.module, batch))
-            if self.number < self.count - 1:
-                return self._no_views(self._cut.middle(self.module, came, batch))
-            loss = self._checked(self._cut.last(self.module, came, batch))
-            self.losses[int(number)] = loss.detach()
-            return loss
+        try:
+            micro_batch = int(number)
+            with self.gathered(), self.engine.precision.forward(), self._draws.of(self.number, micro_batch):
+                return self._made(hidden, micro_batch)
+        except BaseException as error:
+            self.failed = error
+            raise
 
-    @staticmethod
-    def _no_views(leaves: Hidden) -> Hidden:
-        """torch detaches what has left in place, which a view refuses."""
-        if isinstance(leaves, torch.Tensor):
-            return leaves.clone() if leaves._is_view() else leaves
-        return tuple(each.clone() if each._is_view() else each for each in leaves)
+    def _made(self, hidden: tuple[torch.Tensor, ...], micro_batch: int) -> Hidden:
+        batch = self.batches[micro_batch]
+        came: Hidden = hidden[0] if len(hidden) == 1 else hidden
+        if self.number == 0:
+            return self._leaving(self._cut.first(self.module, batch), hidden, micro_batch)
+        if self.number < self.count - 1:
+            return self._leaving(self._cut.middle(self.module, came, batch), hidden, micro_batch)
+        loss = self._checked(self._cut.last(self.module, came, batch))
+        self.losses[micro_batch] = loss.detach()
+        return loss
+
+    def _leaving(self, made: Any, came: tuple[torch.Tensor, ...], micro_batch: int) -> Hidden:
+        """What is sent, which must be what memory was laid out for on the rank that it goes to."""
+        leaves = tuple(made) if isinstance(made, tuple | list) else (made,)
+        other = next((each for each in leaves if not isinstance(each, torch.Tensor)), None)
+        if not leaves or other is not None:
+            got = type(other).__name__ if leaves else "an empty one"
+            raise ModelError(
+                f"`hidden`: must be a tensor or a tuple of tensors, to go from piece {self.number} to the "
+                f"next; got {got} for micro-batch {micro_batch}."
+            )
+        kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in leaves)
+        agreed = self._agreed.get(torch.is_grad_enabled())
+        if self.learning or agreed is None:
+            self._agreed[torch.is_grad_enabled()] = kinds
+        elif kinds != agreed:
+            raise ModelError(
+                f"`hidden`: must have the same shapes and dtypes in every micro-batch, because memory for "
+                f"what travels is laid out once; got {_words(kinds)} from piece {self.number} for "
+                f"micro-batch {micro_batch}, and {_words(agreed)} before. Pad it to one length."
+            )
+        # torch detaches what has left in place: no view bears that, and nothing that is somebody else's.
+        sent = tuple(
+            each.clone() if each._is_view() or each.is_leaf or any(each is one for one in came) else each
+            for each in leaves
+        )
+        return sent[0] if len(sent) == 1 else sent
 
     def _checked(self, loss: Any) -> torch.Tensor:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -126,28 +208,8 @@ class Piece(nn.Module):
             buffer.copy_(saved[name])
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """What torch's learning of shapes may change: see [Note: learning shapes]."""
-
-    buffers: tuple[dict[str, torch.Tensor], ...] = ()
-    """Of each piece."""
-    random: tuple[torch.Tensor, ...] = ()
-    """States of the generators that a forward draws from."""
-
-    @staticmethod
-    def of(pieces: Sequence[Piece], device: torch.device) -> Before:
-        drawn = [torch.get_rng_state()]
-        if device.type == "cuda":
-            drawn.append(torch.cuda.get_rng_state(device))
-        return Before(tuple(piece.buffers_now() for piece in pieces), tuple(drawn))
-
-    def put_back(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        for piece, saved in zip(pieces, self.buffers, strict=True):
-            piece.put_buffers(saved)
-        torch.set_rng_state(self.random[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(self.random[1], device)
+def _words(kinds: Kinds) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype, _ in kinds)
 
 
 class Stage(PipelineStage):
@@ -171,6 +233,8 @@ class Stage(PipelineStage):
         self.piece = piece
         self._begin = begin
         self._record = record
+        self._at_once: set[int] = set()
+        """Micro-batches whose weight gradients came with those of the input."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._begin()
@@ -187,8 +251,9 @@ class Stage(PipelineStage):
         if not self.has_backward:
             return
         self._record("B" if full_backward else "I", self.piece.number, bwd_chunk_id)
-        with self.piece.backward(bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        whole = full_backward or self._leaves_weights(bwd_chunk_id)
+        with self._raising(), self.piece.backward(bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         if full_backward:
             self.piece.held.ended(self.piece.number)
 
@@ -196,12 +261,35 @@ class Stage(PipelineStage):
         if not self.has_backward:
             return
         self._record("W", self.piece.number, bwd_chunk_id)
-        if self.dw_builder is not None:
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if bwd_chunk_id in self._at_once:
+            self._at_once.discard(bwd_chunk_id)
+        elif self.dw_builder is not None:
+            with self._raising():
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         else:
-            with self.piece.backward(bwd_chunk_id):
+            with self._raising(), self.piece.backward(bwd_chunk_id):
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.piece.held.ended(self.piece.number)
+
+    def _leaves_weights(self, micro_batch: int) -> bool:
+        """Whether torch's second pass may not form weight gradients: it runs no hook of a parameter, or once
+        for each group. The first stage has no such pass: there the second half is a whole backward."""
+        if self.dw_builder is not None or self.is_first:
+            return False
+        found = any(hooked(parameter) for parameter in self.piece.module.parameters())
+        if found:
+            self._at_once.add(micro_batch)
+        return found
+
+    @contextlib.contextmanager
+    def _raising(self) -> Iterator[None]:
+        """See [Note: whose error]."""
+        try:
+            yield
+        except BaseException as error:
+            told_by_torch = isinstance(error, RuntimeError) and "Failed to run stage backward" in str(error)
+            self.piece.failed = (error.__cause__ if told_by_torch else None) or error
+            raise
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False

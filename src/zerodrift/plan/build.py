@@ -114,6 +114,7 @@ def _add_unit(
             tuple(range(first_row, len(rows))),
             tuple(range(first_segment, len(segments))),
             members.stage,
+            members.products,
         )
     )
 

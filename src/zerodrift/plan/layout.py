@@ -19,7 +19,7 @@ import heapq
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zerodrift.errors import ConfigError, Problems, did_you_mean
@@ -49,6 +49,8 @@ class Members:
     stage: int
     copies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Of parameters that other pieces of a pipeline use too: which."""
+    products: int = 0
+    """What a token costs in its forward, in a pipeline."""
 
 
 def find_units(
@@ -67,19 +69,25 @@ def find_units(
             rest.append(index)
     first_block = min((members[0] for members in blocks.values()), default=0)
     stage_of = _stages(list(blocks), stages)
+    costs = {name: sum(products(model.parameters[i]) for i in block) for name, block in blocks.items()}
+    ends = [i for i in rest if _root_stage(i, first_block, stages) or len(model.parameters[i].names) > 1]
+    after = sum(products(model.parameters[i]) for i in ends)
     if split == "cost" and stages > 1:
-        costs = [sum(map(products, (model.parameters[i] for i in block))) for block in blocks.values()]
-        ends = [i for i in rest if _root_stage(i, first_block, stages) or len(model.parameters[i].names) > 1]
-        sizes = even_by_cost(costs, stages, sum(products(model.parameters[i]) for i in ends))
+        sizes = even_by_cost(list(costs.values()), stages, after)
         stage_of = dict(zip(blocks, (s for s, size in enumerate(sizes) for _ in range(size)), strict=True))
     units = []
     for stage in range(stages):
         root = [i for i in rest if _root_stage(i, first_block, stages) == stage]
         if root or stage == 0:
             copies = {i: _copies(model.parameters[i], stage, stages, block_of, stage_of) for i in root}
-            units.append(Members("", tuple(root), stage, {i: found for i, found in copies.items() if found}))
-        units += [Members(name, tuple(m), stage) for name, m in blocks.items() if stage_of[name] == stage]
-    return units
+            copied = {i: found for i, found in copies.items() if found}
+            units.append(Members("", tuple(root), stage, copied))
+        here = [name for name in blocks if stage_of[name] == stage]
+        units += [Members(name, tuple(blocks[name]), stage, products=costs[name]) for name in here]
+    if stages == 1:
+        return [replace(unit, products=0) for unit in units]
+    # The last unit carries what comes behind the blocks too: of a tied head, whose root is elsewhere.
+    return [*units[:-1], replace(units[-1], products=units[-1].products + after)]
 
 
 def _copies(

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ModelSpec, ParameterSpec
@@ -62,17 +63,32 @@ def crossings(plan: Plan) -> int:
 def width(plan: Plan) -> int | None:
     """Values per token that go from piece to piece: the width of the embedding of a causal language model of
     `transformers`. None for any other model, whose layers pass on what they like."""
-    row = plan.row("model.embed_tokens.weight")
-    library = any(each.klass.startswith("transformers.models.") for each in plan.rows)
-    return row.shape[-1] if row is not None and library and len(row.shape) == 2 else None
+    row = _embedding(plan)
+    return None if row is None else row.shape[-1]
+
+
+def travelling(plan: Plan) -> DType:
+    """The dtype of what goes from piece to piece in such a model. Under autocast a lookup and a sum stay what
+    the embedding is at rest, and each layer adds to that; elsewhere all compute in the mode's dtype."""
+    row, mode = _embedding(plan), plan.policy.mode
+    return mode.dtype if row is None or not mode.autocast else row.columns.storage.dtype
+
+
+def _embedding(plan: Plan) -> Row | None:
+    if not any(each.klass.startswith("transformers.models.") for each in plan.rows):
+        return None
+    found = (plan.row(f"{name}.weight") for name in ("model.embed_tokens", "transformer.wte"))
+    return next((row for row in found if row is not None and len(row.shape) == 2), None)
 
 
 # --- cutting --------------------------------------------------------------------------------------------
 
 
 def products(parameter: ParameterSpec) -> int:
-    """What a parameter costs in a forward: the elements of a matrix, each used once per token."""
-    return parameter.numel if len(parameter.shape) > 1 else 0
+    """What a parameter costs in a forward: the elements of a matrix, each used once per token. Of experts a
+    token uses some."""
+    chosen, experts = parameter.used
+    return parameter.numel * chosen // experts if len(parameter.shape) > 1 else 0
 
 
 def even_by_cost(costs: Sequence[int], count: int, after: int) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -126,6 +126,8 @@ class Unit:
     segments: tuple[int, ...]
     stage: int
     """Piece of a pipeline, 0 without one: a stage, or one of its `pipeline.chunks`."""
+    products: int = field(default=0, metadata={"omitted": True})
+    """With a pipeline, what a token costs in its forward: elements of the matrices that it uses."""
 
 
 @dataclass(frozen=True)

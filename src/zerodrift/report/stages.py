@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from zerodrift.plan.cost import stage_cost
-from zerodrift.plan.stages import crossings, part, pieces, pieces_of, width
+from zerodrift.plan.stages import crossings, part, pieces, pieces_of, travelling, width
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.report import figures
@@ -52,12 +52,28 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
         )
     else:
         found.append(("bubble", f"not worked out for {count * total:,} forwards"))
+    found.append(("imbalance", _imbalance(plan)))
     return tuple(found)
+
+
+def _imbalance(plan: Plan) -> str:
+    """How far pieces are from the one unit of time that the bubble takes each of them for."""
+    costs = [0] * pieces(plan.policy.pipeline, plan.mesh)
+    for unit in plan.units:
+        costs[unit.stage] += unit.products
+    mean = sum(costs) / len(costs)
+    if not mean:
+        return "no piece has a matrix: nothing is known of what they cost"
+    dearest = costs.index(max(costs))
+    return (
+        f"piece {dearest} takes {max(costs) / mean:.2f} times the mean of all pieces, by elements of "
+        f"matrices that a token uses; the bubble takes all for equal"
+    )
 
 
 def _travels(plan: Plan) -> str:
     """What is sent between pieces, apart from the bill: how many tokens there are, nobody knows yet."""
-    count, values, dtype = crossings(plan), width(plan), plan.policy.mode.dtype
+    count, values, dtype = crossings(plan), width(plan), travelling(plan)
     over = f"{count} {'boundary' if count == 1 else 'boundaries'} between ranks"
     if values is None:
         return (

@@ -1,0 +1,169 @@
+"""The micro-batches of a step, as ranks of a pipeline must agree on them before the first message.
+
+Every rank is given the same ones. What a rank tells the others is shapes, which lay out memory for what
+travels, and a checksum of everything that is in them: the first stage reads tokens, the last one labels, and
+ranks with different data would train on pairs that are none.
+
+Invariant: two ranks with equal `Given` would compute the same from their micro-batches, up to objects that
+are neither containers, tensors, numbers nor text; and a micro-batch is never changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerodrift.engine.nested import tensors_in
+
+Signature = tuple[Any, ...]
+"""Shapes and dtypes of everything in a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one rank was given."""
+
+    problem: str
+    """What is wrong with it by itself."""
+    shapes: tuple[Signature, ...]
+    """Of the first micro-batch, like which all others are; none without one."""
+    weights: tuple[float, ...]
+    checksums: tuple[int, ...]
+    """Of each micro-batch."""
+
+
+def signature(batch: Any) -> Signature:
+    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(batch))
+
+
+def given(
+    batches: Sequence[Any], weights: Sequence[Any], wanted: int | None, problem_of: Callable[[Any], str]
+) -> Given:
+    """`wanted` is how many a step has, None for any number; `problem_of` what no piece can do."""
+    shapes = [signature(batch) for batch in batches]
+    numbers, wrong = _numbers(weights, len(batches))
+    problem = _problem(shapes, wanted) or next((said for said in map(problem_of, batches) if said), "")
+    if wrong and not problem:
+        count = len(batches)
+        problem = (
+            f"`weights`: must be {count} finite numbers, one for each micro-batch, or none; got {wrong}."
+        )
+    return Given(problem, tuple(shapes[:1]), numbers, tuple(map(checksum, batches)))
+
+
+def _numbers(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], str]:
+    """Weights as numbers, or what is wrong with them."""
+    try:
+        found = tuple(float(each) for each in weights)
+    except (TypeError, ValueError, RuntimeError):
+        return (), repr(weights)
+    if found and len(found) != count:
+        return (), str(len(found))
+    bad = next((each for each in found if not math.isfinite(each)), None)
+    return ((), repr(bad)) if bad is not None else (found, "")
+
+
+def _problem(found: list[Signature], wanted: int | None) -> str:
+    """What is wrong with the number of the micro-batches of this rank, or their shapes."""
+    if wanted is not None and len(found) != wanted:
+        return f"`micro_batches`: must be {wanted}, as `pipeline.micro_batches` says; got {len(found)}."
+    if not found:
+        return "`micro_batches`: must be at least one; got none."
+    other = next((number for number, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        return (
+            f"`micro_batches`: must have the same shapes, because memory for what travels is laid out "
+            f"once; got {found[0]} and, in micro-batch {other}, {found[other]}. Pad them to one length."
+        )
+    return ""
+
+
+def differences(told: Mapping[int, Given]) -> str:
+    """What ranks of one pipeline were given that is not the same; "" where nothing is. World rank -> what."""
+    (first, mine), *others = told.items()
+    for rank, other in others:
+        where = f"rank {first} has %s, rank {rank} %s. Give the data of one data rank to all of its stages."
+        same = "`micro_batches`: must be the same on every stage of a pipeline; "
+        if len(mine.checksums) != len(other.checksums):
+            return same + where % (len(mine.checksums), len(other.checksums))
+        if mine.shapes != other.shapes:
+            return same + where % (f"shapes {mine.shapes[0]}", f"{other.shapes[0]}")
+        if mine.weights != other.weights:
+            return "`weights`: must be the same on every stage of a pipeline; " + where % (
+                list(mine.weights),
+                list(other.weights),
+            )
+        if mine.checksums != other.checksums:
+            pairs = enumerate(zip(mine.checksums, other.checksums, strict=True))
+            number = next(number for number, (one, two) in pairs if one != two)
+            return same + where % (f"one micro-batch {number}", "one with other contents")
+    return ""
+
+
+def checksum(batch: Any) -> int:
+    """Of all values in it, and where they are; the order of keys is none."""
+    total = 0
+    for path, leaf in _leaves(batch, ""):
+        if isinstance(leaf, torch.Tensor):
+            total = zlib.crc32(f"{path} {tuple(leaf.shape)} {leaf.dtype}".encode(), total)
+            whole = leaf.detach().to_dense() if leaf.layout is not torch.strided else leaf.detach()
+            flat = whole.cpu().contiguous().reshape(-1)
+            total = zlib.crc32(flat.view(torch.uint8).numpy() if flat.numel() else b"", total)
+        else:
+            known = isinstance(leaf, str | bytes | bool | int | float | complex | None)
+            shown = repr(leaf) if known else type(leaf).__qualname__
+            total = zlib.crc32(f"{path} {shown}".encode(), total)
+    return total
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(where, what) of everything that is no container."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _leaves(value[key], f"{path}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{number}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value
+
+
+def batch_on(batch: Any, device: torch.device, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A micro-batch with its tensors changed and moved; every container of it is a copy of its own class."""
+
+    def moved(value: Any) -> Any:
+        return batch_on(value, device, change)
+
+    if isinstance(batch, torch.Tensor):
+        return change(batch.to(device))
+    if isinstance(batch, Mapping):
+        items = {key: moved(value) for key, value in batch.items()}
+        if type(batch) is dict or not hasattr(batch, "__setitem__"):
+            return items
+        made: Any = copy.copy(batch)
+        if (data := getattr(batch, "data", None)) is not None:
+            made.data = dict(data)  # of a UserDict, whose copy has the original's
+        for key, item in items.items():
+            made[key] = item
+        return made
+    if isinstance(batch, tuple):
+        values = map(moved, batch)
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if isinstance(batch, list):
+        return [moved(value) for value in batch]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        made = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(made, field.name, moved(getattr(batch, field.name)))
+        return made
+    return batch
