@@ -133,8 +133,8 @@ class FsdpEngine:
         self.zero_grad()
 
     def _recover(self) -> None:
-        """Something was raised in the middle: nothing may be under way or half gathered afterwards. What whole
-        micro-batches have summed stays; torch since 2.15 would forget it."""
+        """Something was raised in the middle: nothing may be under way or half gathered afterwards. What
+        whole micro-batches have summed stays; torch since 2.15 would forget it."""
         if self.passes.abort():
             held = [(member, member.full.grad, member.sharded.grad) for member in self._trained]
             self.module.reset_iter_state()  # type: ignore[operator]

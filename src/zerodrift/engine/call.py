@@ -13,6 +13,9 @@ import torch
 
 from zerodrift.engine.nested import tensors_in
 
+BEFORE_ALL = -1
+"""Lower than the number of any node."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -27,7 +30,7 @@ class Call:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         found = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
         numbers = [_number(tensor) for tensor in found]
-        return cls(tuple((tensor, tensor._version) for tensor in found), max(numbers, default=-1))
+        return cls(tuple((tensor, tensor._version) for tensor in found), max(numbers, default=BEFORE_ALL))
 
     def changed(self) -> Iterator[torch.Tensor]:
         """Inputs that were changed in place."""
@@ -59,4 +62,4 @@ def at_the_end(then: Callable[[], None]) -> None:
 
 def _number(tensor: torch.Tensor) -> int:
     """Of the node behind it. Private in torch (2.13 to 2.15)."""
-    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+    return BEFORE_ALL if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

@@ -14,12 +14,15 @@ to it is reduced exactly once: after every micro-batch or after the last, as the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
+from zerodrift.engine import saved
+from zerodrift.engine.call import BEFORE_ALL
 from zerodrift.engine.grads import Gradients
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
@@ -66,6 +69,12 @@ class Held:
         if piece is None or not self._all_step:
             for unit in self._of(piece):
                 unit.release()
+
+    def pack(self, piece: int, left: Iterable[torch.Tensor]) -> None:
+        """Let what autograd has saved of a piece's parameters go, behind what has left it in a forward."""
+        if not self._all_step:
+            gathered = [segment for unit in self._of(piece) for segment in unit.segments if segment.gathers]
+            saved.pack(left, BEFORE_ALL, gathered, lambda: self.gather(piece))
 
     @property
     def all_step(self) -> bool:

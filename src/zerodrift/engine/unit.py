@@ -42,7 +42,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerodrift.engine import saved
-from zerodrift.engine.call import Call
+from zerodrift.engine.call import BEFORE_ALL, Call
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.walk import Backward, Walk
@@ -178,7 +178,7 @@ class LiveUnit:
                 return  # see [Note: copies]
             self.take_places()
             if in_transform():
-                self._calls.append(Call((), -1))
+                self._calls.append(Call((), BEFORE_ALL))
                 with temporarily_clear_interpreter_stack():
                     self.gather()
                 return  # see [Note: transforms]

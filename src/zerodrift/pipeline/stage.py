@@ -122,7 +122,10 @@ class Piece(nn.Module):
         try:
             micro_batch = int(number)
             with self.gathered(), self.engine.precision.forward(), self._draws.of(self.number, micro_batch):
-                return self._made(hidden, micro_batch)
+                made = self._made(hidden, micro_batch)
+                if torch.is_grad_enabled() and not self.learning:
+                    self.held.pack(self.number, made if isinstance(made, tuple) else (made,))
+                return made
         except BaseException as error:
             self.failed = error
             raise
