@@ -152,7 +152,7 @@ def learnt() -> tuple[dict[str, torch.Tensor], int]:
 
 
 def test_a_backward_that_only_learns_shapes_leaves_nothing_behind() -> None:
-    """torch runs a real one before the first step; no weight's gradient is asked for there, and none is put."""
+    """torch runs a real one before the first step; it asks for no weight's gradient, and none is put."""
     expected = exact(1, COUNT)
     for found, more in run_ranks(learnt, 2):
         assert worst(found, expected) < 1e-6 and more == 0

@@ -115,7 +115,7 @@ def checksum(batch: Any) -> int:
             total = zlib.crc32(f"{path} {tuple(leaf.shape)} {leaf.dtype}".encode(), total)
             whole = leaf.detach().to_dense() if leaf.layout is not torch.strided else leaf.detach()
             flat = whole.cpu().contiguous().reshape(-1)
-            total = zlib.crc32(flat.view(torch.uint8).numpy() if flat.numel() else b"", total)
+            total = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", total)
         else:
             known = isinstance(leaf, str | bytes | bool | int | float | complex | None)
             shown = repr(leaf) if known else type(leaf).__qualname__
