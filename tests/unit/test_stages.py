@@ -8,18 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.unit.models import parameter
 from tests.unit.test_plan import at, moe, plan
 from zerodrift.config.load import load
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
+from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec, Owner, ParameterSpec
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.build import build
 from zerodrift.plan.check import broken
 from zerodrift.plan.cost import cost, stage_cost
-from zerodrift.plan.stages import crossings, even_by_cost, names_of, part, pieces_of, rank_of, width
+from zerodrift.plan.stages import crossings, even_by_cost, names_of, part, pieces_of, products, rank_of, width
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy.nouns import Pipelining
@@ -264,3 +267,32 @@ def test_a_config_without_a_pipeline_keeps_its_digest_and_says_nothing_of_one() 
     one = plan({"pipeline": {"stages": 1, "schedule": "zbv"}}, moe(layers=2))
     assert one.policy.pipeline is None and "pipeline" not in one.to_json()["policy"]
     assert [segment for segment in one.to_json()["segments"] if len(segment) > 5] == []
+
+
+def test_of_experts_those_count_that_a_token_uses() -> None:
+    """Stacked or in a list; said by the module, by its router, or by the config of the model."""
+
+    def mixture(experts: nn.Module, **said: int) -> nn.Module:
+        block = nn.Module()
+        block.gate, block.experts = nn.Linear(4, 8), experts
+        for key, value in said.items():
+            setattr(block, key, value)
+        return block
+
+    stacked = nn.Module()
+    stacked.up = nn.Parameter(torch.zeros(8, 6, 4))
+    listed = nn.ModuleList(nn.Linear(4, 6) for _ in range(8))
+    routed = mixture(stacked)
+    routed.gate.top_k = 2
+    for made in (mixture(stacked, top_k=2), mixture(listed, num_experts_per_tok=2), routed):
+        used = {each.name: each.used for each in describe(made).parameters}
+        assert used.pop("gate.weight") == used.pop("gate.bias") == (1, 1)
+        assert set(used.values()) == {(2, 8)}
+        costs = [products(each) for each in describe(made).parameters if "experts" in each.name]
+        assert sum(costs) == 2 * 6 * 4
+    assert {each.used for each in describe(mixture(stacked)).parameters} == {(1, 1)}, "nobody says"
+
+
+def test_the_imbalance_of_pieces_stands_beside_the_bubble() -> None:
+    said = dict(facts(cut("1f1b", tied(8)), None))["imbalance"]
+    assert said.startswith("piece 1 takes 1.") and "times the mean of all pieces" in said

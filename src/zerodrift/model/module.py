@@ -86,7 +86,7 @@ class _Used:
         """0 where nobody says."""
         while True:
             near = self._modules[path]
-            beside = [near, *near.children()] if path else [near]
+            beside = [near, *near.children()]
             # `top_k` of a config may be that of sampling.
             configs = [(getattr(each, "config", None), self.CHOSEN[:3]) for each in beside]
             for place, keys in [*((each, self.CHOSEN) for each in beside), *configs]:
