@@ -31,6 +31,13 @@ def stage_1_or_2(files: Files) -> Read:
     aliases = aliases_of(model)
     found: list[Saved] = []
     bases = [_base(state["base_optimizer_state"]) for state in states]
+    for state in states:
+        have = len(state["single_partition_of_fp32_groups"])
+        if have != len(model["param_shapes"]):
+            raise CheckpointError(
+                f"`{files.folder}`: must hold masters of {len(model['param_shapes'])} parameter groups, as its "
+                f"shapes say; got {have}. The files are of different saves."
+            )
     for group, shapes in enumerate(model["param_shapes"]):
         pieces = [state["single_partition_of_fp32_groups"][group] for state in states]
         moments = _moments(
