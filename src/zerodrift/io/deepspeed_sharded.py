@@ -35,8 +35,8 @@ def stage_1_or_2(files: Files) -> Read:
         have = len(state["single_partition_of_fp32_groups"])
         if have != len(model["param_shapes"]):
             raise CheckpointError(
-                f"`{files.folder}`: must hold masters of {len(model['param_shapes'])} parameter groups, as its "
-                f"shapes say; got {have}. The files are of different saves."
+                f"`{files.folder}`: must hold masters of {len(model['param_shapes'])} parameter groups, as "
+                f"its shapes say; got {have}. The files are of different saves."
             )
     for group, shapes in enumerate(model["param_shapes"]):
         pieces = [state["single_partition_of_fp32_groups"][group] for state in states]
