@@ -401,12 +401,12 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"`model`: must have the forward of transformers"):
         Causal.of(made)
 
-    class Mine(type(of_type("llama", 1))):  # type: ignore[misc]
+    class MineForCausalLM(type(of_type("llama", 1))):  # type: ignore[misc]
         def forward(self, **batch: Any) -> Any:
             return super().forward(**batch, output_hidden_states=True)
 
-    with pytest.raises(UnsupportedError, match=r"got one of Mine's own"):
-        Causal.of(Mine(made.config))
+    with pytest.raises(UnsupportedError, match=r"got one of MineForCausalLM.s own"):
+        Causal.of(MineForCausalLM(made.config))
 
 
 FEW_KINDS = ("gpt2", "phi", "gemma2", "gemma3_text", "olmoe", "glm4_moe")
