@@ -2,7 +2,8 @@
 
 A cell that was not seen is no difference: a rank that is alone sends nothing, an expert without tokens
 computes nothing. What was seen must be what was declared, and nothing else beside it; only under autocast
-does each operation decide what it computes in, out of two dtypes, unless a rule pins the parameter.
+does each operation decide what it computes in, out of two dtypes, unless a rule pins the parameter. A model's
+own code may compute wider than declared, as many norms do: nothing is lost, so it is said and is no finding.
 
 Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan.
 """
@@ -13,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from zerodrift.audit.observed import Column, Observed
-from zerodrift.dtypes import DType
+from zerodrift.dtypes import DType, from_torch, lost
 from zerodrift.errors import PrecisionError
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Columns, Master
@@ -33,7 +36,10 @@ COLUMNS: tuple[Column, ...] = (
 
 UNSEEN = "not seen"
 
-Verdict = Literal["as declared", "not seen", "as autocast chose", "DIFFERENT"]
+Verdict = Literal["as declared", "not seen", "as autocast chose", "wider", "DIFFERENT"]
+
+THE_MODELS: tuple[Column, ...] = ("compute", "grad")
+"""What a model's own code may widen; the rest is the engine's doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,16 @@ def verdict(plan: Plan, columns: Columns, column: Column, seen: frozenset[str]) 
     mode = plan.policy.mode
     chosen = mode.autocast and column == "compute" and not columns.pinned
     fine = chosen and seen <= {_name(mode.dtype), _name(DType.FP32)}
-    return "as autocast chose" if fine else "DIFFERENT"
+    if fine:
+        return "as autocast chose"
+    return "wider" if column in THE_MODELS and _wider(declared(columns)[column], seen) else "DIFFERENT"
+
+
+def _wider(said: str, seen: Iterable[str]) -> bool:
+    """Whether everything that was seen holds every value of what was declared."""
+    at_least = from_torch(getattr(torch, said))
+    found = [from_torch(getattr(torch, what)) for what in seen]
+    return at_least is not None and all(each is not None and not lost(at_least, each) for each in found)
 
 
 def findings(plan: Plan, observed: Observed) -> list[Finding]:
@@ -148,8 +163,20 @@ def line(plan: Plan, observed: Observed) -> str:
     return "precision: " + " ".join(words)
 
 
+def widened(plan: Plan, observed: Observed) -> str:
+    """What the model's own code computed wider than declared, in a line; "" where nothing was."""
+    cells = [cell for cell in table(plan, observed) if cell.verdict == "wider" and cell.column == "compute"]
+    if not cells:
+        return ""
+    count = sum(cell.parameters for cell in cells)
+    return (
+        f"wider than planned: {count} parameters, such as {cells[0].example}, are computed with in "
+        f"{cells[0].seen} by the model's own code, for {cells[0].declared} in the plan; nothing is lost"
+    )
+
+
 def require_declared(plan: Plan, observed: Observed) -> None:
-    """Raise where anything was seen that is not declared."""
+    """Raise where anything was seen that is not declared, and not wider."""
     found = findings(plan, observed)
     if found:
         raise PrecisionError(_message(found))

@@ -48,11 +48,13 @@ class FlatSegment:
         parameters: list[nn.Parameter],
         comm: Collectives,
         pools: Pools,
-        of: str = "",
+        unit: str = "",
     ) -> None:
-        """`of` is the unit's name: for ranks that do not gather the same."""
         self.number = number
-        self._of = f"`{of or 'the root'}`, segment {number}"
+        self.unit = unit
+        """The unit's name."""
+        self._of = f"`{unit or 'the root'}`, segment {number}"
+        """For ranks that do not gather the same."""
         self.spec = spec
         self.rows = rows
         self.parameters = parameters

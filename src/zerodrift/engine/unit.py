@@ -34,6 +34,8 @@ ours is one of them: then it is, first.
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -314,12 +316,28 @@ def guard(model: nn.Module, segments: list[FlatSegment]) -> list[Any]:
 def _refusal(path: str, owner: nn.Module, held: list[FlatSegment]) -> Callable[..., None]:
     def refuse(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module is owner and not all(segment.is_full for segment in held):
+            unit = next(segment.unit for segment in held if not segment.is_full)
+            todo = "Call the model"
+            if unit:
+                todo = (
+                    f"Call `{unit}` itself, not its parts or its `forward`, or write `sharding.units: "
+                    f"{finer(unit, path + '.')}`, so that its parts are gathered by themselves; else call "
+                    f"the model"
+                )
             raise ModelError(
                 f"`{path or 'model'}`: its parameters must be gathered when it is called; got sharded ones. "
-                f"Call the model or the unit that it is part of, or call it inside `engine.gathered()`."
+                f"{todo}, or call it inside `engine.gathered()`."
             )
 
     return refuse
+
+
+def finer(unit: str, name: str) -> str:
+    """Globs for `sharding.units` that make units of the parts of a unit, down to what holds a parameter; as
+    they are written in a config."""
+    depth = name.count(".") - unit.count(".") - 1 if unit else 0
+    shape = re.sub(r"(?<![^.])\d+(?![^.])", "*", unit)
+    return json.dumps([shape + ".*" * deep for deep in range(1, max(1, depth) + 1)])
 
 
 def loss_in(output: Any) -> Any:

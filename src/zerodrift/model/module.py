@@ -54,7 +54,17 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
             BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in passing)
             for name, buffer in buffers
         ),
+        containers=frozenset(
+            path for path, part in module.named_modules(remove_duplicate=False) if path and not _runs(part)
+        ),
     )
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether it has a forward of its own."""
+    from torch import nn
+
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def class_name(klass: type) -> str:

@@ -1,8 +1,8 @@
 """Where everything lies: units from names, segments from columns, offsets from sizes. Pure arithmetic.
 
 A *unit* is what is gathered together. Unless the config names them, units are the transformer blocks,
-found by name: the outermost numbered children that hold modules of their own (`model.layers.7`). The root
-takes the rest, and parameters that are tied across units.
+found by name: the outermost numbered children that hold modules of their own (`model.layers.7`), or the
+children of one that has no forward. The root takes the rest, and parameters that are tied across units.
 
 A *segment* is cut into equal slices, one per rank. Where the cuts fall is a matter of packing alone, so an
 optimizer that needs whole parameters or whole matrices gets them by where its segment's rows lie; whoever
@@ -115,14 +115,19 @@ def _stages(blocks: list[str], stages: int) -> dict[str, int]:
 
 
 def _by_number(model: ModelSpec) -> BlockOf:
-    """Blocks are the outermost numbered modules that hold modules of their own."""
+    """Blocks are the outermost numbered modules that hold modules of their own. One that has no forward, such
+    as a list in a list, is never called: then its children are blocks."""
     holders: set[str] = set()
     for parameter in model.parameters:
         for name in parameter.names:
             holders.update(prefix for prefix, depth in _numbered(name) if depth >= 2)
 
     def block_of(name: str) -> str:
-        return next((prefix for prefix, _ in _numbered(name) if prefix in holders), "")
+        found = next((prefix for prefix, _ in _numbered(name) if prefix in holders), "")
+        if not found:
+            return ""
+        inside = [path for path in reversed(_ancestors(name)) if path.startswith(found)]
+        return next((path for path in inside if path not in model.containers), "")
 
     return block_of
 

@@ -203,6 +203,8 @@ class Loop:
         seen = together(self._engine.comm.all_gather_object(mine))
         plan = self._engine.plan
         self._display.say(compare.line(plan, seen))
+        if wider := compare.widened(plan, seen):
+            self._display.say(wider)
         if self._leads:
             cells = [
                 [c.column, c.declared, c.seen, c.parameters, c.numel, c.verdict]
