@@ -22,6 +22,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from zerodrift.comm.rendezvous import meet
 from zerodrift.comm.watch import Trail, Watch
 from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
@@ -266,7 +267,7 @@ def _world_group(seat: _Seat, device: torch.device, timeout: float) -> dist.Proc
     try:
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
-            init_method="env://",
+            store=meet(seat.rank, seat.world, limit),
             rank=seat.rank,
             world_size=seat.world,
             timeout=limit,

@@ -1,0 +1,95 @@
+"""The store that ranks meet in, by a launcher's MASTER_ADDR and MASTER_PORT.
+
+Where the address is this machine's own (127.0.0.1, localhost), nobody else is meant to come: the store
+listens there and nowhere else, and so does gloo. Where a host is named, both listen as torch has it.
+
+Invariant: what a rank reads in the store was written by a rank of the same start.
+
+[Note: restarts] An agent that starts its ranks anew (`torchrun --max-restarts`) may keep its store, as one
+with a static rendezvous does, and in it the addresses of the ranks that died. TORCHELASTIC_RESTART_COUNT does
+not tell one start from another: agents of several hosts count by themselves. So rank 0 makes up a name, and
+gives it to whoever asks with a number made up for this start; a rank that is gone asks no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from zerodrift.errors import RankError
+
+_PAUSE = 0.01
+"""Seconds between two looks of rank 0 for those who ask."""
+
+
+def meet(rank: int, world: int, timeout: timedelta) -> Any:
+    """The store of this start. All ranks call it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    own = loopback(host)
+    if own:
+        # gloo takes it from the environment alone.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", own_interface())
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = TCPStore(host, port, world, is_master=False, timeout=timeout)
+        return PrefixStore(_name(store, rank, world, timeout), store)
+    if rank or not own:
+        return TCPStore(own or host, port, world, is_master=rank == 0, timeout=timeout)
+    listening = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((own, port))
+    except OSError as error:
+        listening.close()
+        raise RankError(
+            f"`MASTER_PORT`: must be free on {host}; got {port}: {error.strerror}. Set another."
+        ) from error
+    listening.listen()
+    return TCPStore(own, port, world, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
+
+
+def loopback(host: str) -> str:
+    """The address of a host that is this machine's own and nobody else's; "" where others may reach it."""
+    with contextlib.suppress(OSError, ValueError):
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        if found and all(ipaddress.ip_address(address).is_loopback for address in found):
+            return min(found, key=lambda address: ":" in address)
+    return ""
+
+
+def own_interface() -> str:
+    """What the interface of 127.0.0.1 is called here."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")
+
+
+def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:
+    """A name for this start, the same on all ranks. See [Note: restarts]."""
+    mine = uuid.uuid4().hex
+    if rank:
+        store.set(f"zerodrift/asks/{rank}", mine)
+        name: str = store.get(f"zerodrift/told/{mine}").decode()
+        store.set(f"{name}/{rank}", "came")
+        return name
+    name, told, missing = f"zerodrift/start/{mine}", dict[int, str](), set(range(1, world))
+    end = time.monotonic() + timeout.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{name}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"zerodrift/asks/{other}"]):
+                asked = store.get(f"zerodrift/asks/{other}").decode()
+                if told.get(other) != asked:
+                    store.set(f"zerodrift/told/{asked}", name)
+                    told[other] = asked
+        if time.monotonic() > end:
+            raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come")
+        time.sleep(_PAUSE)
+    return name
