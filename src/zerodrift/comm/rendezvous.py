@@ -14,6 +14,7 @@ gives it to whoever asks with a number made up for this start; a rank that is go
 from __future__ import annotations
 
 import contextlib
+import gc
 import ipaddress
 import os
 import socket
@@ -24,8 +25,10 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from zerodrift.errors import RankError
+from zerodrift.errors import first_line
 
+BUSY = 1.0
+"""Seconds that rank 0 waits for its port to be free."""
 _PAUSE = 0.01
 """Seconds between two looks of rank 0 for those who ask."""
 
@@ -37,22 +40,39 @@ def meet(rank: int, world: int, timeout: timedelta) -> Any:
     if own:
         # gloo takes it from the environment alone.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own_interface())
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = TCPStore(host, port, world, is_master=False, timeout=timeout)
-        return PrefixStore(_name(store, rank, world, timeout), store)
-    if rank or not own:
-        return TCPStore(own or host, port, world, is_master=rank == 0, timeout=timeout)
-    listening = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    begun = time.monotonic()
+    while True:
+        try:
+            if hosts:
+                store = _listening(own or host, port, world, timeout, bool(own))
+            else:
+                store = TCPStore(own or host, port, world, False, timeout, wait_for_workers=False)
+            return PrefixStore(_name(store, rank, world, timeout), store)
+        except (RuntimeError, OSError) as error:
+            # The store of an engine that was here before may be about to go; one that stays will do.
+            passed = time.monotonic() - begun
+            if passed > timeout.total_seconds():
+                raise RuntimeError(first_line(error)) from error
+            hosts = hosts and passed < BUSY
+            gc.collect()
+            time.sleep(10 * _PAUSE)
+
+
+def _listening(host: str, port: int, world: int, timeout: timedelta, own: bool) -> TCPStore:
+    """A store that is kept here, on all addresses of this machine, or on this one."""
+    if not own:
+        return TCPStore(host, port, world, True, timeout, wait_for_workers=False)
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listening.bind((own, port))
-    except OSError as error:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen()
+    except OSError:
         listening.close()
-        raise RankError(
-            f"`MASTER_PORT`: must be free on {host}; got {port}: {error.strerror}. Set another."
-        ) from error
-    listening.listen()
-    return TCPStore(own, port, world, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
+        raise
+    held = listening.detach()
+    return TCPStore(host, port, world, True, timeout, wait_for_workers=False, master_listen_fd=held)
 
 
 def loopback(host: str) -> str:
