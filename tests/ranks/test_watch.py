@@ -1,0 +1,190 @@
+"""Ranks that are not at the same place are told so soon, whatever brought them there; slow ones are waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.comm import watch
+from zerodrift.comm.watch import Place, stuck
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import RankError
+
+SOON = 20.0
+"""Seconds within which all must have ended; groups wait for ten minutes."""
+
+
+def step(engine: Engine, number: int = 0) -> None:
+    engine.backward(engine(batch(number, engine.mesh.rank())))
+    engine.step()
+
+
+def graphless(engine: Engine) -> None:
+    for number in range(2):
+        loss = engine(batch(number))
+        with contextlib.suppress(RuntimeError):
+            engine.backward(torch.zeros(()) if engine.mesh.rank() and not number else loss)
+            engine.step()
+
+
+def skipped(engine: Engine) -> None:
+    for number in range(2):
+        loss = engine(batch(number))
+        if engine.mesh.rank() and not number:
+            continue
+        engine.backward(loss)
+        engine.step()
+
+
+def evaluated(engine: Engine) -> None:
+    if engine.mesh.rank() == 0:
+        with torch.no_grad():
+            engine(batch(5))
+    step(engine)
+
+
+def before_a_barrier(engine: Engine) -> None:
+    if engine.mesh.rank() == 0:
+        with torch.no_grad():
+            engine(batch(5))
+    dist.barrier(group=engine.mesh.group("world"))
+
+
+def a_master(engine: Engine) -> None:
+    if engine.mesh.rank() == 0:
+        engine.full_master("layers.1.norm1.weight")
+    step(engine)
+
+
+def shown(engine: Engine) -> None:
+    if engine.mesh.rank() == 0:
+        with engine.gathered():
+            pass
+    step(engine)
+
+
+def stepped_once_more(engine: Engine) -> None:
+    if engine.mesh.rank() == 0:
+        engine.step()
+    step(engine)
+
+
+def left_early(engine: Engine) -> None:
+    if engine.mesh.rank() == 1:
+        engine.destroy()
+        time.sleep(1.0)
+        raise RankError("has left itself")
+    step(engine)
+
+
+CASES: list[tuple[Callable[[Engine], None], int]] = [
+    (graphless, 0),
+    (graphless, 3),
+    (skipped, 3),
+    (evaluated, 3),
+    (before_a_barrier, 3),
+    (a_master, 0),
+    (shown, 3),
+    (stepped_once_more, 1),
+    (left_early, 0),
+    (left_early, 3),
+]
+
+
+def all_cases() -> list[tuple[str, float]]:
+    watch.INTERVAL, watch.PATIENCE = 0.1, 0.5
+    found = []
+    for case, stage in CASES:
+        engine = make(config(stage, "fp32"), GPT(layers=2))
+        step(engine)
+        began, said = time.monotonic(), "nothing was said"
+        try:
+            case(engine)
+            step(engine)
+            step(engine)
+        except (RankError, RuntimeError) as error:
+            said = str(error)
+        found.append((said, time.monotonic() - began))
+        dist.barrier()
+        engine.destroy()
+    return found
+
+
+def test_every_rank_says_where_the_others_are() -> None:
+    for rank, told in enumerate(run_ranks(all_cases, 2, timeout=180.0)):
+        for (case, stage), (text, seconds) in zip(CASES, told, strict=True):
+            assert seconds < SOON, (case.__name__, stage)
+            if case is left_early and rank == 1:
+                continue
+            if case is before_a_barrier and rank == 1:
+                continue  # in somebody else's collective, whose connections are gone
+            assert text.startswith("`ranks`: must come to the same collectives"), (case.__name__, stage, text)
+            assert "must be done on every rank" in text
+
+
+def slow() -> float:
+    """Longer than a rank is patient, in the middle of a step."""
+    watch.INTERVAL, watch.PATIENCE = 0.05, 0.2
+    engine = make(config(3, "fp32"), GPT(layers=2))
+    began = time.monotonic()
+    for number in range(2):
+        loss = engine(batch(number))
+        if engine.mesh.rank() == number:
+            time.sleep(1.5)
+        engine.backward(loss)
+        assert engine.step().updated
+    engine.destroy()
+    return time.monotonic() - began
+
+
+def test_a_rank_that_is_slow_is_waited_for() -> None:
+    assert min(run_ranks(slow, 2)) > 2.5
+
+
+def place(group: str = "range(0, 2)", number: int = 0, needs: tuple[int, ...] = (), **more: Any) -> Place:
+    given = {"beat": 0, "serial": "", "what": "gather of a", "at": "", "sure": True, **more}
+    return Place(group=group, number=number, needs=needs, **given)
+
+
+def test_only_a_circle_is_stuck() -> None:
+    """(where the ranks are, who has left) -> who can never go on."""
+    group = "range(0, 3)"
+    here = {group: (5, ("gather of a",))}
+    other = {group: (5, ("gather of b",))}
+    behind = {group: (4, ("gather of z",))}
+    at = [tuple(rank for rank in range(3) if rank != mine) for mine in range(3)]
+    same = {rank: place(group, 4, at[rank], trails=here) for rank in range(3)}
+    assert stuck(same, [], 3) == []
+    two = {rank: same[rank] for rank in (0, 1)}
+    assert stuck(two, [], 3) == [], "the third is busy"
+    assert stuck(two, [2], 3) == [0, 1], "the third has left"
+    differs = {**same, 2: place(group, 4, at[2], what="gather of b", trails=other)}
+    assert stuck(differs, [], 3) == [0, 1, 2]
+    chain = {0: same[0], 1: place("range(1, 3)", 7, (2,), trails=behind)}
+    assert stuck(chain, [], 3) == [], "one waits for another, which waits for one that is busy"
+    in_call = {0: same[0], 1: same[1], 2: place("", 0, at[2], trails=behind)}
+    assert stuck(in_call, [], 3) == [0, 1, 2]
+    assert stuck({0: same[0], 2: in_call[2]}, [], 3) == [], "a call counts where nobody is busy"
+
+
+def test_a_place_is_read_as_it_was_written() -> None:
+    here = place(number=3, needs=(1,), trails={"range(0, 2)": (4, ("a", "b"))})
+    assert Place.read(here.write().encode()) == here
+
+
+@pytest.mark.parametrize("name", ["a", "ü `x`"])
+def test_words_of_a_trail_are_kept_in_order(name: str) -> None:
+    trail = watch.Trail(range(2))
+    for number in range(watch.KEPT + 3):
+        assert trail.begin("gather", f"{name}{number}").number == number
+    assert trail.last()[-1] == f"gather of {name}{watch.KEPT + 2}"
+    assert len(trail.last()) == watch.KEPT
