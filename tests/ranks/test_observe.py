@@ -140,16 +140,22 @@ def test_an_update_under_bf16_is_one_of_fp32(backend: str) -> None:
 
 
 def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
-    engine = make(config(3, "bf16", 2), GPT(tied=False))
     weight = "layers.0.mlp.up.weight"
+    pins = {"rules": [{"match": "layers.0.mlp.up.*", "pin": "fp32"}]} if what == "compute" else {}
+    engine = make(config(3, "bf16", 2, precision=pins), GPT(tied=False))
     row = engine.plan.row(weight)
     assert row is not None and engine.updater is not None
     if what == "compute":
         module = engine.module.get_submodule("layers.0.mlp.up")
         module.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
-            x.float(), module.weight.float(), module.bias.float()
+            x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()
         ).to(x.dtype)
-    elif what == "grad":
+    elif what == "wider compute":
+        up = engine.module.get_submodule("layers.0.mlp.up")
+        up.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
+            x.float(), up.weight.float(), up.bias.float()
+        ).to(x.dtype)
+    elif what == "wider grad":
         module = engine.module.get_submodule("layers.0.mlp.up")
         module.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
             x, Widened.apply(module.weight), module.bias
@@ -183,12 +189,18 @@ class Widened(torch.autograd.Function):
         return gradient.float() * 1.01  # a widening cast alone loses and gains nothing
 
 
-@pytest.mark.parametrize("what", ["compute", "grad", "state"])
+@pytest.mark.parametrize("what", ["compute", "state"])
 def test_what_is_not_as_declared_is_found(what: str) -> None:
     for found, told in run_ranks(planted, 2, what):
         assert ("layers.0.mlp.up.weight", what) in [(name, column) for name, column, _ in found]
         assert {column for _, column, _ in found} == {what}, found
         assert f"`{what}` must be " in told and "cells differ" in told
+
+
+@pytest.mark.parametrize("what", ["wider compute", "wider grad"])
+def test_what_is_wider_than_declared_is_no_finding(what: str) -> None:
+    for found, told in run_ranks(planted, 2, what):
+        assert found == [] and told == ""
 
 
 def looked_away(backend: str) -> bool:

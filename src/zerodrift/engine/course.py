@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from zerodrift.engine import steps
+from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.scale import Norm, Scaler
+from zerodrift.engine.unit import in_backward
 from zerodrift.plan.table import Plan
 
 
@@ -62,6 +65,18 @@ class Rates(Protocol):
         """Of each parameter group, now."""
 
 
+class _Forward:
+    """One forward, until a backward comes to it."""
+
+    def __init__(self, course: Course) -> None:
+        self._course: Course | None = course
+
+    def reached(self, gradient: torch.Tensor) -> None:
+        course, self._course = self._course, None
+        if course is not None:
+            course.dropped = max(0, course.dropped - 1)
+
+
 class Course:
     """Where one engine is in its training."""
 
@@ -82,6 +97,8 @@ class Course:
         """Whether the micro-batch that is under way ends its step; None where they are counted."""
         self.micro_batches = 0
         """Backwards since the last step."""
+        self.dropped = 0
+        """Forwards in training since the last step that no backward has come back to."""
         self._sync = True
         self._scaled = False
         """Whether the loss of the backward that comes, or is under way, has been through `scale`."""
@@ -119,6 +136,23 @@ class Course:
     def restart(self) -> None:
         """The step begins anew: there are no gradients."""
         self.micro_batches = 0
+        self.dropped = 0
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Count the forwards that no backward comes back to; returns the handles of hooks. See
+        `scale.global_norm`."""
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if module is not model or not module.training or not torch.is_grad_enabled() or in_backward():
+                return
+            found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if found:
+                self.dropped += 1
+                forward = _Forward(self)
+                for tensor in found:
+                    tensor.register_hook(forward.reached)
+
+        return [model.register_forward_hook(after)]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -99,6 +99,8 @@ class Engine:
         given = steps.schedule(plan, self.optimizer, schedule)
         self.course = Course(plan, self.updater, given, shows=mesh.rank() == 0)
         """Micro-batches and steps so far, the loss scale, the schedule."""
+        if self.held is None:
+            self._handles += self.course.watch(model)
         self.gradients.watcher = Watcher(self.course.is_last, self._backward_ended, self._backward_failed)
 
     def _groups_of_all(self) -> Mapping[str, int]:
@@ -232,7 +234,7 @@ class Engine:
         counted = [segment for segment in self._trained if segment.spec.lead]
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
         order, self._walk.checksum = self._walk.checksum, 0
-        return global_norm(gradients, self.comm, self.course.unscale, order, strays)
+        return global_norm(gradients, self.comm, self.course.unscale, order, strays, self.course.dropped)
 
     def _update(self, multiplier: float) -> None:
         if self.updater is None:

@@ -116,17 +116,21 @@ def global_norm(
     unscale: float,
     order: int = 0,
     strays: Sequence[Stray] = (),
+    dropped: int = 0,
 ) -> Norm:
     """One small collective, and one more over the stages of a pipeline; the one place of a step where the
     host waits for the device. `gradients` are the flat slices of this rank.
 
     `order` is a checksum of the units that this rank has gathered since the last step, in their order. Where
     another rank has another, weights of different units may have been mixed. Where another has
-    other `strays`, a reduction of them would wait for ever. Both are a RankError, on all ranks.
+    other `strays`, a reduction of them would wait for ever. Where another has `dropped` another number of
+    batches, whose backward never came, gradients of different batches were paired. All are a RankError, on
+    all ranks.
     """
     # Below 2^40, so that a sum over ranks stays far below 2^63.
     numbers = [stray.segment for stray in strays]
-    done = (order + zlib.crc32(str(numbers).encode()) if strays else order) % (1 << 40)
+    done = order + (zlib.crc32(str((numbers, dropped)).encode()) if strays or dropped else 0)
+    done %= 1 << 40
     summed = torch.zeros(squares.DIGITS + 2, dtype=torch.int64, device=comm.mesh.device)
     places = summed[:-1]
     for gradient in gradients:
@@ -141,16 +145,23 @@ def global_norm(
     if comm.mesh.size("pipeline") > 1:
         summed = comm.all_reduce_sum(summed, "pipeline", "the norm")
     if comm.read(summed)[-1]:
-        raise _different(strays, comm)
+        raise _different(strays, dropped, comm)
     return Norm(math.sqrt(squares.total(summed[:-1])) * unscale)
 
 
-def _different(strays: Sequence[Stray], comm: Collectives) -> RankError:
+def _different(strays: Sequence[Stray], dropped: int, comm: Collectives) -> RankError:
     """What ranks do not agree on; that they do not, all of them know."""
-    found = [strays]
+    found = [(comm.mesh.rank(), dropped, strays)]
     for axis in AXES:
         found = [entry for rank in comm.all_gather_object(found, axis) for entry in rank]
-    held = [{stray.segment: stray.name for stray in entry} for entry in found]
+    if len({count for _, count, _ in found}) > 1:
+        told = ", ".join(f"rank {rank} {count}" for rank, count, _ in found[:8])
+        return RankError(
+            f"`backward`: must follow a forward in training on every rank or on none; got batches of this "
+            f"step without one: {told}. Where a rank skips a batch, gradients of different batches are "
+            f"paired: let all skip it, or multiply its loss by 0 and call `backward`."
+        )
+    held = [{stray.segment: stray.name for stray in entry} for _, _, entry in found]
     some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]
     if some:
         return set_on_some(some[0])

@@ -1,0 +1,122 @@
+"""Units are found where blocks are containers of what is called, and are named where they are not found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.errors import ModelError
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.w = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(self.a(x)) * self.w
+
+
+class Parts(nn.Module):
+    """Never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Block(), nn.Linear(WIDTH, WIDTH)
+        self.w = nn.Parameter(torch.ones(WIDTH))
+
+
+def through(blocks: Any, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            x = call(block, x)
+        return x
+
+    return run
+
+
+class Net(nn.Module):
+    def __init__(self, make_block: Callable[[], nn.Module], call: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(make_block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+        self._call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(through(self.blocks, self._call)(x)).square().mean()
+
+
+FOUND: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], Any], str]] = {
+    "lists": (lambda: nn.ModuleList([Block(), Block()]), lambda b, x: b[1](b[0](x)), "blocks.0.1"),
+    "leaves": (
+        lambda: nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)]),
+        lambda b, x: b[1](b[0](x)),
+        "blocks.0.1",
+    ),
+    "dicts": (
+        lambda: nn.ModuleDict({"attn": Block(), "ff": Block()}),
+        lambda b, x: b["ff"](b["attn"](x)),
+        "blocks.1.ff",
+    ),
+    "no forward": (Parts, lambda b, x: b.other(b.one(x)) * b.w, "blocks.1.one"),
+    "deep": (
+        lambda: nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleDict({"x": Block()})]),
+        lambda b, x: b[1]["x"](b[0][0](x)),
+        "blocks.0.1.x",
+    ),
+}
+NAMED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[str]]] = {
+    "its forward": (lambda b, x: b.forward(x), ["blocks.*.*"]),
+    "its parts": (lambda b, x: b.b(b.a(x)), ["blocks.*.*"]),
+    "a part of a part": (lambda b, x: b.b[0](b(x)), ["blocks.*.*", "blocks.*.*.*"]),
+}
+
+
+def norm(model: nn.Module, units: list[str], stage: int = 3) -> tuple[float | str, list[str]]:
+    engine = make(config(stage, "fp32", sharding={"units": units} if units else {}), model)
+    try:
+        torch.manual_seed(engine.mesh.rank())
+        engine.backward(engine(torch.randn(4, WIDTH)))
+        value: float | str | None = engine.step().grad_norm
+    except ModelError as error:
+        value = str(error)
+    names = [unit.name for unit in engine.plan.units]
+    engine.destroy()
+    assert value is not None
+    return value, names
+
+
+def everything() -> list[str]:
+    problems = []
+    for name, (block, call, unit) in FOUND.items():
+        whole, _ = norm(Net(block, call), [], stage=0)
+        value, units = norm(Net(block, call), [])
+        if value != whole or unit not in units:
+            problems.append(f"{name}: {value} for {whole}, {units}")
+    for name, (call, globs) in NAMED.items():
+        whole, _ = norm(Net(Block, call), [], stage=0)
+        said, _ = norm(Net(Block, call), [])
+        written = str(globs).replace("'", '"')
+        if not isinstance(said, str) or f"`sharding.units: {written}`" not in said:
+            problems.append(f"{name}: {said}")
+        value, _ = norm(Net(Block, call), globs)
+        if value != whole:
+            problems.append(f"{name}, named: {value} for {whole}")
+    outside, _ = norm(Net(Block, lambda b, x: F.linear(b(x), b.a.weight)), [])
+    if not isinstance(outside, str) or "`blocks.0.a.weight`" not in outside:
+        problems.append(f"a weight used outside: {outside}")
+    return problems
+
+
+def test_units_are_found_or_named() -> None:
+    assert run_ranks(everything, 2, timeout=120.0) == [[], []]
