@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
+from zerodrift.comm import rendezvous
 from zerodrift.comm.mesh import AXES, _line, start
 from zerodrift.errors import MeshError, RankError
 from zerodrift.mesh import MeshShape, fit
@@ -224,3 +228,35 @@ def test_a_rank_that_never_joins_is_an_error() -> None:
     (text,) = run_ranks(join_alone, 1, free_port())
     assert "all 2 ranks must join within 1 s; rank 0 got" in text
     assert "MASTER_ADDR '127.0.0.1'" in text
+
+
+def listens(port: int) -> list[str]:
+    """Addresses that this process listens on, once it has joined."""
+    _launch(dist.get_rank(), 2, port)
+    mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
+    opened = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in opened:
+                found.append(words[1].split(":")[0])
+    mesh.stop()
+    return found
+
+
+def test_ranks_that_meet_on_loopback_listen_there_alone() -> None:
+    for found in run_ranks(listens, 2, free_port()):
+        assert found and set(found) == {"0100007F"}
+
+
+def test_every_start_has_a_name_of_its_own_in_a_store_that_is_kept() -> None:
+    """As an agent keeps it, with what ranks have left there that are gone."""
+    store, names = dist.HashStore(), []  # type: ignore[attr-defined]
+    for _ in range(2):
+        with ThreadPoolExecutor() as pool:
+            waits = timedelta(seconds=20)
+            found = list(pool.map(lambda rank: rendezvous._name(store, rank, 3, waits), range(3)))
+        assert len(set(found)) == 1
+        names.append(found[0])
+    assert names[0] != names[1]

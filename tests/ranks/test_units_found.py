@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import linear
 
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
@@ -112,7 +112,7 @@ def everything() -> list[str]:
         value, _ = norm(Net(Block, call), globs)
         if value != whole:
             problems.append(f"{name}, named: {value} for {whole}")
-    outside, _ = norm(Net(Block, lambda b, x: F.linear(b(x), b.a.weight)), [])
+    outside, _ = norm(Net(Block, lambda b, x: linear(b(x), b.a.weight)), [])
     if not isinstance(outside, str) or "`blocks.0.a.weight`" not in outside:
         problems.append(f"a weight used outside: {outside}")
     return problems

@@ -170,8 +170,8 @@ def widened(plan: Plan, observed: Observed) -> str:
         return ""
     count = sum(cell.parameters for cell in cells)
     return (
-        f"wider than planned: {count} parameters, such as {cells[0].example}, are computed with in "
-        f"{cells[0].seen} by the model's own code, for {cells[0].declared} in the plan; nothing is lost"
+        f"wider than planned: the model's own code computes in {cells[0].seen} with {cells[0].example} "
+        f"({count} in all), for {cells[0].declared} in the plan; nothing is lost"
     )
 
 
