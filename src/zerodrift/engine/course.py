@@ -136,7 +136,6 @@ class Course:
     def restart(self) -> None:
         """The step begins anew: there are no gradients."""
         self.micro_batches = 0
-        self.dropped = 0
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Count the forwards that no backward comes back to; returns the handles of hooks. See
@@ -207,6 +206,7 @@ class Course:
     ) -> StepResult:
         """A step has updated, or could not: `before` is what was there when it began, `bad` the parameters
         that are in the way. Raises where a skipped step is an error."""
+        self.dropped = 0
         skipped = not norm.finite
         self.grad_norm = norm.value
         self.scaler.update(skipped)
