@@ -255,7 +255,8 @@ def test_every_start_has_a_name_of_its_own_in_a_store_that_is_kept() -> None:
     store, names = dist.HashStore(), []  # type: ignore[attr-defined]
     for _ in range(2):
         with ThreadPoolExecutor() as pool:
-            begun = [pool.submit(rendezvous._name, store, rank, 3, timedelta(seconds=20)) for rank in range(3)]
+            limit = timedelta(seconds=20)
+            begun = [pool.submit(rendezvous._name, store, rank, 3, limit) for rank in range(3)]
             found = [each.result() for each in begun]
         assert len(set(found)) == 1
         names.append(found[0])
