@@ -1,6 +1,6 @@
 """The mesh with ranks in it: named axes, their process groups, this rank's place on each.
 
-The only reader of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*. `zerodrift.mesh` has the arithmetic of the
+Beside `rendezvous.py`, the only reader of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*. `zerodrift.mesh` has the arithmetic of the
 shape; `collectives` is what uses the groups. A mesh joins from torchrun's variables, borrows the ranks of
 a torch.distributed that is already running, or is a world of one that needs no process group at all.
 
