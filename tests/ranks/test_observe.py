@@ -141,7 +141,11 @@ def test_an_update_under_bf16_is_one_of_fp32(backend: str) -> None:
 
 def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
     weight = "layers.0.mlp.up.weight"
-    pins = {"rules": [{"match": "layers.0.mlp.up.*", "pin": "fp32"}]} if what == "compute" else {}
+    pins = (
+        {"rules": [{"match": "layers.0.mlp.up.*", "pin": "fp32", "output": "input"}]}
+        if what == "compute"
+        else {}
+    )
     engine = make(config(3, "bf16", 2, precision=pins), GPT(tied=False))
     row = engine.plan.row(weight)
     assert row is not None and engine.updater is not None

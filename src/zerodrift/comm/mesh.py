@@ -1,9 +1,9 @@
 """The mesh with ranks in it: named axes, their process groups, this rank's place on each.
 
 Beside `rendezvous.py`, the only reader of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*. `zerodrift.mesh` has the
-arithmetic of the shape; `collectives` is what uses the groups. A mesh joins from torchrun's variables, borrows
-the ranks of a torch.distributed that is already running, or is a world of one that needs no process group at
-all.
+arithmetic of the shape; `collectives` is what uses the groups. A mesh joins from torchrun's variables,
+borrows the ranks of a torch.distributed that is already running, or is a world of one that needs no process
+group at all.
 
 Invariant: an axis has a group exactly where it has more than one rank, every rank builds the groups in the
 same order, and `stop` destroys what this mesh created and nothing else.
