@@ -39,7 +39,9 @@ def lines(text: str) -> str:
 
 def _escaped(char: str) -> str:
     # A blank that does not break is what reports hold cells together with.
-    return char if char.isprintable() or char == "\N{NO-BREAK SPACE}" else char.encode("unicode_escape").decode()
+    return (
+        char if char.isprintable() or char == "\N{NO-BREAK SPACE}" else char.encode("unicode_escape").decode()
+    )
 
 
 def _cut(text: str, most: int) -> str:

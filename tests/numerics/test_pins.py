@@ -7,6 +7,7 @@ given, bit for bit, and a router that is not pinned shows that the comparison ca
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
+from zerodrift.errors import ConfigError
 from zerodrift.plan.schedule import collectives
 
 STAGES = (0, 1, 2, 3)
@@ -398,3 +400,157 @@ def test_a_pin_names_its_rule_and_the_plan_says_why() -> None:
     assert row.columns.storage.dtype is row.columns.gather is row.columns.compute is DType.FP32
     assert set(row.columns.reasons().values()) >= {"precision.rules[0]: '*.router.*'"}
     engine.destroy()
+
+
+# --- used by others -----------------------------------------------------------------------------------------
+
+FINE = 1 + 2**-12
+"""Exact in fp32, 1 in bf16 and in fp16."""
+
+
+class Uses(nn.Module):
+    """A pinned matrix, bare or in a module, that something else than its module computes with."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full((8, 8), FINE))
+        self.router = nn.Linear(8, 8, bias=False)
+        nn.init.constant_(self.router.weight, FINE)
+        self.other = nn.Linear(8, 8)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x).float().sum() + 0 * self.other(x).float().sum()
+
+
+USES: dict[str, Any] = {
+    "matmul": lambda m, x: x @ m.gate,
+    "a module's": lambda m, x: F.linear(x, m.router.weight),
+    "transposed": lambda m, x: x @ m.gate.t(),
+    "a property": lambda m, x: x @ m.gate.T,
+    "elementwise": lambda m, x: x * m.gate[0],
+    "einsum": lambda m, x: torch.einsum("bi,io->bo", x, m.gate),
+    "rows": lambda m, x: F.embedding(torch.tensor([0, 1]), m.gate),
+    "stacked": lambda m, x: torch.bmm(x[None], m.gate[None][torch.tensor([0])]),
+    "part": lambda m, x: F.linear(x, m.gate.view(4, 16)[:, :8]),
+    "addmm": lambda m, x: torch.addmm(m.gate[0], x, m.gate),
+    "float": lambda m, x: x @ m.gate.float(),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
+    for name, use in USES.items():
+        engine = make(
+            written(3, mode, [{"match": "gate", "pin": "fp32"}, {"match": "router.*", "pin": "fp32"}]),
+            Uses(use),
+        )
+        loss = engine(torch.ones(1, 8))
+        count = loss.item() / FINE
+        assert count >= 4 and abs(count - round(count)) < 1e-6, name
+        engine.backward(loss)
+        gradient = engine.full_gradient("router.weight" if name == "a module's" else "gate")
+        assert gradient.abs().sum() > 0, name
+        with engine.gathered():
+            copied = copy.deepcopy(engine.module)
+        assert type(copied.gate) is nn.Parameter
+        engine.destroy()
+        assert type(engine.module.gate) is nn.Parameter
+
+
+def test_a_model_that_casts_a_pinned_parameter_itself_is_told_of_once() -> None:
+    engine = make(
+        written(0, "bf16", [{"match": "gate", "pin": "fp32"}]), Uses(lambda m, x: x @ m.gate.to(x.dtype))
+    )
+    with pytest.warns(
+        UserWarning, match="`gate` is pinned to torch.float32, and the model itself casts it"
+    ) as told:
+        for _ in range(3):
+            engine(torch.ones(1, 8))
+    assert len(told) == 1
+    engine.destroy()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + self.attention(x, x, x, need_weights=False)[0])).float().mean()
+
+
+class Projects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        return self.head(found).float().mean()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mix(self.embed(x.abs().sum(-1).long() % 8))).float().square().mean()
+
+
+class Normed(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.head = inside, nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inside(x.flatten(0, 1))).float().square().mean()
+
+
+PINNED_PARTS: list[tuple[Any, str]] = [
+    (Attends, "*out_proj*"),
+    (Projects, "q_proj.*"),
+    (Tied, "embed.*"),
+    (lambda: Normed(nn.BatchNorm1d(8)), "inside.*"),
+    (lambda: Normed(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), "inside.*"),
+    (lambda: Normed(nn.utils.spectral_norm(nn.Linear(8, 8))), "inside.*"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pinned_part_of_any_kind_trains(mode: str) -> None:
+    for number, (model, match) in enumerate(PINNED_PARTS):
+        rule: dict[str, Any] = {"match": match, "pin": "fp32"}
+        engine = make(written(3, mode, [rule | ({"output": "input"} if number > 2 else {})]), model())
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 3, 8)))
+            engine.step()
+        held = [buffer.dtype for buffer in engine.module.buffers() if buffer.is_floating_point()]
+        assert set(held) <= {torch.float32}
+        engine.destroy()
+        if number > 2 and "autocast" not in mode:
+            with pytest.raises(
+                ConfigError, match=r"`inside`: must compute in the dtype of its buffers.*match: 'inside"
+            ):
+                make(written(3, mode, []), model())
+
+
+def test_what_cannot_be_trained_is_refused_by_name() -> None:
+    for value in (torch.ones(4, dtype=torch.complex64),):
+        model = nn.Linear(8, 8)
+        model.odd = nn.Parameter(value)
+        with pytest.raises(ConfigError, match=r"`odd`: must be of real floating numbers to be trained"):
+            make(written(3, "bf16", []), model)
+    for dtype in (torch.bool, torch.int32, torch.complex64):
+        model = nn.Linear(8, 8)
+        model.odd = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+        engine = make(written(3, "bf16", []), model)
+        engine.backward(engine(torch.randn(2, 8)).sum())
+        engine.step()
+        assert torch.equal(engine.module.odd, torch.ones(4, dtype=dtype))
+        engine.destroy()

@@ -161,6 +161,15 @@ class _Operations(TorchDispatchMode):
                 self._owners.cast(out, owner)
             else:
                 self._seen.see(owner, "compute", name(tensor.dtype))
+                if _is_still(tensor, out):
+                    self._owners.cast(out, owner)
+
+
+def _is_still(parameter: torch.Tensor, out: Any) -> bool:
+    """Whether what an operation returned is the parameter, as `w * 1` is: what becomes of it counts."""
+    if not isinstance(out, torch.Tensor) or not out.is_floating_point() or out.numel() != parameter.numel():
+        return False
+    return torch.equal(out.reshape(-1).double(), parameter.reshape(-1).double())
 
 
 class _Watch:

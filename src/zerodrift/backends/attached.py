@@ -28,22 +28,24 @@ class TensorsAttached:
         self._shown: Mapping[str, nn.Parameter] = {}
         """What the parameters are while they can be written, by row name."""
 
-    def check(self) -> None:
-        """Raise where a parameter has left its place."""
+    def check(self, *, stepping: bool = False) -> None:
+        """Raise where a parameter has left its place; before a step, where one is not trained."""
         problems = Problems()
         for member in self._members:
             for module, attribute in member.places:
-                problem = _problem(member, module._parameters.get(attribute))
+                problem = _problem(member, module._parameters.get(attribute), stepping=stepping)
                 if problem is not None:
                     problems.add(member.row.name, *problem)
         problems.raise_as(ModelError)
 
-    def open(self, shown: Mapping[str, nn.Parameter]) -> None:
-        """These full parameters hang in the model, and what is written to them will be kept."""
-        self._shown = shown
+    def open(self, shown: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        """These full parameters hang in the model, and what is written to them will be kept; returns which
+        did before."""
+        outer, self._shown = self._shown, {**self._shown, **shown}
+        return outer
 
-    def close(self) -> None:
-        self._shown = {}
+    def close(self, outer: Mapping[str, nn.Parameter]) -> None:
+        self._shown = outer
 
     def attach(self) -> list[Any]:
         """Hooks that refuse `load_state_dict` where its values would be lost; returns their handles."""
@@ -90,7 +92,7 @@ class TensorsAttached:
         return show
 
 
-def _problem(member: Member, found: nn.Parameter | None) -> tuple[str, str, str] | None:
+def _problem(member: Member, found: nn.Parameter | None, *, stepping: bool) -> tuple[str, str, str] | None:
     """What must hold, what is, and what to do."""
     storage = member.row.columns.storage.dtype
     if found is not member.sharded and found is not member.full:
@@ -98,7 +100,8 @@ def _problem(member: Member, found: nn.Parameter | None) -> tuple[str, str, str]
     if member.sharded.dtype is not storage.torch:
         return f"must stay {storage}, as planned", str(member.sharded.dtype), LOAD
     trained = member.row.columns.update is not None
-    if found.requires_grad != trained:
+    grows = stepping or (not trained and torch.is_grad_enabled())
+    if grows and found.requires_grad != trained:
         must = f"must stay {'trained' if trained else 'frozen'}, as planned"
         todo = "Set it before `initialize`, and build the engine anew to change it."
         return must, f"requires_grad={found.requires_grad}", todo

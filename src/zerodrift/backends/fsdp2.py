@@ -153,7 +153,7 @@ class FsdpEngine:
     ) -> StepResult:
         """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
         before = self.course.now()
-        self.attached.check()
+        self.attached.check(stepping=True)
         if self.updater is None or not self.course.begin_step():
             return before
         with torch.no_grad():

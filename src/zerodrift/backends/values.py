@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from zerodrift.backends.group import Member
-from zerodrift.errors import ModelError, UnsupportedError, did_you_mean
+from zerodrift.comm.together import together
+from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 
 if TYPE_CHECKING:
     from zerodrift.backends.fsdp2 import FsdpEngine
@@ -41,23 +42,32 @@ class TensorValues:
         members = {member.row.name: member for member in found.values()}
         for group in self._engine.units:
             group.release()
+        before = {name: hanging(member) for name, member in members.items()}
         shown = {name: self._show(member) for name, member in members.items()}
-        if write:
-            self._engine.attached.open(shown)
+        outer = self._engine.attached.open(shown) if write else {}
+        values = {name: shown[member.row.name].data for name, member in found.items()}
         try:
-            yield {name: shown[member.row.name].data for name, member in found.items()}
-            if write:
-                for name, member in members.items():
-                    self._take_over(member, shown[name])
+            if not write:
+                then = {name: value.clone() for name, value in values.items()}
+                yield values
+                _require_unwritten(then, values)
+                return
+            with together(self._engine.comm):
+                yield values
+            for name, member in members.items():
+                self._take_over(member, shown[name])
         finally:
-            self._engine.attached.close()
-            for member in members.values():
-                hang(member, member.sharded)
+            if write:
+                self._engine.attached.close(outer)
+            for name, member in members.items():
+                hang(member, before[name])  # of an outer context, what that shows
 
     def _show(self, member: Member) -> nn.Parameter:
         compute = member.row.columns.compute.torch
         whole = member.whole(member.storage().to(compute), self._engine.comm)
         parameter = nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
+        if parameter.requires_grad:
+            parameter.register_hook(_refusal(member.row.name))
         hang(member, parameter)
         return parameter
 
@@ -139,6 +149,31 @@ class TensorValues:
         if member.row.columns.update is None:
             raise ModelError(f"`{name}`: must be trained; it is frozen.")
         return member
+
+
+def _require_unwritten(then: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    problems = Problems()
+    for name, value in values.items():
+        if not torch.equal(_bits(then[name]), _bits(value)):
+            got = "a write inside `engine.gathered()`, which shows values"
+            problems.add(name, "must be written inside `engine.gathered(write=True)`", got, "It is dropped.")
+    problems.raise_as(ModelError)
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def _refusal(name: str) -> Any:
+    """A hook on what is shown of a parameter: the parameter itself would get nothing."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise UnsupportedError(
+            f"`{name}`: must get its gradients from the model's forward on backend fsdp2; got one of what "
+            f"`engine.gathered()` shows. Use the native backend, or leave the context for the loss."
+        )
+
+    return refuse
 
 
 def hanging(member: Member) -> Any:

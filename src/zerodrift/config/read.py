@@ -165,7 +165,9 @@ class _Core(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.nodes += 1
         if self.nodes > MAX_NODES:
-            raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES:,} values", problem_mark=self.get_mark())
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {MAX_NODES:,} values", problem_mark=self.get_mark()
+            )
         return super().compose_node(parent, index)
 
 

@@ -276,7 +276,9 @@ class ZeroOptimization(Block):
     """0 whole, 1 shards master and state, 2 also the accumulator, 3 also storage."""
     fp32_pinned_parameters: tuple[str, ...] | None = None
     """Substrings of parameter names that stay fp32 in every column."""
-    mics_shard_size: Annotated[int, Field(ge=-1, le=MOST_RANKS, strict=True), BeforeValidator(_whole)] | None = None
+    mics_shard_size: (
+        Annotated[int, Field(ge=-1, le=MOST_RANKS, strict=True), BeforeValidator(_whole)] | None
+    ) = None
     """Hybrid sharding: ranks per shard group; -1 is all of them."""
     offload_optimizer: OffloadOptimizer | None = None
     """Master and state in host memory."""

@@ -37,7 +37,9 @@ def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bo
     if not keep:
         return {}
     found: dict[str, Any] = {}
-    for name, value in engine.module.state_dict().items():
+    with engine.attached.names_only():
+        state = engine.module.state_dict()
+    for name, value in state.items():
         if name in values:
             found[prefix + name] = values[name]
         elif engine.plan.row(name) is None:

@@ -93,7 +93,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
         segment.storage.copy_(flat)
     else:
         engine.updater.set_master(segment.number, flat)
-    segment.release()
+    segment.drop()
     segment.spread().wait()
     segment.changed()
 

@@ -6,19 +6,30 @@ every step looks at each parameter's place, and loading asks first.
 
 Invariant: a parameter that is not its segment's view is named in an error before anything is computed with
 it, or its values have been taken over.
+
+[Note: modules] What else the model may have become since is told by a comparison of who hangs where. Modules
+without parameters may come, go and wrap others: nothing is trained in them. A parameter in a module that the
+engine was not given is trained by nobody, a known one in another module would be gathered by nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.errors import ModelError, Problems
+from zerodrift.errors import ModelError, Problems, UnsupportedError
+from zerodrift.kernels.prints import BYTES
+from zerodrift.optim.update import Updater
+from zerodrift.plan.table import Row
+from zerodrift.policy.nouns import Master
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,10 @@ class Place:
     """Its place in the segment."""
 
     @property
+    def row(self) -> Row:
+        return self.segment.rows[self.index]
+
+    @property
     def home(self) -> torch.Tensor:
         """What it must be a view of now."""
         return self.segment.shown[self.index]
@@ -42,14 +57,16 @@ class Place:
     def found(self) -> torch.Tensor | None:
         return self.module._parameters.get(self.attribute)
 
-    def problem(self) -> tuple[str, str, str] | None:
+    def problem(self, *, stepping: bool) -> tuple[str, str, str] | None:
         """What must hold, what is, and what to do."""
         found, trained = self.found, self.segment.update is not None
         if found is not self.parameter:
             return "must stay the parameter that the engine was given", "another one", LOAD
         if not _is_view(self.parameter, self.home):
             return "must stay a view of its segment", "memory of its own", LOAD
-        if self.parameter.requires_grad != trained:
+        # What is frozen for a while, as one of two adversaries is, has no gradient of that forward.
+        fits = self.parameter.requires_grad == trained
+        if not fits and (stepping or (not trained and torch.is_grad_enabled())):
             got = f"requires_grad={self.parameter.requires_grad}"
             must = f"must stay {'trained' if trained else 'frozen'}, as planned"
             return must, got, "Set it before `initialize`, and build the engine anew to change it."
@@ -60,6 +77,116 @@ LOAD = (
     "Load weights inside `engine.gathered(write=True)`, cast through the config's `precision`, and change "
     "the model before `initialize`."
 )
+
+
+LATER = "Change the model before `initialize`, or build the engine anew."
+WRITE = "must be written inside `engine.gathered(write=True)`"
+
+
+def without_engine(*args: Any, **kwargs: Any) -> None:
+    """What a hook of an engine is in a copy of its module."""
+
+
+def _without_engine() -> Any:
+    return without_engine
+
+
+class Ours:
+    """A hook of an engine: a copy of the module, in memory or in a file, is a plain one."""
+
+    __slots__ = ("_call", "_require")
+
+    def __init__(self, call: Callable[..., Any], require: Callable[[], None] | None = None) -> None:
+        self._call, self._require = call, require
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce__()[0]()
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        if self._require is not None:
+            self._require()
+        return _without_engine, ()
+
+
+def own(handles: Iterable[Any], require: Callable[[], None] | None = None) -> None:
+    """Make the hooks behind these handles an engine's; a module with them is copied where `require` lets it.
+
+    A handle's id and the dict that its hook is in have no underscore, and no promise (torch 2.11 to 2.15).
+    """
+    for handle in handles:
+        held = handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None
+        if held is not None and not isinstance(held[handle.id], Ours):
+            held[handle.id] = Ours(held[handle.id], require)
+
+
+class Gone:
+    """What is left on a module whose values went with their engine."""
+
+    def __init__(self, places: list[Place]) -> None:
+        self._module = places[0].module
+        self._held = [(place.name, place.attribute, place.parameter, place.home) for place in places]
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that still stand for values which are not there."""
+        return [
+            name
+            for name, attribute, parameter, stub in self._held
+            if self._module._parameters.get(attribute) is parameter and _is_view(parameter, stub)
+        ]
+
+    def require(self) -> None:
+        for name in self.names[:1]:
+            raise ModelError(
+                f"`{name}`: must hold values; it was sharded when its engine was destroyed. Call `destroy` "
+                f"inside `engine.gathered()` to keep them, or build the model anew and load what was saved."
+            )
+
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        self.require()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return without_engine
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _without_engine, ()
+
+
+def left_by_others(model: nn.Module) -> tuple[bool, set[str]]:
+    """(Whether another engine is alive on some module, the parameters whose values went with one)."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    gone = {name for hook in hooks if isinstance(hook, Gone) for name in hook.names}
+    return any(isinstance(hook, Ours) for hook in hooks), gone
+
+
+def _require_there(places: Iterable[Place]) -> None:
+    for place in places:
+        if not place.segment.is_full:
+            raise ModelError(
+                f"`{place.name}`: must be copied or saved inside `engine.gathered()`, where its values are "
+                f"there; got a copy or `state_dict` outside of it. Or save with `zerodrift.Checkpoints` or "
+                f"`zerodrift.export`."
+            )
+
+
+class Tree:
+    """Which modules hang where, and which parameters, as they were when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        dicts: list[dict[str, Any]] = []
+        for module in model.modules():
+            dicts += [module._modules, module._parameters]
+        self._held = [(held, tuple(held.values())) for held in dicts]
+
+    def same(self) -> bool:
+        """Whether they still do: a comparison of identities, without a walk."""
+        for held, values in self._held:
+            if len(held) != len(values) or not all(map(operator.is_, held.values(), values)):
+                return False
+        return True
 
 
 class Attached:
@@ -73,55 +200,174 @@ class Attached:
             for attribute, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in home
         ]
-        self._writable: set[int] = set()
-        """Parameters whose full values are there to be written."""
+        self._model = model
+        self._segments = segments
+        self._owners = {
+            module for module in model.modules() if any(p is not None for p in module._parameters.values())
+        }
+        self._known = set(home)
+        self._tree = Tree(model)
+        self._names_only = False
+        self.replaced: set[str] = set()
+        """Rows that were loaded whole since values were opened to be written."""
+        self._opened: dict[int, tuple[FlatSegment, dict[str, Row]]] = {}
+        """By number, segments whose full values are there to be written, and of which rows."""
 
-    def check(self) -> None:
-        """Raise where a parameter has left its place."""
+    def check(self, *, stepping: bool = False) -> None:
+        """Raise where a parameter has left its place, the model has others, or one was written that is shown
+        for a moment only. Before a step, trained parameters must be trainable."""
         problems = Problems()
+        # A parameter that is not there would be asked for each of its attributes: see `absent.py`.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._look(problems, stepping)
+        problems.raise_as(ModelError)
+
+    def _look(self, problems: Problems, stepping: bool) -> None:
         for place in self._places:
-            problem = place.problem()
+            problem = place.problem(stepping=stepping)
             if problem is not None:
                 problems.add(place.name, *problem)
-        problems.raise_as(ModelError)
+        if not problems:
+            self._check_tree(problems)
+        for segment in self._segments:
+            if segment.gathers and not self.is_open(segment):
+                lost = segment.moved
+                if stepping or segment.storage.device.type == "cpu":  # elsewhere it is waited for
+                    lost += [row for row in segment.written_while_absent() if row not in lost]
+                for row in lost:
+                    problems.add(row.name, WRITE, "a write to what stands for it", "It was lost.")
+                segment.know()
+
+    def _check_tree(self, problems: Problems) -> None:
+        """See [Note: modules]."""
+        if self._tree.same():
+            return
+        for path, module in self._model.named_modules():
+            if module not in self._owners and any(p is not None for p in module._parameters.values()):
+                at = f"{path}." if path else ""
+                names = [f"{at}{name}" for name, p in module._parameters.items() if p is not None]
+                problems.add(names[0], "must be in a module that the engine was given", "a new one", LATER)
+            elif module in self._owners:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in self._known:
+                        named = f"{path}.{name}".lstrip(".")
+                        problems.add(named, "must be there when the engine is made", "a new one", LATER)
+        here = {id(module) for module in self._model.modules()}
+        if not problems:
+            for place in self._places:
+                if id(place.module) not in here:
+                    problems.add(place.name, "must stay in the model", "a model without it", LATER)
+        if not problems:
+            self._tree = Tree(self._model)
 
     # --- writing ----------------------------------------------------------------------------------------
 
-    def open(self, segments: Iterable[FlatSegment]) -> None:
-        """The parameters of these segments are gathered, and what is written to them will be kept."""
-        self._writable = {id(p) for segment in segments for p in segment.parameters}
+    @property
+    def opened(self) -> bool:
+        """Whether a context is open in which values are written."""
+        return bool(self._opened)
 
-    def close(self) -> None:
-        """Take over what was assigned meanwhile, and put the parameters back in their places."""
-        with torch.no_grad():
-            for place in self._places:
-                if id(place.parameter) in self._writable:
-                    self._take_over(place)
-        self._writable = set()
+    def is_open(self, segment: FlatSegment) -> bool:
+        return segment.number in self._opened
 
-    def _take_over(self, place: Place) -> None:
-        home = place.home
-        for tensor in (place.found, place.parameter):
-            if tensor is not None and not _is_view(tensor, home):
-                home.copy_(tensor)
-        place.parameter.data = home
-        place.module._parameters[place.attribute] = place.parameter
+    def require_closed(self, what: str) -> None:
+        """Raise where values are being written."""
+        if self._opened:
+            raise UnsupportedError(
+                f"`{what}`: must not be called inside `engine.gathered(write=True)`, whose values are taken "
+                f"over where it ends. Call it after the context."
+            )
+
+    def open(self, segments: Iterable[FlatSegment], rows: Iterable[Row]) -> None:
+        """The parameters of these segments are gathered, and what is written to these rows will be kept."""
+        if not self._opened:
+            self.replaced.clear()
+        for segment in segments:
+            if segment.number not in self._opened:
+                segment.lend()
+                self._opened[segment.number] = (segment, {})
+        for row in rows:
+            self._opened[row.segment][1][row.name] = row
+
+    def close(self) -> list[tuple[FlatSegment, list[Row]]]:
+        """Nothing is written any more: what was open, and is to be taken back."""
+        held = [(segment, list(rows.values())) for segment, rows in self._opened.values()]
+        self._opened = {}
+        return held
+
+    @torch.no_grad()
+    def take_over(self, segments: Iterable[FlatSegment]) -> None:
+        """What was assigned to parameters of these goes where they are views of."""
+        for place in self._places_of(segments):
+            for tensor in (place.found, place.parameter):
+                if tensor is not None and not _is_view(tensor, place.home):
+                    place.home.copy_(tensor)
+                    self.replaced.add(place.row.name)
+        self.put_back(segments)
+
+    def put_back(self, segments: Iterable[FlatSegment]) -> None:
+        """Parameters hang in their places again, as views."""
+        for place in self._places_of(segments):
+            place.parameter.data = place.home
+            place.module._parameters[place.attribute] = place.parameter
+
+    def _places_of(self, segments: Iterable[FlatSegment]) -> list[Place]:
+        numbers = {segment.number for segment in segments}
+        return [place for place in self._places if place.segment.number in numbers]
+
+    @contextlib.contextmanager
+    def names_only(self) -> Iterator[None]:
+        """Whoever takes a state dict inside has no use for its values."""
+        self._names_only = True
+        try:
+            yield
+        finally:
+            self._names_only = False
 
     def attach(self) -> list[Any]:
-        """Hooks that refuse `load_state_dict` where its values would be lost; returns their handles."""
+        """Hooks that refuse `load_state_dict` where its values would be lost, and `state_dict` and copies
+        where values are not there; returns their handles."""
         held: dict[nn.Module, list[Place]] = {}
         for place in self._places:
             held.setdefault(place.module, []).append(place)
-        return [
-            module.register_load_state_dict_pre_hook(self._asks(places)) for module, places in held.items()
-        ]
+        handles: list[Any] = []
+        for module, places in held.items():
+            handles.append(module.register_load_state_dict_pre_hook(self._asks(places)))
+            away = [place for place in places if place.segment.gathers]
+            if away:
+                handle = module.register_state_dict_pre_hook(self._saves(away))
+                own([handle], lambda away=away: _require_there(away))  # type: ignore[misc]
+                handles.append(handle)
+        return handles
+
+    def _saves(self, places: list[Place]) -> Any:
+        def save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if not self._names_only:
+                _require_there(places)
+
+        return save
+
+    def leave(self) -> None:
+        """The engine is gone: what it leaves is plain, or says that its values are not there."""
+        for segment in self._segments:
+            segment.part()
+        held: dict[nn.Module, list[Place]] = {}
+        for place in self._places:
+            if not place.segment.is_full:
+                held.setdefault(place.module, []).append(place)
+        for module, places in held.items():
+            gone = Gone(places)
+            module.register_forward_pre_hook(gone)
+            own([module.register_state_dict_pre_hook(gone)], gone.require)
 
     def _asks(self, places: list[Place]) -> Any:
         def ask(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
             if module is not places[0].module:
                 return  # a deep copy carries its hooks along
             for place in places:
-                if id(place.parameter) not in self._writable and prefix + place.attribute in state:
+                if prefix + place.attribute in state:
+                    self.replaced.add(place.row.name)
+                if not self.is_open(place.segment) and prefix + place.attribute in state:
                     raise ModelError(
                         f"`{place.name}`: must be loaded inside `engine.gathered(write=True)`, where its "
                         f"full value is there and reaches the optimizer's master; got `load_state_dict` "
@@ -133,3 +379,31 @@ class Attached:
 
 def _is_view(tensor: torch.Tensor, home: torch.Tensor) -> bool:
     return tensor.data_ptr() == home.data_ptr() and tensor.dtype is home.dtype and tensor.shape == home.shape
+
+
+@torch.no_grad()
+def settle(segment: FlatSegment, updater: Updater | None, *, cure: bool = False) -> None:
+    """What was written to storage by others than the engine becomes the master's, on this rank; see
+    [Note: writing] of `segment.py`."""
+    rows = segment.written
+    if not rows or segment.update is None or updater is None:
+        return
+    master, shown = updater.master(segment.number), segment.owned.float()
+    if segment.update.master is not Master.SPLIT:
+        written = segment.at_rest(master).float() != shown
+    elif cure:
+        blocks = segment.others.repeat_interleave(BYTES // segment.storage.element_size())
+        written = segment.owned_of(blocks[: segment.spec.padded])
+    else:
+        problems = Problems()
+        for row in rows:
+            problems.add(row.name, WRITE, "a write to its bf16 storage", TELL)
+        problems.raise_as(ModelError)
+    updater.set_master(segment.number, torch.where(written, shown, master))
+    segment.know()
+
+
+TELL = (
+    "A split master cannot tell which elements were meant. Write there, or set `precision.master: fp32`, "
+    "which takes such writes over."
+)

@@ -17,6 +17,7 @@ where it computes rotary tables in fp32.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class Boundary:
     dtype: torch.dtype
     keep: bool
     """Whether it returns its own dtype, not its input's."""
+    without: torch.dtype | None
+    """What it returns where its inputs are no floating numbers, as an embedding's; None for its own dtype."""
 
 
 def boundaries(plan: Plan, model: nn.Module) -> list[Boundary]:
@@ -51,7 +54,9 @@ def boundaries(plan: Plan, model: nn.Module) -> list[Boundary]:
         inside = [rows[name] for name in _parameter_names(path, module) if name in rows]
         dtype = _own_dtype(inside, usual, autocast)
         if dtype is not None and path and has_forward(module):
-            found.append(Boundary(path, dtype, _keeps(inside)))
+            told = any(row.columns.output == "keep" for row in inside)
+            without = None if told or autocast else usual
+            found.append(Boundary(path, dtype, _keeps(path, inside), without))
             return
         for name, child in module.named_children():
             visit(f"{path}.{name}" if path else name, child)
@@ -83,12 +88,21 @@ def _own_dtype(rows: list[Row], usual: torch.dtype, autocast: bool) -> torch.dty
     return dtypes.pop()
 
 
-def _keeps(inside: list[Row]) -> bool:
+PROJECTIONS = re.compile(
+    r"(.*_)?(proj|projection|query|key|value|qkv|kv|dense|attn|fc\d*)|w?[qkvo]|w[123]|up|down|out|c_fc|lin\d*"
+)
+"""Last names of modules whose results meet those of others: of attention and of feed-forward layers."""
+
+
+def _keeps(path: str, inside: list[Row]) -> bool:
     """Whether a module with these rows returns its own dtype. What a rule says holds. Where none does, it
-    is a router or a head if it holds one matrix, and keeps; a norm holds none and a block several, and what
-    comes after those computes in the dtype of what came before."""
+    is a router or a head if it holds one matrix and has no projection's name, and keeps; a norm holds none
+    and a block several, and what comes after those computes in the dtype of what came before."""
     told = [row.columns.output for row in inside if row.columns.output != "auto"]
-    return "keep" in told if told else sum(len(row.shape) > 1 for row in inside) == 1
+    if told:
+        return "keep" in told
+    projects = PROJECTIONS.fullmatch(path.rpartition(".")[2]) is not None
+    return not projects and sum(len(row.shape) > 1 for row in inside) == 1
 
 
 def attach(model: nn.Module, found: list[Boundary]) -> list[Any]:
@@ -142,9 +156,13 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
         # Called even when the forward raised: autocast must come back on, whatever happened.
         inside = calls.pop()
         inside.leave()
-        if boundary.keep or inside.dtype is None or output is None:
-            return None
         dtype = inside.dtype
+        if dtype is None:
+            dtype = boundary.without
+        elif boundary.keep:
+            dtype = None
+        if dtype is None or output is None:
+            return None
         return Replacement(lambda tensor: _cast(tensor, dtype)).apply(output)
 
     return [

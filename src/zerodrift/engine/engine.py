@@ -20,14 +20,25 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
+from zerodrift.comm.together import together
 from zerodrift.engine import compute, shards, statistics, steps
-from zerodrift.engine.attached import Attached
+from zerodrift.engine.attached import Attached, own, settle
 from zerodrift.engine.course import Course, StepResult
 from zerodrift.engine.grads import Gradients, Watcher
 from zerodrift.engine.held import Held
+from zerodrift.engine.pins import pin, unpin
 from zerodrift.engine.place import Sources, place
 from zerodrift.engine.pools import Pools
-from zerodrift.engine.scale import Norm, Scaler, Stray, bad_parameters, global_norm, parts_of, set_on_some
+from zerodrift.engine.scale import (
+    Norm,
+    Scaler,
+    Shown,
+    Stray,
+    bad_parameters,
+    global_norm,
+    parts_of,
+    set_on_some,
+)
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit, guard
 from zerodrift.engine.values import Values
@@ -38,6 +49,7 @@ from zerodrift.experts.dispatch import spread_experts
 from zerodrift.optim.update import Updater, make_updater
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Mode
 from zerodrift.report.explain import Explanation, explain
 from zerodrift.report.updates import UpdateReport
 
@@ -88,7 +100,11 @@ class Engine:
         self._handles += spread_experts(self.part, model, self.comm)
         self.attached = Attached(model, self.segments)
         self._handles += self.attached.attach()
+        if plan.policy.mode is not Mode.FP32:
+            pin(self.segments)
         self._trained = [segment for segment in self.segments if segment.update is not None]
+        for segment in self.segments:
+            segment.know()
         way = way_of_updates(plan, self.comm)
         self.updater: Updater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
@@ -101,6 +117,7 @@ class Engine:
         """Micro-batches and steps so far, the loss scale, the schedule."""
         if self.held is None:
             self._handles += self.course.watch(model)
+        own(self._handles)
         self.gradients.watcher = Watcher(self.course.is_last, self._backward_ended, self._backward_failed)
 
     def _groups_of_all(self) -> Mapping[str, int]:
@@ -115,6 +132,7 @@ class Engine:
         self.require_open()
         self._require_whole("call")
         self.attached.check()
+        self._require_masters()
         for unit in self.units:
             unit.take_places()
         try:
@@ -125,6 +143,16 @@ class Engine:
         except BaseException:
             self._recover()
             raise
+
+    def _require_masters(self) -> None:
+        """Before a forward that is trained: masters that cannot follow what was written, while that is cheap
+        to know; the step asks again."""
+        if not torch.is_grad_enabled():
+            return
+        first = self.course.micro_batches == 0 and self.mesh.device.type == "cpu"
+        for segment in self._trained:
+            if segment.apart and (first or segment.moved):
+                settle(segment, self.updater)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on: multiplied by the loss scale where there is one."""
@@ -191,13 +219,16 @@ class Engine:
     ) -> StepResult:
         """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
         before = self.course.now()
-        self.attached.check()
+        self.attached.require_closed("step")
+        self.attached.check(stepping=True)
         if self.course.micro_batches == 0:
             self._end_unseen()
         if not self.course.begin_step():
             return before
         with torch.no_grad():
             norm = self._norm()
+            if norm.written:
+                self._settle()
             bad = [] if norm.finite else bad_parameters(parts_of(self._trained), self.comm)
             if norm.finite:
                 self._update(self.course.multiplier(norm))
@@ -230,17 +261,36 @@ class Engine:
         self.gradients.reduce(strays)
         return self._norm_of_reduced()
 
+    def _settle(self) -> None:
+        """What was written outside of the engine becomes the masters', or is an error on every rank."""
+        with together(self.comm):
+            for segment in self._trained:
+                settle(segment, self.updater)
+
+    def _shown(self) -> Shown:
+        written = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        checksum = written.clone()
+        for segment in self._trained:
+            if segment.apart or self.mesh.size("shard") > 1:
+                look = segment.look()
+                if look is not None:
+                    written += look[0]
+                    checksum = (checksum * 31 + look[1]) & 0xFFFFFFFF
+        return Shown(written, checksum)
+
     def _norm_of_reduced(self, strays: Sequence[Stray] = ()) -> Norm:
+        shown = self._shown()
         counted = [segment for segment in self._trained if segment.spec.lead]
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
         order, self._walk.checksum = self._walk.checksum, 0
-        return global_norm(gradients, self.comm, self.course.unscale, order, strays, self.course.dropped)
+        dropped = self.course.dropped
+        return global_norm(gradients, self.comm, self.course.unscale, order, strays, dropped, shown)
 
     def _update(self, multiplier: float) -> None:
         if self.updater is None:
             raise AssertionError("unreachable")
         for unit in self.units:
-            unit.release()
+            unit.drop()
         gradients: dict[int, torch.Tensor] = {}
         for segment in self._trained:
             if segment.reduced is not None:
@@ -255,6 +305,7 @@ class Engine:
             handle.wait()
         for segment in self._trained:
             segment.changed()
+            segment.renew()
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""
@@ -370,8 +421,9 @@ class Engine:
         self.values.set_state(name, key, value)
 
     def destroy(self) -> None:
-        """Take the hooks off and leave the process groups. The module keeps what it holds. Waits for what
-        goes on beside training, unless an exception is on its way through this rank."""
+        """Take the hooks off and leave the process groups. The module keeps what it holds, which of sharded
+        parameters is nothing, and it says so; inside `gathered()` it keeps full values, and is a plain one.
+        Waits for what goes on beside training, unless an exception is on its way through this rank."""
         if self.course.closed:
             return
         try:
@@ -386,5 +438,9 @@ class Engine:
         self.course.closed = True
         for handle in self._handles:
             handle.remove()
+        for unit in self.units:
+            unit.detach()
+        self.attached.leave()
+        unpin(self.segments)
         self.gradients.watcher = None
         self.mesh.stop()

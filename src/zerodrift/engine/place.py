@@ -26,6 +26,7 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.dtypes import DType, from_torch
+from zerodrift.engine.attached import left_by_others
 from zerodrift.engine.pools import Pools
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
@@ -105,6 +106,9 @@ def place(
 def check(plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], sources: Sources) -> None:
     """The model must be the one that was planned, and every value must come from somewhere."""
     problems = Problems()
+    alive, gone = left_by_others(model)
+    if alive:
+        problems.add("model", "must not have another engine", "one that is alive", _DESTROY)
     for row in plan.rows:
         parameter = parameters.get(row.name)
         if parameter is None:
@@ -113,6 +117,8 @@ def check(plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], 
             problems.add(row.name, "must be a plain tensor on the native backend", "a DTensor", _SPREAD)
         elif tuple(parameter.shape) != row.whole_shape:
             problems.add(row.name, f"must have shape {list(row.whole_shape)}", str(list(parameter.shape)))
+        elif gone.intersection(row.names) and row.name not in sources.rows:
+            problems.add(row.name, "must hold values", "one that was sharded when its engine ended", _KEEP)
         elif parameter.is_meta and row.name not in sources.rows:
             problems.add(row.name, "must hold values", "the meta device", _BUILD)
         elif from_torch(parameter.dtype) is not row.source:
@@ -124,6 +130,8 @@ def check(plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], 
 
 
 _SPREAD = "Set `backend: fsdp2`, or build the model without tensor parallelism."
+_DESTROY = "Call its `destroy` before."
+_KEEP = "Call `destroy` inside `engine.gathered()`, or build the model anew and load what was saved."
 _BUILD = "Build the model on a real device, or inside `zerodrift.empty()`."
 
 

@@ -92,11 +92,23 @@ class Stray:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """What this rank's model shows before an update, on the device."""
+
+    written: torch.Tensor
+    """Above 0 where others than the engine wrote to it."""
+    checksum: torch.Tensor
+    """Of what all ranks hold alike; below 2^40."""
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """The global gradient norm of a step."""
 
     value: float
     """Of the averaged, unscaled gradient; not finite where a gradient is not."""
+    written: bool = False
+    """Whether on some rank others than the engine wrote to what the model shows."""
 
     @property
     def finite(self) -> bool:
@@ -117,6 +129,7 @@ def global_norm(
     order: int = 0,
     strays: Sequence[Stray] = (),
     dropped: int = 0,
+    shown: Shown | None = None,
 ) -> Norm:
     """One small collective, and one more over the stages of a pipeline; the one place of a step where the
     host waits for the device. `gradients` are the flat slices of this rank.
@@ -124,29 +137,39 @@ def global_norm(
     `order` is a checksum of the units that this rank has gathered since the last step, in their order. Where
     another rank has another, weights of different units may have been mixed. Where another has
     other `strays`, a reduction of them would wait for ever. Where another has `dropped` another number of
-    batches, whose backward never came, gradients of different batches were paired. All are a RankError, on
-    all ranks.
+    batches, whose backward never came, gradients of different batches were paired. Where what is `shown`
+    differs, ranks train different models. All are a RankError, on all ranks.
     """
     # Below 2^40, so that a sum over ranks stays far below 2^63.
     numbers = [stray.segment for stray in strays]
     done = order + (zlib.crc32(str((numbers, dropped)).encode()) if strays or dropped else 0)
     done %= 1 << 40
-    summed = torch.zeros(squares.DIGITS + 2, dtype=torch.int64, device=comm.mesh.device)
-    places = summed[:-1]
+    summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
+    places = summed[:-3]
     for gradient in gradients:
         squares.digits(squares.block_square_sums(gradient), places)
     summed[-1] = done
+    if shown is not None:
+        summed[-3], summed[-2] = shown.written, shown.checksum
+    mine = summed[-2:].clone()
     ranks = 1
     for axis in AXES:
         if comm.mesh.size(axis) > 1:
             summed = comm.all_reduce_sum(summed, axis, "the norm")
             ranks *= comm.mesh.size(axis)
-    summed[-1] = comm.read(summed)[-1] != ranks * done
+    summed[-2:] = (summed[-2:] != ranks * mine).long()
     if comm.mesh.size("pipeline") > 1:
         summed = comm.all_reduce_sum(summed, "pipeline", "the norm")
-    if comm.read(summed)[-1]:
+    written, weights, differ = comm.read(summed)[-3:]
+    if differ:
         raise _different(strays, dropped, comm)
-    return Norm(math.sqrt(squares.total(summed[:-1])) * unscale)
+    if weights:
+        raise RankError(
+            "`engine.module`: must show the same weights on every rank; got different ones. Something was "
+            "written on some ranks only, or another value on each: write inside "
+            "`engine.gathered(write=True)`, where rank 0's values become everybody's."
+        )
+    return Norm(math.sqrt(squares.total(summed[:-3])) * unscale, bool(written))
 
 
 def _different(strays: Sequence[Stray], dropped: int, comm: Collectives) -> RankError:

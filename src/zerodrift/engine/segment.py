@@ -9,8 +9,16 @@ Invariant: parameters are views of `full` wherever that is there, and never get 
 where the segment's own tensors are all that is left on it. Most kernels do not look whether memory is there,
 so whoever else has a view (a user, a graph that is to be differentiated twice) keeps the buffer with its
 values, and the segment takes another at the next gather. Autograd has none: `saved.py` packs what it saves.
+What that does not find is safe too: a graph holds a view, or a parameter itself, which then stays full until
+the graph goes or storage changes.
 While a buffer is not there, a parameter is one NaN expanded to its shape, of a class that names it when it is
 read or written; see `absent.py`.
+
+[Note: writing] Between steps a parameter that rests whole is there to be written to, through itself (which
+moves its version counter) or through `.data` (which does not). Where storage is the master a write is the new
+value. Where an optimizer keeps more bits elsewhere, prints of storage tell that there was one: an fp32 master
+takes over what differs from its rounding, which is exact. A split master cannot, because which elements of a
+block were written, and so which low halves still count, is not known: that is an error, by name.
 
 [Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first of a parameter is copied there when its unit's backward
@@ -23,6 +31,7 @@ reaches `param.grad` is lost.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +40,7 @@ from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
 from zerodrift.engine.absent import come, leave
 from zerodrift.engine.pools import Pools
+from zerodrift.kernels.prints import BYTES, prints
 from zerodrift.optim.split import round_away
 from zerodrift.optim.update import Owned
 from zerodrift.plan.table import Row, Segment
@@ -97,8 +107,24 @@ class FlatSegment:
         """What parameters are while `full` is not there; see [Note: freeing]."""
         self._own = 0
         """How many tensors of this segment share the memory of `full` while no parameter does."""
+        self.ends: list[Any] = []
+        """Where the gradients of the parameters arrive in any graph; none where they are frozen."""
+        self._counts: list[int] = []
+        """How often each parameter is held while no graph has saved it."""
         self.starts = [row.offset for row in rows]
         """Of each row, in elements."""
+        self._absent = torch.empty(0)
+        """The one element of each of those."""
+        self._lent = 0
+        """How many want the full form to stay; see `lend`."""
+        self._stale = False
+        """Whether the full form holds values that are not storage's."""
+        self._known: torch.Tensor | None = None
+        """Prints of what the engine left in storage; see [Note: writing]."""
+        self._lent_out: torch.Tensor | None = None
+        """Prints of the full form as it was lent."""
+        self._versions: list[int] = []
+        """Of the parameters, as the engine left them."""
 
     def _make_full(self, device: torch.device) -> torch.Tensor:
         if self._resident:
@@ -114,13 +140,15 @@ class FlatSegment:
         if not self._resident:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
         self._views = self._views_of_full()
-        absent = torch.full((), _nowhere(self.full.dtype), dtype=self.full.dtype, device=self.full.device)
-        self._stubs = [absent.expand(row.shape) for row in self.rows]
+        self._absent = self.full.new_full((len(self.rows),), _nowhere(self.full.dtype))
+        self._stubs = [one.expand(row.shape) for one, row in zip(self._absent, self.rows, strict=True)]
         self._show(self._views)
         if self.update is not None:
             for parameter in self.parameters:
                 # Sticks to the parameter: autograd casts what it leaves to this dtype before adding.
                 parameter.grad_dtype = self.update.accumulate.dtype.torch
+            self.ends = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
+        self._counts = [_uses(parameter) for parameter in self.parameters]
         if not self._resident:
             self._hide()
             self._own = _holders(self.full)
@@ -201,15 +229,28 @@ class FlatSegment:
         self.is_full = True
 
     def release(self) -> None:
-        """Give the full form's memory back. See [Note: freeing]."""
+        """Give the full form's memory back, where nobody needs it there. See [Note: freeing]."""
         if self._gathering is not None:
             self.finish_gather()
-        if self.is_full and not self._resident:
+        if self.is_full and not self._resident and not self._is_saved:
+            self.drop()
+
+    def drop(self) -> None:
+        """The same where storage is about to change: a graph that has saved the old values is out of date,
+        and autograd says so."""
+        if self._gathering is not None:
+            self.finish_gather()
+        if self.is_full and not self._resident and not self._lent:
             self._free()
+
+    @property
+    def _is_saved(self) -> bool:
+        """Whether a graph holds a parameter itself, and will take what it shows then for what it showed."""
+        return any(count != _uses(p) for p, count in zip(self.parameters, self._counts, strict=True))
 
     def _free(self) -> None:
         self._hide()
-        self.is_full = False
+        self.is_full = self._stale = False
         if _holders(self.full) > self._own:
             self.full, self._views = self.full.new_empty(0), []
         else:
@@ -428,6 +469,132 @@ class FlatSegment:
         """The values are others now: a backward through a graph that used the old ones must raise, as it
         does in plain torch. Gathers write the same values again, and count for nothing."""
         torch.autograd.graph.increment_version(self.parameters)
+        self.know()
+
+    # --- who writes -------------------------------------------------------------------------------------
+
+    def lend(self) -> None:
+        """Keep the full form for somebody, until `take_back`; the gather must have been started on all ranks
+        alike. Where parameters show storage itself they show a copy meanwhile, so that at every stage what is
+        taken out of it stays as it is, and what is written to it can be dropped."""
+        self._lent += 1
+        if self._lent > 1:
+            return
+        self.finish_gather()
+        if self._resident:
+            self._turn_to(self.storage.clone())
+        self._lent_out = prints(self.full)
+
+    def take_back(self, *, keep: bool = False) -> None:
+        """Nobody needs it any more; unless `keep`, and it is as it was lent, it goes."""
+        self._lent -= 1
+        if self._lent:
+            return
+        self._lent_out = None
+        self._know_versions()
+        if self._resident:
+            self._turn_to(self.storage)
+            self._stale = False
+        elif self._stale:
+            self.drop()
+        elif not keep:
+            self.release()
+
+    def part(self) -> None:
+        """The engine is gone: what is lent stays with the parameters, which are plain ones."""
+        self._lent += bool(self._lent)
+        for parameter in self.parameters:
+            parameter.grad_dtype = parameter.dtype
+
+    def drop_writes(self) -> None:
+        """What was written to the lent form is not to be seen by anybody else."""
+        self._stale = True
+
+    def renew(self) -> None:
+        """Storage has new values: what is lent shows them. A call of all ranks, where anything is lent."""
+        if not self._lent:
+            return
+        if self._resident:
+            with torch.no_grad():
+                self.full.copy_(self.storage)
+        else:
+            self.is_full = False
+            self.finish_gather()
+        self._stale = False
+        self._lent_out = prints(self.full)
+
+    def written_while_lent(self) -> list[Row]:
+        """The rows that were written to since the form was lent, or was made anew."""
+        return [] if self._lent_out is None else self._rows_of(self._lent_out != prints(self.full), self.full)
+
+    def _turn_to(self, flat: torch.Tensor) -> None:
+        self.full = flat
+        self._views = self._views_of_full()
+        self._show(self._views)
+
+    @property
+    def apart(self) -> bool:
+        """Whether parameters show storage that an optimizer keeps more bits of elsewhere."""
+        return self._resident and self.update is not None and self.update.master is not Master.SAME
+
+    def know(self) -> None:
+        """What storage holds is what the engine put there."""
+        self._know_versions()
+        if self.apart:
+            self._known = prints(self.storage)
+
+    def _know_versions(self) -> None:
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    @property
+    def moved(self) -> list[Row]:
+        """The rows whose parameters were written in place, by their version counters."""
+        if not self._versions:
+            return []
+        found = zip(self.rows, self.parameters, self._versions, strict=True)
+        return [row for row, parameter, version in found if parameter._version != version]
+
+    def written_while_absent(self) -> list[Row]:
+        """The rows of which somebody has written an element while they were not there: such a write reaches
+        the one that stands for all. They are as before afterwards."""
+        nowhere = _nowhere(self.full.dtype)
+        absent = self._absent.isnan() if isinstance(nowhere, float) else self._absent == nowhere
+        if absent.all():
+            return []
+        self._absent.fill_(nowhere)
+        return [row for row, alike in zip(self.rows, absent.tolist(), strict=True) if not alike]
+
+    def look(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(Whether others than the engine have written to storage, a checksum of what all ranks hold alike),
+        on the device; None where it tells nothing."""
+        alike = self.axis == "shard" and not self.sharded and self.update is not None
+        if not self._resident or not (alike or self._known is not None):
+            return None
+        now = prints(self.storage)
+        written = now.new_zeros(()) if self._known is None else (now != self._known).any().long()
+        return written, now.sum() & 0xFFFFFFFF if alike else now.new_zeros(())
+
+    @property
+    def written(self) -> list[Row]:
+        """The rows of storage that others than the engine have written to."""
+        return [] if self._known is None else self._rows_of(self.others, self.storage)
+
+    @property
+    def others(self) -> torch.Tensor:
+        """`[blocks]` of storage: whether others than the engine have written there."""
+        if self._known is None:
+            raise AssertionError("nothing is known of storage")
+        return self._known != prints(self.storage)
+
+    def _rows_of(self, blocks: torch.Tensor, flat: torch.Tensor) -> list[Row]:
+        size = flat.element_size()
+        if not blocks.any():
+            return []
+        return [
+            row
+            for row in self.rows
+            if blocks[row.offset * size // BYTES : -(-(row.offset + row.numel) * size // BYTES)].any()
+        ]
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
@@ -439,6 +606,13 @@ def _holders(flat: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
+def _uses(parameter: Any) -> int:
+    """How often a tensor is held outside of Python; a relative figure. Private in torch (2.13 to 2.15)."""
+    return int(parameter._use_count())
+
+
 def _nowhere(dtype: torch.dtype) -> float | int:
-    """A value that cannot pass for one: NaN, or the least whole number."""
-    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+    """A value that cannot pass for one: NaN, or the least whole number; of truth values there is none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min

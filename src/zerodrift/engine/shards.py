@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from zerodrift.comm.mesh import Mesh
+from zerodrift.engine.attached import settle
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.plan.table import ALIGNMENT, Row
 
@@ -106,6 +107,7 @@ class Piece:
         """`[numel]`: the masters, exact; storage where there is none."""
         if self._updater is None:
             return self._storage.detach()
+        settle(self.segment, self._updater)
         return self._updater.master(self.segment.number)
 
     def stored(self) -> torch.Tensor:
@@ -206,11 +208,13 @@ def pieces(engine: Engine) -> Iterator[Piece]:
 
 def spread(engine: Engine) -> None:
     """`Shards.spread` of a native engine."""
+    engine.attached.require_closed("load")
     for unit in engine.units:
-        unit.release()
+        unit.drop()
     for segment in engine.segments:
         segment.spread().wait()
         segment.changed()
+        segment.renew()
 
 
 def _copy(segment: FlatSegment, mesh: Mesh) -> tuple[int, int]:

@@ -33,7 +33,6 @@ ours is one of them: then it is, first.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -99,7 +98,7 @@ class LiveUnit:
         self._calls: list[Call] = []
         """Forwards under way, the innermost last."""
         self._first, self._last = -1, [-1]
-        self._before_backward = -1
+        self._before_backward: Any = None
         """Hooks of the module, by number."""
         self._begins: Callable[[], None]
         self._gathers = any(segment.gathers for segment in segments)
@@ -127,6 +126,12 @@ class LiveUnit:
         if self._gathers:
             for segment in self.segments:
                 segment.release()
+
+    def drop(self) -> None:
+        """Release, because values are about to change."""
+        if self._gathers:
+            for segment in self.segments:
+                segment.drop()
 
     @property
     def is_full(self) -> bool:
@@ -156,19 +161,13 @@ class LiveUnit:
         Private in torch (2.13 to 2.15). Under `torch.autograd.grad` it is an error to ask for a leaf that is
         differentiated by, and nothing is added to that one.
         """
-        for node in self._ends:
+        for node in (end for segment in self.segments for end in segment.ends):
             try:
                 if torch._C._will_engine_execute_node(node):
                     return True
             except RuntimeError:
                 continue
         return False
-
-    @functools.cached_property
-    def _ends(self) -> list[Any]:
-        """Where the gradients of trained parameters arrive in any graph."""
-        trained = [parameter for s in self.segments if s.update is not None for parameter in s.parameters]
-        return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
 
     # --- hooks ----------------------------------------------------------------------------------------
 
@@ -253,10 +252,15 @@ class LiveUnit:
 
     def _begin_first(self) -> None:
         hooks: Any = self.module._backward_pre_hooks
-        if self._before_backward not in hooks:
-            hook = self.module.register_full_backward_pre_hook(lambda module, grads: self._begins())
-            self._before_backward = hook.id
-        hooks.move_to_end(self._before_backward, last=False)
+        if self._before_backward is None:
+            begins = self.module.register_full_backward_pre_hook(lambda module, grads: self._begins())
+            self._before_backward = begins
+        hooks.move_to_end(self._before_backward.id, last=False)
+
+    def detach(self) -> None:
+        """Take off what `attach` has not returned."""
+        if self._before_backward is not None:
+            self._before_backward.remove()
 
     def _backward_begins(self, backward: Backward) -> None:
         if in_backward():

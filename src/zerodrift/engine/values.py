@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zerodrift.comm.together import together
+from zerodrift.engine.attached import settle
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.errors import ModelError, UnsupportedError, did_you_mean
+from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 from zerodrift.plan.table import Row
 
 if TYPE_CHECKING:
@@ -33,39 +35,86 @@ class Values:
     def gathered(
         self, names: Iterable[str] | None = None, write: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters by name, full, in their compute dtype. With `write`, rank 0's values at the end of the
-        context become everybody's, masters included. Of experts that are spread over ranks, these are a
-        rank's own, and the first rank's that has the same."""
+        """Parameters by name, full, in their compute dtype, as they are now: what is kept stays so. With
+        `write`, rank 0's values at the end of the context become everybody's, masters included; where any
+        rank raises inside, nobody's change. Of experts that are spread over ranks, these are a rank's own,
+        and the first rank's that has the same."""
         rows = {name: self._row(name) for name in (self._all_names() if names is None else names)}
         segments = {segment.number: segment for segment, _ in rows.values()}
+        self.settle(segments.values(), cure=write)
         kept = {number for number, segment in segments.items() if segment.is_full}
+        with self._lent(segments, kept):
+            shown = {name: segment.view(segment.full, row) for name, (segment, row) in rows.items()}
+            if write:
+                with self._writing(segments.values(), [row for _, row in rows.values()]):
+                    yield shown
+                return
+            yield shown
+            self._require_unwritten(segments.values())
+
+    @contextlib.contextmanager
+    def _lent(self, segments: dict[int, FlatSegment], kept: set[int]) -> Iterator[None]:
         for segment in segments.values():
             segment.start_gather()
         for segment in segments.values():
-            segment.finish_gather()
-        masters = {}
-        if write:
-            # Before anything is written: storage that is whole is what will be written to, and it is the
-            # high half of a split master.
-            masters = {n: self._owned_master(s) for n, s in segments.items() if not s.gathers}
-            self._engine.attached.open(segments.values())
+            segment.lend()
         try:
-            yield {name: segment.view(segment.full, row) for name, (segment, row) in rows.items()}
-            if write:
-                self._engine.attached.close()
-                for segment in segments.values():
-                    touched = [row for name, (owner, row) in rows.items() if owner is segment]
-                    self._write_back(segment, touched, masters.pop(segment.number, None))
+            yield
         finally:
-            if write:
-                self._engine.attached.close()
             for number, segment in segments.items():
-                if number not in kept or write:
-                    segment.release()
+                segment.take_back(keep=number in kept)
 
-    def _write_back(self, segment: FlatSegment, rows: list[Row], owned: torch.Tensor | None) -> None:
-        """The rows as they stand on rank 0 into master and storage; what was not changed keeps every bit."""
-        whole = self._whole(segment, self._owned_master(segment) if owned is None else owned)
+    def _require_unwritten(self, segments: Iterable[FlatSegment]) -> None:
+        attached, problems = self._engine.attached, Problems()
+        for segment in segments:
+            if attached.is_open(segment):
+                continue
+            for row in segment.written_while_lent():
+                segment.drop_writes()
+                problems.add(row.name, "must be written inside `engine.gathered(write=True)`", _READ, _LOST)
+        problems.raise_as(ModelError)
+
+    @contextlib.contextmanager
+    def _writing(self, segments: Iterable[FlatSegment], rows: list[Row]) -> Iterator[None]:
+        """What is written inside is taken over where the outermost context ends, if no rank has raised."""
+        attached = self._engine.attached
+        segments = list(segments)
+        outermost = not attached.opened
+        before = [] if outermost else [(segment, segment.full.clone()) for segment in segments]
+        attached.open(segments, rows)
+        try:
+            with together(self._engine.comm, "data"):
+                yield
+        except BaseException:
+            attached.put_back(segments)
+            with torch.no_grad():
+                for segment, full in before:
+                    segment.full.copy_(full)
+            if outermost:
+                self._end_writing(commit=False)
+            raise
+        attached.take_over(segments)
+        if outermost:
+            self._end_writing(commit=True)
+
+    def _end_writing(self, *, commit: bool) -> None:
+        held = self._engine.attached.close()
+        try:
+            if commit:
+                for segment, rows in held:
+                    self._write_back(segment, rows)
+        finally:
+            for segment, _ in held:
+                segment.drop_writes()
+                segment.take_back()
+        if commit:
+            for segment, _ in held:
+                segment.renew()
+
+    def _write_back(self, segment: FlatSegment, rows: list[Row]) -> None:
+        """The rows as they stand on rank 0 into master and storage. An element that was not changed keeps
+        every bit; a row that was loaded is taken as it stands, unless all of it is as before."""
+        whole = self._whole_master(segment)
         with torch.no_grad():
             for row in rows:
                 shown = segment.view(segment.full, row).clone()
@@ -75,9 +124,22 @@ class Values:
                     self._engine.comm.broadcast(shown.view(-1), 0, segment.axis)
                     self._engine.comm.broadcast(shown.view(-1), 0, "replicate")
                 place = segment.view(whole, row)
-                if not torch.equal(segment.at_rest(place).to(shown.dtype), shown):
-                    place.copy_(shown)
+                kept = segment.at_rest(place).to(shown.dtype) == shown
+                if kept.all():
+                    continue
+                if row.name in self._engine.attached.replaced:
+                    kept.fill_(False)
+                place.copy_(torch.where(kept, place, shown.to(place.dtype)))
         self._set_whole_master(segment, whole)
+
+    def settle(self, segments: Iterable[FlatSegment], *, cure: bool = False) -> None:
+        """Take over what was written to storage by others than the engine, or raise; a call of all ranks.
+        With `cure`, what cannot be told apart is taken as it stands: somebody is about to say what holds."""
+        found = [segment for segment in segments if segment.apart]
+        if found:
+            with together(self._engine.comm, "data"):
+                for segment in found:
+                    settle(segment, self._engine.updater, cure=cure)
 
     # --- masters ----------------------------------------------------------------------------------------
 
@@ -86,14 +148,17 @@ class Values:
         return self._all_of(row, segment.view(self._whole_master(segment), row))
 
     def set_master(self, name: str, value: torch.Tensor) -> None:
+        self._engine.attached.require_closed("set_full_master")
         segment, row = self._row(name)
         whole = self._whole_master(segment)
         with torch.no_grad():
             segment.view(whole, row).copy_(self._part_of(segment, row, value))
-        segment.release()
+        segment.drop()
         self._set_whole_master(segment, whole)
+        segment.renew()
 
     def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
+        self.settle([segment])
         return self._whole(segment, self._owned_master(segment))
 
     def _owned_master(self, segment: FlatSegment) -> torch.Tensor:
@@ -221,3 +286,7 @@ class Values:
         if segment.update is None:
             raise ModelError(f"`{name}`: must be trained; it is frozen.")
         return segment, row
+
+
+_READ = "a write inside `engine.gathered()`, which shows values"
+_LOST = "Nobody else would have seen it, and it is dropped."

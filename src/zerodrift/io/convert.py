@@ -118,7 +118,11 @@ def _model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | No
     from zerodrift.model import huggingface
 
     if model is None:
-        if not (look(source) == "folder" and (source / huggingface.CONFIG).is_file() and huggingface.is_installed()):
+        if not (
+            look(source) == "folder"
+            and (source / huggingface.CONFIG).is_file()
+            and huggingface.is_installed()
+        ):
             return None, None
         model = str(source)
     path = Path(model).expanduser()

@@ -48,7 +48,7 @@ def load_weights(
     try:
         with torch.no_grad():
             for unit in engine.units:
-                unit.release()
+                unit.drop()
             for piece in _in_step(engine, shards):
                 if isinstance(piece, Piece):
                     _replace(engine, files, piece)

@@ -7,8 +7,8 @@
 // tensors arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
 //
 // Here are the pass and what is exported. Its parts, one translation unit with this file, are `formats.h` (16
-// bits), `codes.h` (8 bits), `updates.h` (the arithmetic), `squares.h`, and `memory.h`, which is about speed
-// alone. Each of the others names the Python file that defines its numbers, and equals it bit for bit. Three
+// bits), `codes.h` (8 bits), `updates.h` (the arithmetic), `squares.h`, `prints.h`, and `memory.h`, which is
+// about speed alone. Each of the others names the Python file that defines its numbers, and equals it bit for bit. Three
 // things make that hold: the compiler may not contract a*b+c on its own (-ffp-contract=off), products and sums
 // are contracted exactly where torch's own kernels were seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`),
 // and every sum has a fixed order within its block.
@@ -22,6 +22,7 @@
 #include "codes.h"
 #include "formats.h"
 #include "memory.h"
+#include "prints.h"
 #include "squares.h"
 #include "updates.h"
 
@@ -321,4 +322,11 @@ extern "C" void zerodrift_squares(int64_t numel, const void* data, int32_t type,
 
 extern "C" void zerodrift_digits(int64_t count, const double* sums, int64_t* out) {
   add_digits(count, sums, out);
+}
+
+extern "C" void zerodrift_prints(int64_t blocks, const uint32_t* words, uint64_t* out, int32_t threads) {
+  const int count = workers(blocks * BLOCK, threads);
+  (void)count;
+#pragma omp parallel for schedule(static) num_threads(count) if (count > 1)
+  for (int64_t block = 0; block < blocks; ++block) out[block] = print_of(words + block * PRINT_WORDS, block);
 }

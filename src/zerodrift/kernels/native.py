@@ -67,6 +67,8 @@ class Library:
         """(numel, data, type, out, threads)"""
         self.digits = loaded.zerodrift_digits
         """(count, sums, out)"""
+        self.prints = loaded.zerodrift_prints
+        """(blocks, words, out, threads)"""
         self.update.argtypes = [ctypes.c_void_p]
         self.squares.argtypes = [
             ctypes.c_int64,
@@ -76,7 +78,8 @@ class Library:
             ctypes.c_int32,
         ]
         self.digits.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
-        for function in (self.update, self.squares, self.digits):
+        self.prints.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
+        for function in (self.update, self.squares, self.digits, self.prints):
             function.restype = None
 
 

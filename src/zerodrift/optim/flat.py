@@ -247,6 +247,7 @@ _DEFAULTS: dict[Algorithm, dict[str, Any]] = {
 TORCH_DECAY = 0.01
 """What `torch.optim.AdamW` decays by, which is what DeepSpeed makes where the block says `torch_adam`."""
 
+
 def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = update) -> FlatUpdater:
     """The optimizer that a config's `optimizer` block means."""
     algorithm, defaults = arguments(recipe)

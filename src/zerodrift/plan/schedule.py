@@ -30,9 +30,10 @@ from zerodrift.plan.table import Plan, Segment, Unit
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Purpose = Literal["forward", "backward", "reduce", "replicate", "norm", "update"]
 
-NORM_NUMEL = 46
-"""An exact square sum in 44 digits of 32 bits, the count of blocks that are not finite, and a checksum of
-the order in which units were gathered. Integers, so that the sum over ranks has no rounding and no order."""
+NORM_NUMEL = 48
+"""An exact square sum in 44 digits of 32 bits, the count of blocks that are not finite, and what ranks must
+agree on: whether somebody wrote to weights, a checksum of those, and one of the order in which units were
+gathered. Integers, so that the sum over ranks has no rounding and no order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,9 @@ def _share(value: Any) -> bool:
 
 
 def _count(words: str, least: int, most: int = 2**31 - 1) -> Argument:
-    return Argument(words, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most, True)
+    return Argument(
+        words, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most, True
+    )
 
 
 def _word(*words: str) -> Argument:

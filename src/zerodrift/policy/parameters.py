@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
 from zerodrift import dtypes
@@ -39,12 +40,21 @@ class ColumnsOf:
             policy.optimizer is not None and policy.optimizer.type == "Muon",
         )
         self._known: dict[Any, Columns] = {}
+        self._beside = _beside(model)
+        self._told: set[str] = set()
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
         asked, matched = rules.demands(self._base, self._rules, parameter)
         output: Output = next((rule.output for rule in reversed(matched) if rule.output != "auto"), "auto")
         pinned = _is_pinned(asked, matched)
+        if parameter.trained and not parameter.dtype.is_floating:
+            self.problems.add(
+                parameter.name,
+                "must be of real floating numbers to be trained",
+                str(parameter.dtype),
+                "Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`.",
+            )
         subject = Subject(
             parameter.dtype,
             parameter.trained,
@@ -59,7 +69,25 @@ class ColumnsOf:
         if found is None:
             found = complete(asked, self._setting, subject, pinned, output, self.problems)
             self._known[key] = found
+        self._require_as_wide_as_buffers(parameter, found)
         return found
+
+    def _require_as_wide_as_buffers(self, parameter: ParameterSpec, columns: Columns) -> None:
+        """Running statistics and the vectors of a spectral norm stay what they are, and torch computes them
+        with their module's parameters in one dtype."""
+        for owner in parameter.owners:
+            path = owner.path.partition(".parametrizations.")[0]
+            held = self._beside.get(path)
+            if path in self._told or held is None or not columns.compute.is_floating:
+                continue
+            if held.size > columns.compute.size:
+                self._told.add(path)
+                self.problems.add(
+                    path,
+                    f"must compute in the dtype of its buffers, {held}: torch mixes no dtypes in it",
+                    str(columns.compute),
+                    f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`.",
+                )
 
     def _expert(self, parameter: ParameterSpec) -> str:
         """The pattern that says that the parameter is a stack of experts."""
@@ -69,6 +97,18 @@ class ColumnsOf:
     def _is_safe(self, parameter: ParameterSpec) -> bool:
         """Low precision only if every module that owns the parameter is in the safe list."""
         return bool(self._safe) and all(_in_safe_list(owner.klass, self._safe) for owner in parameter.owners)
+
+
+_COMPUTED_WITH = re.compile(
+    r"(?P<path>.*?)(\.parametrizations\.\w+\.\d+\._[uv]|\.running_(mean|var)|\.\w+_[uv])"
+)
+"""Buffers that torch computes with parameters: those of norms with statistics and of spectral norms."""
+
+
+def _beside(model: ModelSpec) -> dict[str, DType]:
+    """Module path -> the dtype of such buffers of it."""
+    found = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
+    return {match["path"]: dtype for match, dtype in found if match is not None and dtype.is_floating}
 
 
 class _Checkpoint:

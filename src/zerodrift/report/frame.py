@@ -85,7 +85,9 @@ def elide(text: str, width: int) -> str:
         return short
     keep = max(width - 3, 2)
     first = _fitting(text, keep // 2)
-    return first + "..." + _fitting(text[::-1], keep - keep // 2)[::-1] if width > 5 else _fitting(text, width)
+    return (
+        first + "..." + _fitting(text[::-1], keep - keep // 2)[::-1] if width > 5 else _fitting(text, width)
+    )
 
 
 def _fitting(text: str, width: int) -> str:

@@ -81,7 +81,11 @@ class GatheredParameters:
         if self._writer is not None:
             self._send(self._writer)
         self._hide()
-        self._stack.close()
+        try:
+            self._stack.close()
+        except ModelError:
+            if not changed:
+                raise  # else it is said in DeepSpeed's words
         if changed:
             raise ModelError(
                 f"`GatheredParameters`: must have a `modifier_rank` where parameters are written; got "

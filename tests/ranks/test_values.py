@@ -1,0 +1,482 @@
+"""Values that go out of an engine and in again, the ways that people have: writes where they are, contexts
+that fail, copies that are kept, modules that are changed."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ModelError, RankError, UnsupportedError, ZerodriftError
+
+STAGES = (0, 1, 2, 3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().square().mean()
+
+
+def engine_of(stage: int, mode: str, model: nn.Module | None = None, **more: Any) -> Engine:
+    return make(config(stage, mode, **more), Net() if model is None else model)
+
+
+def data(seed: int = 0) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def step(engine: Engine) -> Any:
+    engine.backward(engine(data(engine.mesh.rank())))
+    return engine.step()
+
+
+def masters(engine: Engine) -> dict[str, Tensor]:
+    return {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# --- writing where a parameter is ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clamped(head: nn.Linear) -> None:
+    head.weight.clamp_(-0.05, 0.05)
+
+
+def through_data(head: nn.Linear) -> None:
+    head.weight.data.zero_()
+
+
+def detached(head: nn.Linear) -> None:
+    head.weight.detach().copy_(torch.linspace(-1, 1, 8)[None])
+
+
+def initialised(head: nn.Linear) -> None:
+    nn.init.constant_(head.weight, 0.25)
+
+
+def one_element(head: nn.Linear) -> None:
+    head.weight.data[0, 3] = -7.0
+
+
+WRITES: tuple[Callable[[nn.Linear], None], ...] = (clamped, through_data, detached, initialised, one_element)
+
+
+def written_outside(stage: int, mode: str) -> list[str]:
+    """A write between steps is the master's new value, where it can be, and is an error by name where not."""
+    wrong = []
+    for write in WRITES:
+        engine = engine_of(stage, mode)
+        step(engine)
+        before = engine.full_master("head.weight")
+        update = engine.plan.row("head.weight").columns.update
+        head = engine.module.head
+        at = f"{write.__name__} {mode} stage {stage}"
+        if not engine.segments[engine.plan.row("head.weight").segment].is_full:
+            # torch refuses, or the next forward does: nothing is there that could be written to.
+            with pytest.raises(
+                (RuntimeError, ModelError), match=r"more than one element|`head.weight`: must be"
+            ):
+                write(head)
+                engine(data())
+        elif str(update.master) == "split":
+            write(head)
+            for act in (step, masters):
+                with pytest.raises(ModelError, match=r"`head.weight`: must be written inside .*write=True"):
+                    act(engine)
+            engine.zero_grad()
+            shown = head.weight.detach().clone()
+            with engine.gathered(write=True):
+                pass
+            if not torch.equal(engine.full_master("head.weight"), shown.float()):
+                wrong.append(f"{at}: what is shown is taken where it is said")
+        else:
+            write(head)
+            shown = head.weight.detach().clone()
+            found = engine.full_master("head.weight")
+            kept = before.to(shown.dtype) == shown
+            if not torch.equal(found, torch.where(kept, before, shown.float())):
+                wrong.append(f"{at}: the master")
+            write(head)
+        if not (step(engine).updated or mode == "fp16") or not all(
+            m.isfinite().all() for m in masters(engine).values()
+        ):
+            wrong.append(f"{at}: the next step")
+        engine.destroy()
+    return wrong
+
+
+def written_on_one_rank(stage: int, mode: str) -> list[str]:
+    engine = engine_of(stage, mode)
+    step(engine)
+    if engine.mesh.rank() == 1:
+        engine.module.head.weight.data.add_(1.0)
+    engine.backward(engine(data()))
+    with pytest.raises((RankError, ModelError), match=r"engine.gathered"):
+        engine.step()
+    engine.destroy()
+    return []
+
+
+def all_writes() -> list[str]:
+    wrong = []
+    for mode in ("fp32", "bf16", "fp16", "autocast-bf16"):
+        for stage in (0, 2, 3):
+            wrong += written_outside(stage, mode)
+    for stage in (0, 1):
+        wrong += written_on_one_rank(stage, "fp32") + written_on_one_rank(stage, "fp16")
+    return wrong
+
+
+def test_a_write_outside_is_taken_over_or_named() -> None:
+    assert run_ranks(all_writes, 2, timeout=240) == [[], []]
+
+
+# --- contexts -----------------------------------------------------------------------------------------------
+
+
+def failing_writes(stage: int, mode: str) -> list[str]:
+    """Whatever was done inside, an exception leaves everything as it was, on all ranks."""
+    wrong = []
+    engine = engine_of(stage, mode)
+    step(engine)
+    held = dict(engine.module.named_parameters())
+    other = Net()
+    nn.init.ones_(other.head.weight)
+
+    def in_place(values: dict[str, Tensor]) -> None:
+        values["head.weight"].zero_()
+
+    def assigned(values: dict[str, Tensor]) -> None:
+        engine.module.load_state_dict(other.state_dict(), assign=True)
+
+    def replaced(values: dict[str, Tensor]) -> None:
+        engine.module.head.weight.data = torch.ones(1, 8)
+
+    def nested(values: dict[str, Tensor]) -> None:
+        with engine.gathered(["head.weight"], write=True) as inner:
+            inner["head.weight"].fill_(3.0)
+
+    for spoil in (in_place, assigned, replaced, nested):
+        for culprit in (None, 1):
+            before = masters(engine)
+            mine = culprit in (None, engine.mesh.rank())
+            with (
+                pytest.raises(ValueError if mine else RankError, match="on purpose"),
+                engine.gathered(write=True) as values,
+            ):
+                spoil(values)
+                if mine:
+                    raise ValueError("on purpose")
+            at = f"{spoil.__name__} {mode} stage {stage}"
+            if not same(before, masters(engine)):
+                wrong.append(f"{at}: masters")
+            if any(parameter is not held[name] for name, parameter in engine.module.named_parameters()):
+                wrong.append(f"{at}: parameters")
+            with engine.gathered() as values:
+                for name, value in values.items():
+                    if not torch.equal(before[name].to(value.dtype).float(), value.float()):
+                        wrong.append(f"{at}: what {name} shows")
+                    break
+    # An inner one that fails costs the outer one nothing.
+    with engine.gathered(write=True) as values:
+        values["head.bias"].fill_(2.0)
+        with pytest.raises(ValueError), engine.gathered(write=True) as inner:
+            inner["head.bias"].fill_(5.0)
+            raise ValueError
+        with pytest.raises(UnsupportedError, match="must not be called inside"):
+            engine.step()
+    if engine.full_master("head.bias").item() != 2.0:
+        wrong.append("the outer one's")
+    if not (step(engine).updated or mode == "fp16"):
+        wrong.append("the next step")
+    engine.destroy()
+    return wrong
+
+
+def kept_values(stage: int, mode: str) -> list[str]:
+    """What came out of a context is as it was then, whatever became of the model."""
+    wrong = []
+    engine = engine_of(stage, mode)
+    step(engine)
+    with engine.gathered() as values:
+        state = engine.module.state_dict()
+        with engine.gathered(["head.weight"]) as inner:
+            assert torch.equal(inner["head.weight"], values["head.weight"])
+        then = {name: value.clone() for name, value in values.items()}
+        if engine.module.head.weight.isnan().any():
+            wrong.append("an inner context released what the outer one holds")
+    for _ in range(2):
+        step(engine)
+    for kept in (values, state):
+        if not same(then, dict(kept)):
+            wrong.append(f"stage {stage} {mode}: kept")
+        file = io.BytesIO()
+        torch.save(dict(kept), file)
+        file.seek(0)
+        if not same(then, torch.load(file)):
+            wrong.append(f"stage {stage} {mode}: saved")
+        repr(kept["head.weight"]), kept["head.weight"].float().numpy(), copy.deepcopy(kept["head.weight"])
+    with pytest.raises(ModelError, match=r"`head.bias`: must be written inside"), engine.gathered() as values:
+        values["head.bias"].fill_(3.0)
+    if (engine.full_master("head.bias") == 3.0).any():
+        wrong.append(f"stage {stage} {mode}: a write to what is shown was kept")
+    step(engine)
+    engine.destroy()
+    return wrong
+
+
+def regularised(stage: int, mode: str) -> list[str]:
+    """An L1 term of the parameters inside a context has plain torch's gradients, wherever it is run."""
+    plain, wrong = Net(), []
+    (plain(data()) + sum(p.abs().sum() for p in plain.parameters())).backward()
+    for inside in (True, False):
+        engine = engine_of(stage, mode)
+        loss = engine(data())
+        with engine.gathered():
+            loss = loss + sum(p.abs().sum() for p in engine.module.parameters())
+            if inside:
+                engine.backward(loss)
+        if not inside:
+            engine.backward(loss)
+        for name, parameter in plain.named_parameters():
+            if not torch.allclose(engine.full_gradient(name), parameter.grad, rtol=1e-5, atol=1e-6):
+                wrong.append(f"stage {stage}, inside {inside}: {name}")
+        engine.step()
+        engine.destroy()
+    return wrong
+
+
+def all_contexts() -> list[str]:
+    wrong = []
+    for stage in (0, 1, 3):
+        for mode in ("fp32", "bf16", "fp16"):
+            wrong += failing_writes(stage, mode) + kept_values(stage, mode)
+        wrong += kept_values(stage, "autocast-bf16") + regularised(stage, "fp32")
+    return wrong
+
+
+def test_contexts_leave_what_was_there_and_what_was_kept() -> None:
+    assert run_ranks(all_contexts, 2, timeout=240) == [[], []]
+
+
+# --- another model ------------------------------------------------------------------------------------------
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a = base, nn.Parameter(torch.zeros(base.in_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + (x @ self.a).sum(-1, keepdim=True)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+def changed_modules(stage: int) -> list[str]:
+    wrong = []
+
+    def new_head(model: Net) -> None:
+        model.head = nn.Linear(8, 1)
+
+    def frozen_head(model: Net) -> None:
+        model.head = nn.Linear(8, 1).requires_grad_(False)
+
+    def added(model: Net) -> None:
+        model.blocks[1].extra = nn.Linear(8, 8)
+
+    def longer(model: Net) -> None:
+        model.blocks.append(Block())
+
+    def lora(model: Net) -> None:
+        model.blocks[0].up = Lora(model.blocks[0].up)
+
+    def bare(model: Net) -> None:
+        model.scale = nn.Parameter(torch.ones(8))
+
+    def rehung(model: Net) -> None:
+        head, model.head = model.head, nn.Linear(8, 1)
+        model.head.weight, model.head.bias = head.weight, head.bias
+
+    def removed(model: Net) -> None:
+        del model.blocks[1]
+
+    for change in (new_head, frozen_head, added, longer, lora, bare, rehung, removed):
+        engine = engine_of(stage, "fp32")
+        change(engine.module)
+        for _ in range(2):
+            try:
+                engine(data())
+                wrong.append(f"{change.__name__}: no word at stage {stage}")
+            except ModelError as error:
+                name = {"removed": "blocks.1.", "new_head": "head.", "bare": "scale"}.get(change.__name__, "")
+                if f"`{name}" not in str(error):
+                    wrong.append(f"{change.__name__}: {error}")
+        engine.destroy()
+    # What has no parameters may come, go and wrap.
+    engine = engine_of(stage, "fp32")
+    engine.module.dropout = nn.Dropout()
+    engine.module.blocks[0] = Wrapped(engine.module.blocks[0])
+    engine.module.head = Wrapped(engine.module.head)
+    before = engine.full_master("head.weight")
+    step(engine)
+    if torch.equal(before, engine.full_master("head.weight")):
+        wrong.append("a wrapped head is not trained")
+    # A reference policy: what is trained is switched off for a forward.
+    head = engine.module.head.inside
+    head.requires_grad_(False)
+    with torch.no_grad():
+        engine(data())
+    with pytest.raises(ModelError, match=r"`head.weight`: must stay trained"):
+        engine.step()
+    head.requires_grad_(True)
+    if not step(engine).updated:
+        wrong.append("after a reference forward")
+    engine.destroy()
+    return wrong
+
+
+def all_modules() -> list[str]:
+    return [entry for stage in (0, 3) for entry in changed_modules(stage)]
+
+
+def test_a_changed_module_is_named_at_the_next_forward() -> None:
+    assert run_ranks(all_modules, 2, timeout=240) == [[], []]
+
+
+# --- copies, and one engine after another -------------------------------------------------------------------
+
+
+def copies(stage: int, mode: str) -> list[str]:
+    """Copies are plain modules where the values are there, and an error by name where not."""
+    wrong = []
+    engine = engine_of(stage, mode)
+    step(engine)
+    away = not all(segment.is_full for segment in engine.segments)
+    ways: dict[str, Callable[[], Any]] = {
+        "deepcopy": lambda: copy.deepcopy(engine.module),
+        "pickle": lambda: through_a_file(engine.module),
+        "state_dict": lambda: loaded(engine.module.state_dict()),
+        "a part": lambda: copy.deepcopy(engine.module.blocks[0]) and copy.deepcopy(engine.module),
+    }
+    for name, way in ways.items():
+        if away:
+            with pytest.raises(ModelError, match=r"inside `engine.gathered"):
+                way()
+        with engine.gathered() as values:
+            then = {key: value.clone() for key, value in values.items()}
+            copied = way()
+        step(engine)
+        found = {key: p.detach() for key, p in copied.named_parameters()}
+        if not same(then, found):
+            wrong.append(f"{name} at stage {stage}: values")
+        copied(data().to(copied.head.weight.dtype)).backward()
+        if any(p.grad is None or p.grad.dtype is not p.dtype for p in copied.parameters()):
+            wrong.append(f"{name} at stage {stage}: gradients")
+        engine_of(0, "fp32", copied.float()).destroy()
+    engine.destroy()
+    return wrong
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def loaded(state: dict[str, Tensor]) -> nn.Module:
+    model = Net()
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(True)
+
+
+def again(stage: int, mode: str) -> list[str]:
+    """One engine after another over one model; two at once are refused."""
+    model, wrong = Net(), []
+    engine = engine_of(stage, mode, model)
+    step(engine)
+    with pytest.raises(ModelError, match="`model`: must not have another engine"):
+        engine_of(stage, mode, model)
+    step(engine)
+    full = {name: value.clone() for name, value in _values(engine).items()}
+    with engine.gathered():
+        engine.destroy()
+    if not same(full, {name: p.detach() for name, p in model.named_parameters()}):
+        wrong.append(f"stage {stage} {mode}: what is left")
+    model(data().to(model.head.weight.dtype)).backward()
+    if any(p.grad is None or p.grad.dtype is not p.dtype for p in model.parameters()):
+        wrong.append(f"stage {stage} {mode}: it is a plain model")
+    model.zero_grad()
+    second = engine_of(stage, mode, model)
+    if not same(full, _values(second)):
+        wrong.append(f"stage {stage} {mode}: what is taken over")
+    step(second)
+    away = not all(segment.is_full for segment in second.segments)
+    second.destroy()
+    if away:
+        for act in (
+            lambda: model(data()),
+            lambda: model.head(data()),
+            lambda: engine_of(stage, mode, model),
+            model.state_dict,
+            lambda: copy.deepcopy(model),
+        ):
+            with pytest.raises(ZerodriftError, match="must hold values"):
+                act()
+        model.load_state_dict(Net().state_dict(), assign=True)
+        model.requires_grad_(True)
+    step(engine_of(stage, "fp32", model.float()))
+    return wrong
+
+
+def _values(engine: Engine) -> dict[str, Tensor]:
+    with engine.gathered() as values:
+        return dict(values)
+
+
+def all_copies() -> list[str]:
+    wrong = []
+    for stage, mode in ((0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32"), (1, "autocast-bf16")):
+        wrong += copies(stage, mode) + again(stage, mode)
+    return wrong
+
+
+def test_copies_are_plain_and_one_engine_follows_another() -> None:
+    assert run_ranks(all_copies, 2, timeout=240) == [[], []]
