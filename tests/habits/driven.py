@@ -28,6 +28,7 @@ class Driven:
         }
         self.engine = initialize(model, config=written, device="cpu", quiet=True)
         self.module = self.engine.module
+        self._names = [name for name, _ in model.named_parameters()]
         self._loop = loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +65,7 @@ class Driven:
         return found
 
     def masters(self) -> dict[str, Tensor]:
-        # By the module's own names: a parameter that is no longer where it was is not in them.
-        return {name: self.engine.full_master(name) for name, _ in self.module.named_parameters()}
+        return {name: self.engine.full_master(name) for name in self._names}
 
     def close(self) -> None:
         self.engine.destroy()

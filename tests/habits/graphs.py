@@ -589,6 +589,24 @@ def a_buffer_that_blocks_fill(loop: Loop) -> None:
     fit(loop, loop.train(Filled(Fills)))
 
 
+def a_buffer_that_blocks_fill_and_return_nothing(loop: Loop) -> None:
+    """Slices of one tensor, each written by a block."""
+
+    class Fills(Block):
+        def forward(self, x: Tensor, row: Tensor) -> None:
+            row.copy_(super().forward(x))
+
+    class Filled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.into(x)
+            rows = h.new_empty(len(x), 3, WIDTH)
+            for number, block in enumerate(self.blocks):
+                block(h, rows[:, number])
+            return self.head(rows)
+
+    fit(loop, loop.train(Filled(Fills)), steps=3)
+
+
 def a_loss_in_double(loop: Loop) -> None:
     """The loss is formed in fp64 and scaled by a tensor that is no leaf of the model."""
     net = loop.train(Net())
@@ -654,6 +672,7 @@ HABITS = (
     Habit(a_block_that_changes_its_input),
     Habit(a_block_that_changes_and_returns_its_input),
     Habit(a_buffer_that_blocks_fill),
+    Habit(a_buffer_that_blocks_fill_and_return_nothing),
     Habit(a_loss_in_double),
     Habit(no_grad_around_a_part),
 )

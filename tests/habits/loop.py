@@ -122,6 +122,10 @@ class Habit:
     run: Callable[[Loop], None]
     refused: str = ""
     """Words of the error that the engine raises instead; "" where it does as plain torch."""
+    at: tuple[int, ...] = (0, 3)
+    """The stages at which it is refused."""
+    modes: tuple[str, ...] = ("fp32", "bf16")
+    """The modes in which it is refused."""
     why: str = ""
     """Why it is refused, or only close."""
     close: float = 0.0
@@ -130,6 +134,10 @@ class Habit:
     @property
     def name(self) -> str:
         return self.run.__name__
+
+    def refusal(self, stage: int, mode: str) -> str:
+        """Words of the error at a stage, in a mode; "" where there is none."""
+        return self.refused if stage in self.at and mode in self.modes else ""
 
 
 def kept(value: Any) -> Any:

@@ -540,7 +540,7 @@ HABITS = (
     Habit(
         an_output_that_is_a_generator,
         refused="got a generator",
-        why="It computes after the forward, when parameters are not gathered and autocast is off.",
+        why="its body runs after the call, without weights",
     ),
     Habit(blocks_that_hand_on_objects),
     Habit(outputs_that_are_kept_and_saved),

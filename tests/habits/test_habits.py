@@ -53,16 +53,18 @@ def run_habits(names: Sequence[str], stage: int, mode: str, folder: Path) -> Non
 
 def run_habit(habit: Habit, stage: int, mode: str) -> list[str]:
     """What is wrong with it on this rank."""
+    refused = habit.refusal(stage, mode)
+    if refused:
+        _, error, trouble = run(habit, Driven, stage, mode)
+        errors = _meet(f"{type(error).__name__}: {error}")
+        if not isinstance(error, ZerodriftError) or refused not in str(error):
+            return [f"must be refused with {refused!r}\n{trouble or 'nothing was raised'}"]
+        return [] if len(set(errors)) == 1 else [f"ranks are told different things: {errors}"]
     plain, _, trouble = run(habit, Plain, stage, mode)
     # Nobody begins with an engine where somebody's script does not even run without.
     if any(_meet(trouble)):
         return [f"plain torch raised\n{trouble}"]
-    driven, error, trouble = run(habit, Driven, stage, mode)
-    if habit.refused:
-        errors = _meet(f"{type(error).__name__}: {error}")
-        if not isinstance(error, ZerodriftError) or habit.refused not in str(error):
-            return [f"must be refused with {habit.refused!r}\n{trouble or 'nothing was raised'}"]
-        return [] if len(set(errors)) == 1 else [f"ranks are told different things: {errors}"]
+    driven, _, trouble = run(habit, Driven, stage, mode)
     return [f"the engine raised\n{trouble}"] if trouble else differences(plain, driven, habit.close)
 
 

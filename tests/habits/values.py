@@ -289,6 +289,8 @@ def a_mask_on_weights(loop: Loop) -> None:
             full["blocks.1.up.weight"].tril_()
 
 
+SURGERY = "the plan is of the model as it was"
+
 # --- surgery --------------------------------------------------------------------------------------------
 
 
@@ -462,27 +464,56 @@ HABITS = (
     Habit(a_copy_of_the_model),
     Habit(a_pickled_model),
     Habit(a_penalty_on_weights),
-    Habit(a_penalty_outside_of_gathered),
-    Habit(statistics_outside_of_gathered),
+    Habit(
+        a_penalty_outside_of_gathered,
+        refused="`into.weight`: must be gathered",
+        at=(3,),
+        why="no rank has the values",
+    ),
+    Habit(
+        statistics_outside_of_gathered,
+        refused="`into.weight`: must be gathered",
+        at=(3,),
+        why="no rank has the values",
+    ),
     Habit(names_shapes_and_counts),
     Habit(gradients_for_a_log, close=ORDER, why="what is looked at is reduced before the rest of its step"),
     Habit(weights_that_are_clamped),
-    Habit(weights_that_are_clamped_outside),
-    Habit(a_head_that_is_initialized_outside),
-    Habit(data_that_is_written_outside),
+    Habit(
+        weights_that_are_clamped_outside,
+        refused="`into.weight`: must be gathered",
+        at=(3,),
+        why="no rank has the values",
+    ),
+    Habit(
+        a_head_that_is_initialized_outside,
+        refused="`head.weight`: must be gathered",
+        at=(3,),
+        why="no rank has the values",
+    ),
+    Habit(
+        data_that_is_written_outside,
+        refused="`blocks.1.up.weight`: must be gathered",
+        at=(3,),
+        why="no rank has the values",
+    ),
     Habit(a_head_that_is_initialized),
     Habit(a_state_dict_that_is_loaded),
-    Habit(a_state_dict_that_is_loaded_outside),
+    Habit(
+        a_state_dict_that_is_loaded_outside,
+        refused="`into.weight`: must be loaded inside `engine.gathered(write=True)`",
+        why="masters start anew",
+    ),
     Habit(a_rollback),
     Habit(an_exception_while_writing),
     Habit(a_mask_on_weights),
-    Habit(a_module_that_is_replaced),
-    Habit(a_module_that_is_added),
-    Habit(a_block_that_is_added),
-    Habit(a_parameter_that_is_replaced),
-    Habit(a_parameter_that_is_thawed),
-    Habit(a_parameter_that_is_frozen),
-    Habit(a_model_that_is_cast),
+    Habit(a_module_that_is_replaced, refused="`head", why=SURGERY),
+    Habit(a_module_that_is_added, refused="`head", why=SURGERY),
+    Habit(a_block_that_is_added, refused="`blocks.3", why=SURGERY),
+    Habit(a_parameter_that_is_replaced, refused="`head.weight`: must stay", why=SURGERY),
+    Habit(a_parameter_that_is_thawed, refused="`into.weight`: must stay frozen", why=SURGERY),
+    Habit(a_parameter_that_is_frozen, refused="`into.weight`: must stay trained", why=SURGERY),
+    Habit(a_model_that_is_cast, refused="`into.weight`: must", why=SURGERY),
     Habit(gradients_that_are_set),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),
     Habit(two_engines),

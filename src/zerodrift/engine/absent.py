@@ -58,14 +58,13 @@ class Absent(nn.Parameter):
         raise _refusal(self.path, "pickle")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Parameter({list(self.shape)}, {self.dtype}, sharded: see it inside `engine.gathered()`)"
+        return f"Parameter({list(self.shape)}, {self.dtype}, not gathered: see it inside `engine.gathered()`)"
 
 
 def _refusal(path: str, what: str) -> ModelError:
     return ModelError(
-        f"`{path}`: must be gathered when its values are read or written; got a sharded parameter, in "
-        f"`{what}`. Use it inside `engine.gathered()`, with `write=True` to change it, or in the module that "
-        f"it belongs to."
+        f"`{path}`: must be gathered when its values are read or written; got `{what}` between its uses. Do "
+        f"so inside `engine.gathered()`, with `write=True` to change it, or in the module that it belongs to."
     )
 
 
