@@ -157,24 +157,34 @@ def parts_of_blocks(loop: Loop) -> None:
     fit(loop, loop.train(Parts()))
 
 
+class Two(Block):
+    """A block with methods of its own."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x))
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.down(x)
+
+
+class Auto(Net):
+    """Calls them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for block in self.blocks:
+            h = h + block.decode(block.encode(h))
+        return self.head(h)
+
+
 def another_method_of_a_block(loop: Loop) -> None:
     """`block.encode(x)` and `block.decode(x)`."""
-
-    class Two(Block):
-        def encode(self, x: Tensor) -> Tensor:
-            return F.gelu(self.up(x))
-
-        def decode(self, x: Tensor) -> Tensor:
-            return self.down(x)
-
-    class Auto(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                h = h + block.decode(block.encode(h))
-            return self.head(h)
-
     fit(loop, loop.train(Auto(Two)))
+
+
+def units_that_are_written(loop: Loop) -> None:
+    """The same with the parts of blocks as units, as the refusal says."""
+    fit(loop, loop.train(Auto(Two), sharding={"units": ["blocks.*.*"]}), steps=3)
 
 
 def another_method_of_the_model(loop: Loop) -> None:
@@ -344,30 +354,49 @@ def buffers_that_a_forward_updates(loop: Loop) -> None:
     fit(loop, loop.train(Net(Counts)), steps=3)
 
 
+class Normed(nn.Module):
+    """Computes its norm in the norm's own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x).to(self.norm.weight.dtype)).to(x.dtype)
+
+
 def batch_norm(loop: Loop) -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+    """Its running statistics stay fp32, and torch does not mix them with bf16 weights."""
+    fit(loop, loop.train(Net(Normed)), steps=3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.norm(self.linear(x))
 
-    net = loop.train(Net(Normed))
+def batch_norm_that_is_pinned(loop: Loop) -> None:
+    rule = {"match": "*.norm.*", "pin": "fp32", "output": "input"}
+    net = loop.train(Net(Normed), precision={"rules": [rule]})
     fit(loop, net, steps=3)
     net.module.eval()
     loop.see("evaluated", net(loop.data(9)))
 
 
+class Spectral(Block):
+    """Computes its first matrix in the matrix's own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.spectral_norm(self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x.to(self.up.bias.dtype)).to(x.dtype)))
+
+
 def spectral_norm(loop: Loop) -> None:
     """Its power iteration changes buffers in the forward."""
-
-    class Spectral(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            parametrizations.spectral_norm(self.up)
-
     fit(loop, loop.train(Net(Spectral)))
+
+
+def spectral_norm_that_is_pinned(loop: Loop) -> None:
+    rule = {"match": "*.up.*", "pin": "fp32", "output": "input"}
+    fit(loop, loop.train(Net(Spectral), precision={"rules": [rule]}))
 
 
 def weight_norm(loop: Loop) -> None:
@@ -490,7 +519,7 @@ def a_recurrent_cell(loop: Loop) -> None:
 
 
 def attention(loop: Loop) -> None:
-    """torch's own encoder layers, with masks; fast path in evaluation."""
+    """torch's own encoder layers, with masks."""
 
     class Encoder(nn.Module):
         def __init__(self) -> None:
@@ -507,8 +536,8 @@ def attention(loop: Loop) -> None:
         net.backward(square(net(loop.data(number, 2, 5, WIDTH), mask)))
         net.step()
     net.module.eval()
-    with torch.no_grad():
-        loop.see("evaluated", net(loop.data(9, 2, 5, WIDTH), mask)[~mask])
+    # With gradients, which keeps torch from a fast path of its own that hooks on modules turn off.
+    loop.see("evaluated", net(loop.data(9, 2, 5, WIDTH), mask)[~mask])
 
 
 def an_encoder_and_a_decoder(loop: Loop) -> None:
@@ -708,6 +737,7 @@ HABITS = (
         at=(3,),
         why="nobody tells that the block is used",
     ),
+    Habit(units_that_are_written),
     Habit(another_method_of_the_model),
     Habit(lists_of_lists),
     Habit(lists_of_dicts),
@@ -724,8 +754,20 @@ HABITS = (
     Habit(tied_by_a_function),
     Habit(one_block_in_two_places),
     Habit(buffers_that_a_forward_updates),
-    Habit(batch_norm),
-    Habit(spectral_norm),
+    Habit(
+        batch_norm,
+        refused="must compute in the dtype of its buffers",
+        modes=("bf16",),
+        why="torch mixes no dtypes in it",
+    ),
+    Habit(batch_norm_that_is_pinned),
+    Habit(
+        spectral_norm,
+        refused="must compute in the dtype of its buffers",
+        modes=("bf16",),
+        why="torch mixes no dtypes in it",
+    ),
+    Habit(spectral_norm_that_is_pinned),
     Habit(weight_norm),
     Habit(a_parametrization),
     Habit(weights_from_weights),
@@ -733,7 +775,7 @@ HABITS = (
     Habit(recurrent_layers),
     Habit(recurrent_layers_in_blocks),
     Habit(a_recurrent_cell),
-    Habit(attention, close=2.0**-20, why="torch's fast path in evaluation is off where modules have hooks"),
+    Habit(attention),
     Habit(an_encoder_and_a_decoder),
     Habit(convolutions),
     Habit(scalars_and_empty_parameters),

@@ -1,7 +1,7 @@
 """Plain torch as somebody would write it for several ranks: a model, an optimizer, an all-reduce by hand.
 
-In bf16 the optimizer has fp32 masters and the model sees them rounded. What a script writes into the
-model's weights is taken over by the masters.
+In bf16 the optimizer has fp32 masters and the model sees them rounded, but those that a rule pins. What a
+script writes into the model's weights is taken over by the masters, and by nothing that was not written.
 
 Invariant: nothing of zerodrift is in here but how a split master is rounded.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -41,8 +42,10 @@ class Plain:
             name: nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             for name, parameter in self._parameters.items()
         }
+        rules = config.get("precision", {}).get("rules", [])
+        self._pinned = {n for n in self._parameters for rule in rules if fnmatch(n, rule["match"])}
         for name, parameter in self._parameters.items():
-            if not self._low or not parameter.is_floating_point():
+            if not self._low or name in self._pinned or not parameter.is_floating_point():
                 continue
             if parameter.requires_grad:
                 parameter.data = self._rounded(name)
@@ -128,8 +131,9 @@ class Plain:
 
     def _rounded(self, name: str) -> Tensor:
         master = self._masters[name].detach()
-        trains = self._masters[name].requires_grad
-        return round_away(master) if self._low and trains and master.is_floating_point() else master
+        if not self._low or name in self._pinned or not self._masters[name].requires_grad:
+            return master
+        return round_away(master) if master.is_floating_point() else master
 
     @torch.no_grad()
     def _show(self) -> None:
