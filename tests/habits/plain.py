@@ -39,7 +39,7 @@ class Plain:
         self._low = loop.mode == "bf16"
         self._parameters = dict(model.named_parameters())
         self._masters = {
-            name: nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            name: nn.Parameter(_wide(parameter.detach()), requires_grad=parameter.requires_grad)
             for name, parameter in self._parameters.items()
         }
         rules = config.get("precision", {}).get("rules", [])
@@ -148,3 +148,8 @@ class Plain:
             written = parameter.data != self._rounded(name)
             if bool(written.any()):
                 self._masters[name][written] = parameter.data[written].to(self._masters[name].dtype)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """A copy in fp32 of what is narrower."""
+    return values.float().clone() if values.is_floating_point() else values.clone()
