@@ -2,14 +2,17 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Pinned, so that every machine tests the same torch. On Linux the public index serves the CUDA build;
-# for the CPU wheel: make test TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+# Pinned, so that every machine tests the same torch. Another one: make test TORCH=torch==2.15.0. On Linux the
+# public index serves the CUDA build; for the CPU wheel:
+# make test TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 TORCH  ?= torch==2.13.0
+# Where `make versions` makes its environments, of several GB each.
+CELLS  ?= $(VENV)-versions
 
 # What runs by itself; the others are what these measure with.
 BENCHES := $(filter-out bench/about.py bench/deepseek_v3_layout.py bench/gpt.py,$(wildcard bench/*.py))
 
-.PHONY: help demo test test-all check bench docs env clean
+.PHONY: help demo test test-all check bench docs versions env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,16 +20,24 @@ help:
 	@echo "make test    set up, check style and types, then run the tests"
 	@echo "make check   style and types only"
 	@echo "make bench   the benchmarks, each beside its alternatives"
+	@echo "make versions   the tests with other versions of Python, torch, transformers and DeepSpeed; hours"
 	@echo "make docs    write the generated pages, and the output of commands on the others"
 
 env: $(VENV)/.ready
 
+# The environment was made for this; what is asked for with another PYTHON or TORCH is not what is there.
+ASKED := $(strip $(shell $(PYTHON) -V 2>&1) $(TORCH) $(TORCH_INDEX))
+ifneq ($(strip $(shell cat $(VENV)/.ready 2>/dev/null)),$(ASKED))
+.PHONY: $(VENV)/.ready
+endif
+
 $(VENV)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	@rm -f $@
+	$(PYTHON) -m venv $$([ "$$($(BIN)/python -V 2>&1)" = "$$($(PYTHON) -V 2>&1)" ] || echo --clear) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)" $(TORCH_INDEX)
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
-	@touch $@
+	@echo '$(ASKED)' > $@
 
 # Text that is on every machine: the sources of Python's standard library.
 demo: env
@@ -52,6 +63,9 @@ bench: env
 
 docs: env
 	$(BIN)/python docs/refresh.py
+
+versions: env
+	$(BIN)/python docs/matrix.py all $(CELLS)
 
 clean:
 	rm -rf $(VENV) build dist runs src/*.egg-info

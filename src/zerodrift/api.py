@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from zerodrift import versions
 from zerodrift.config.load import load
 from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
@@ -153,6 +154,8 @@ def initialize(
     tensor = ranks_of(model)
     mesh = start(lambda world: mesh_for(loaded, world, tensor), device)
     try:
+        if mesh.rank() == 0:
+            versions.warn()
         first = First.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         if plan.policy.backend == "fsdp2":
@@ -200,6 +203,8 @@ def initialize_pipeline(
         )
     mesh = start(lambda world: mesh_for(loaded, world), device)
     try:
+        if mesh.rank() == 0:
+            versions.warn()
         first = First.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         if plan.policy.pipeline is None:

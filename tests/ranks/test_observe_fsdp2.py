@@ -89,8 +89,12 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
     elif what == "grad":
         module.forward = lambda x: torch.nn.functional.linear(x, Widened.apply(module.weight), module.bias)
     elif what == "accumulate":
-        for member in group.trained:
-            member.full.grad_dtype = torch.bfloat16
+
+        def name_narrow() -> None:
+            for member in group.trained:
+                member.full.grad_dtype = torch.bfloat16
+
+        group.name_dtypes = name_narrow
     elif what == "reduce":
         narrow = Reduce(DType.BF16, DType.BF16, "every")
         group.modules[0].set_custom_reduce_scatter(ReduceScatter(group.sends, narrow, 1.0))

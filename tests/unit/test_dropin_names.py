@@ -206,11 +206,17 @@ def test_collectives_take_what_deepspeeds_take() -> None:
         assert mine == [(n, d) for n, d in arguments(getattr(theirs, name)) if n != "op"], name
 
 
+GONE = {"amp_enabled", "get_pld_theta", "curriculum_enabled_legacy", "eigenvalue_enabled"} | {
+    *("elasticity_enabled", "graph_harvesting", "mics_shard_size", "pld_enabled", "sparse_gradients_enabled")
+}
+"""What 0.19.6 has and 0.19.8 has not; a script may still ask for it."""
+
+
 @needs_deepspeed
 def test_every_getter_is_one_of_deepspeeds() -> None:
     theirs = real().DeepSpeedEngine
     for name in (name for name in dir(Answers) if not name.startswith("_")):
-        assert hasattr(theirs, name) or name in ("bfloat16_enabled", "fp16_enabled"), name
+        assert hasattr(theirs, name) or name in {"bfloat16_enabled", "fp16_enabled"} | GONE, name
 
 
 @needs_deepspeed
@@ -229,7 +235,7 @@ def test_every_public_name_of_deepspeed_is_here_or_says_what_to_use(module: str)
 
 INTERNAL: dict[str, set[str]] = {
     "": {"set_optimizer_flags", "load_ds_config", "merge_tp_model_init_into_config"}
-    | {"record_tp_model_init_args"},
+    | {"record_tp_model_init_args", "resolve_per_head_muon_after_sharding"},
     "comm": {
         "init_deepspeed_backend",
         "set_backend",
@@ -246,7 +252,7 @@ INTERNAL: dict[str, set[str]] = {
     "zero": set(),
     "utils": {"log_dist_once", "set_log_level_from_string", "DeprecatedException", "get_accelerator"}
     | {"bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_world_size", "initialize"}
-    | {"ensure_divisibility"},
+    | {"ensure_divisibility", "recursive_getattr", "recursive_setattr"},
 }
 """What DeepSpeed's modules hold for themselves."""
 
@@ -254,5 +260,5 @@ INTERNAL: dict[str, set[str]] = {
 @needs_deepspeed
 def test_methods_that_are_absent_are_deepspeeds() -> None:
     made_at_run_time = {"timers", "monitor", "flops_profiler", "set_batch_fn", "reset_activation_shape"}
-    for name in ABSENT.keys() - made_at_run_time:
+    for name in ABSENT.keys() - made_at_run_time - GONE:
         assert hasattr(real().DeepSpeedEngine, name), name

@@ -16,6 +16,7 @@ ROOMS: dict[str, set[str]] = {
     "record": set(),
     "dtypes": {"errors"},
     "mesh": {"errors"},
+    "versions": set(),
     "config": {"dtypes", "errors", "files", "mesh"},
     "model": {"dtypes", "errors", "files"},
     "policy": {"config", "dtypes", "errors", "mesh", "model", "record"},
@@ -38,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "audit": {"backends", "engine", "comm", "plan", "policy", "dtypes", "errors"},
     "api": {
         *{"backends", "io", "config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim"},
-        *{"pipeline", "dtypes", "errors"},
+        *{"pipeline", "dtypes", "errors", "versions"},
     },
     "train": {
         *{"api", "audit", "pipeline", "config", "engine", "io", "comm", "plan", "policy", "report", "model"},
@@ -65,7 +66,7 @@ ROOMS: dict[str, set[str]] = {
 }
 """Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""
 
-TORCH_FREE = {"errors", "record", "dtypes", "mesh", "config", "policy", "plan", "report", "cli"}
+TORCH_FREE = {"errors", "record", "dtypes", "mesh", "versions", "config", "policy", "plan", "report", "cli"}
 """Rooms that must be importable where torch is not."""
 
 

@@ -7,7 +7,7 @@ pickle names is refused: a checkpoint may come from anybody.
 Invariant: reading runs no code of a checkpoint, and a tensor of an `Index` has each element in one chunk.
 
 [Note: DCP] What is private in torch is touched in this file alone: `_StorageInfo`, where an item lies in a
-file, and the names in `_KEPT`. Tested on torch 2.11 to 2.13.
+file, and the names in `_KEPT`. Tested on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

@@ -226,6 +226,6 @@ def transient(module: nn.Module) -> set[str]:
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=False)
         # Private; the one public way, comparing with `state_dict()`, runs hooks that may rename or gather.
-        # Tested with torch 2.13.
+        # Tested with torch 2.13 to 2.15.
         for name in part._non_persistent_buffers_set
     }

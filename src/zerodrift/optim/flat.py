@@ -115,7 +115,7 @@ class FlatUpdater:
             self._way(self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number))
             written(number)
         self._steps += 1
-        # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.11 to 2.13).
+        # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.13 to 2.15).
         self.groups._opt_called = True  # type: ignore[attr-defined]
 
     def master(self, number: int) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
     )
 
 
-# A scheduler that was made before the engine looks for its own mark on the method (torch 2.11 to 2.13).
+# A scheduler that was made before the engine looks for its own mark on the method (torch 2.13 to 2.15).
 _refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 

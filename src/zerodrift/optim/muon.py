@@ -1,6 +1,6 @@
 """The definition of Muon on one matrix, in plain PyTorch: momentum, then its nearest orthogonal matrix.
 
-The arithmetic is that of `torch.optim.Muon` (torch 2.9 to 2.13), operation by operation, so a step on one
+The arithmetic is that of `torch.optim.Muon` (torch 2.9 to 2.15), operation by operation, so a step on one
 rank leaves the same bits. A stack of matrices is updated one matrix at a time: a batched product may add up
 in another order than a single one, and then a result would depend on how many matrices a rank holds.
 

@@ -185,7 +185,7 @@ def _grouped(*pair: Any, offs: Any = None, bias: Any = None, **rest: Any) -> Par
 
 
 def _grouped_of_torch() -> tuple[Any, ...]:
-    """Public since torch 2.10, private before; both exist in 2.11 to 2.13."""
+    """Public since torch 2.10, private before; both exist in 2.13 to 2.15."""
     found = (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
     return tuple(function for function in found if function is not None)
 

@@ -1,8 +1,8 @@
 """torch's pipeline schedules by our names, and the order that they run in, as data.
 
 Which schedule runs what when is torch's: its classes are made here for stages that run, and asked here for
-their order by stages that are only numbers. Private in torch, and touched in this file only (2.13): the
-lists of actions of a schedule (`pipeline_order`, `pipeline_order_with_comms`).
+their order by stages that are only numbers. Private in torch, and touched in this file only (2.13 to 2.15):
+the lists of actions of a schedule (`pipeline_order`, `pipeline_order_with_comms`).
 
 Invariant: the order that a plan shows is the one that the schedule's own class runs.
 """
@@ -54,7 +54,7 @@ def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
         return torch_schedules.ScheduleLoopedBFS(list(stages), micro_batches)
     schedule = torch_schedules.ScheduleZBVZeroBubble(list(stages), micro_batches)
     # A V passes gradients on inside of a rank, which torch also tries where there are none.
-    kept = ("F", "SEND_F", "RECV_F")
+    kept = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F")
     schedule.pipeline_order_with_comms = {
         rank: [action for action in actions if action.computation_type.value in kept]
         for rank, actions in schedule.pipeline_order_with_comms.items()

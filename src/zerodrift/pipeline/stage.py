@@ -3,7 +3,7 @@
 torch's schedule decides what happens when, sends and receives; `Piece` runs what happens: it gathers the
 parameters, enters the precision of the plan, says whose micro-batch it is, and tells the engine when a
 micro-batch has ended. `Stage` is the one subclass here, of the class that torch's schedules take; it uses
-what that documents or names without an underscore (tested with 2.13).
+what that documents or names without an underscore (tested with 2.13 to 2.15).
 
 Invariant: a piece's weight gradients are in `param.grad`, each once, when its last action of a micro-batch
 has ended; and nothing that torch runs to learn shapes leaves anything behind.

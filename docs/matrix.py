@@ -1,0 +1,294 @@
+"""Runs the tests with other versions of Python, torch, transformers and DeepSpeed, for docs/versions.md.
+
+    python docs/matrix.py all FOLDER              # or: make versions. Each cell in an environment of its own
+    python docs/matrix.py one PYTHON SUITE        # one suite with an interpreter that is set up
+
+An environment that is there is used again, and a row of the same versions and suite is replaced. On Linux
+torch comes as the CUDA build, of several GB for each environment.
+
+Invariant: versions are what the interpreter says of itself, and counts are what pytest counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from zerodrift.versions import warning
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Some of the tests."""
+
+    words: str
+    paths: tuple[str, ...]
+    """Below `tests`."""
+    marks: str = "not slow and not gpu"
+
+
+SUITES: Mapping[str, Suite] = {
+    "unit": Suite("`tests/unit`", ("unit",)),
+    "ranks": Suite("`tests/ranks`", ("ranks",)),
+    "numerics": Suite("`tests/numerics`", ("numerics",)),
+    "models": Suite("`tests/models`: architectures of `transformers`", ("models",)),
+    "e2e": Suite("`tests/e2e`: commands, examples, the trainer, drop-in scripts", ("e2e",)),
+    "core": Suite(
+        "plans and their checks; both backends at every stage on two ranks, bit for bit",
+        (
+            "unit/test_plan.py",
+            "ranks/test_fsdp2.py::test_a_forward_that_failed_costs_nothing",
+            "ranks/test_fsdp2.py::test_what_several_uses_contribute_is_added_in_the_accumulate_dtype",
+            "ranks/test_fsdp2.py::test_a_tied_parameter_of_its_own_kind",
+        ),
+    ),
+    "families": Suite("`transformers`: what is read of a model", ("unit/test_model_huggingface.py",)),
+    "names": Suite(
+        "names, arguments, recipes and schedules beside those of DeepSpeed itself",
+        ("unit/test_dropin_names.py", "unit/test_recipes.py", "unit/test_schedules.py"),
+    ),
+    "deepspeed": Suite(
+        "checkpoints to and from DeepSpeed itself",
+        (
+            *("ranks/test_deepspeed_checkpoints.py", "ranks/test_deepspeed_resume.py"),
+            *("ranks/test_dropin_files.py", "e2e/test_cli_convert.py"),
+        ),
+        "not gpu",
+    ),
+}
+WHOLE = ("unit", "ranks", "numerics", "models", "e2e")
+"""What `make test` runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One environment, and what runs in it."""
+
+    python: str
+    torch: str
+    transformers: str
+    deepspeed: str
+    """Empty for none."""
+    suites: tuple[str, ...]
+
+    def __str__(self) -> str:
+        with_deepspeed = f", DeepSpeed {self.deepspeed}" if self.deepspeed else ""
+        return f"Python {self.python}, torch {self.torch}, transformers {self.transformers}{with_deepspeed}"
+
+
+CELLS: tuple[Cell, ...] = (
+    Cell("3.11", "2.15.0", "5.23.0", "", WHOLE),
+    Cell("3.11", "2.14.1", "5.23.0", "", WHOLE),
+    Cell("3.11", "2.13.0", "5.23.0", "", WHOLE),
+    Cell("3.13", "2.15.0", "5.23.0", "", ("core",)),
+    Cell("3.12", "2.14.1", "5.23.0", "", ("core",)),
+    Cell("3.10", "2.13.0", "5.20.2", "", ("core",)),
+    Cell("3.11", "2.13.0", "4.57.6", "", ("families", "models")),
+    Cell("3.11", "2.13.0", "5.0.0", "", ("families", "models")),
+    Cell("3.11", "2.13.0", "5.23.0", "0.19.6", ("names", "deepspeed")),
+    Cell("3.11", "2.13.0", "5.23.0", "0.19.7", ("names", "deepspeed")),
+    Cell("3.11", "2.13.0", "5.23.0", "0.19.8", ("names", "deepspeed")),
+    Cell("3.11", "2.15.0", "5.23.0", "0.19.8", ("names", "deepspeed")),
+)
+
+BESIDE = (
+    *("numpy", "safetensors", "pydantic", "pyyaml", "rich", "typer", "datasets", "tokenizers", "matplotlib"),
+    *("tensorboard", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ninja", "peft", "accelerate"),
+)
+"""What the tests want beside the versions of a cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What came of a suite with some versions, as the page shows it."""
+
+    python: str
+    torch: str
+    transformers: str
+    deepspeed: str
+    suite: str
+    passed: str
+    failed: str
+    """A number, and which."""
+    skipped: str
+    date: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.python, self.torch, self.transformers, self.deepspeed, self.suite
+
+
+HEAD = "| Python | torch | transformers | DeepSpeed | suite | passed | failed | skipped | date |"
+
+TEXT = """\
+# Tested versions
+
+zerodrift runs with torch 2.13 and later. What was run, on the CPU with gloo:
+
+{table}
+
+| suite | what it is |
+| --- | --- |
+{suites}
+
+Of the cells that are to be run, these have no row yet: {missing}.
+
+`-` stands for what is not installed; what needs it is skipped. A test that failed is named. `make versions`
+makes the environments of [`docs/matrix.py`](matrix.py), runs their suites and writes this page. `make test
+TORCH=torch==2.14.1` runs all tests with one other torch.
+
+## Other versions
+
+What is older or newer is not refused. `initialize` warns, once in a process and on the first rank, and names
+the version and the range that was tested:
+
+```
+{warning}
+```
+
+It looks at Python and torch, and at `transformers` and `deepspeed` where they are imported. The third number
+of the first three does not matter. What is private in torch is used in one place each, where a comment says
+with which versions it was tried.
+"""
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page."""
+    lines = [HEAD, "| --- " * 9 + "|", *("| " + " | ".join(astuple(row)) + " |" for row in rows)]
+    suites = (f"| {name} | {suite.words} |" for name, suite in SUITES.items())
+    missing = [
+        f"{cell} ({suite})" for cell in CELLS for suite in cell.suites if not _is_run(cell, suite, rows)
+    ]
+    return TEXT.format(
+        table="\n".join(lines),
+        suites="\n".join(suites),
+        missing="; ".join(missing) or "none",
+        warning=warning({"torch": "2.16.0"}),
+    )
+
+
+def _is_run(cell: Cell, suite: str, rows: Sequence[Row]) -> bool:
+    wanted = cell.python, cell.torch, cell.transformers, cell.deepspeed or "-", suite
+    return any(
+        (row.python.rpartition(".")[0], row.torch.partition("+")[0], *row.key[2:]) == wanted for row in rows
+    )
+
+
+def rows_of(page: str) -> list[Row]:
+    """What a page says."""
+    found = re.findall(r"^\| (3\.[^\n]*) \|$", page, flags=re.MULTILINE)
+    return [Row(*line.split(" | ")) for line in found]
+
+
+def keep(row: Row) -> None:
+    """Write a row into the page, in the place of one with the same key."""
+    rows = {each.key: each for each in rows_of(PAGE.read_text())} if PAGE.exists() else {}
+    rows[row.key] = row
+    ordered = sorted(rows.values(), key=lambda each: (list(SUITES).index(each.suite), each.key))
+    PAGE.write_text(render(ordered))
+
+
+# --- one environment ------------------------------------------------------------------------------------
+
+ASK = """
+import json, platform
+from importlib.metadata import PackageNotFoundError, version
+found = {"python": platform.python_version()}
+for name in ("torch", "transformers", "deepspeed"):
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        found[name] = "-"
+print(json.dumps(found))
+"""
+
+
+def run(python: Path, suite: str) -> Row:
+    """A suite with an interpreter; every test has ten minutes."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        asked = subprocess.run(
+            [str(python), "-c", ASK], env=environment, cwd=ROOT, check=True, capture_output=True, text=True
+        )
+        paths = [f"tests/{path}" for path in SUITES[suite].paths]
+        pytest = ["-m", "pytest", "-q", "--timeout", "600", "-m", SUITES[suite].marks, f"--junitxml={report}"]
+        subprocess.run([str(python), *pytest, *paths], env=environment, cwd=ROOT)
+        counted = counts(report)
+    return Row(**json.loads(asked.stdout), suite=suite, **counted, date=datetime.date.today().isoformat())
+
+
+def counts(report: Path) -> dict[str, str]:
+    """Passed, failed and skipped in one of pytest's XML reports."""
+    whole = ElementTree.parse(report).getroot()
+    cases = list(whole.iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    names = sorted({f"`{case.get('name', '').partition('[')[0]}`" for case in failed})
+    return {
+        "passed": str(len(cases) - len(failed) - skipped),
+        "failed": " ".join([str(len(failed)), *names]),
+        "skipped": str(skipped),
+    }
+
+
+def environment(cell: Cell, folder: Path) -> Path:
+    """The interpreter of a cell, whose environment is made where it is not there."""
+    name = f"py{cell.python}-torch{cell.torch}-tf{cell.transformers}" + (
+        cell.deepspeed and f"-ds{cell.deepspeed}"
+    )
+    home = folder / name
+    python = home / "bin" / "python"
+    if not (home / "ready").exists():
+        subprocess.run([f"python{cell.python}", "-m", "venv", str(home)], check=True)
+        wanted = [f"torch=={cell.torch}", f"transformers=={cell.transformers}", *BESIDE]
+        if cell.deepspeed:
+            wanted += ["setuptools", f"deepspeed=={cell.deepspeed}"]
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "--quiet", *wanted],
+            check=True,
+            env={**os.environ, "DS_BUILD_OPS": "0"},
+        )
+        (home / "ready").touch()
+    return python
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    every = verbs.add_parser("all")
+    every.add_argument("folder", type=Path)
+    one = verbs.add_parser("one")
+    one.add_argument("python", type=Path)
+    one.add_argument("suite", choices=SUITES)
+    asked = parser.parse_args()
+    if asked.verb == "one":
+        # The link of an environment is not followed: behind it is the interpreter that it was made with.
+        keep(run(Path(os.path.abspath(asked.python)), asked.suite))
+        return
+    for cell in CELLS:
+        print(f"== {cell}", flush=True)
+        python = environment(cell, asked.folder.resolve())
+        for suite in cell.suites:
+            keep(run(python, suite))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Versions: what was tested is what the page shows, and another version is one warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from zerodrift import versions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def matrix() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("matrix", ROOT / "docs" / "matrix.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses of a module that is not in `sys.modules` cannot have their annotations read.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matrix", module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def ends(name: str) -> tuple[str, str]:
+    return versions.TESTED[name]
+
+
+# --- the page -------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_script_writes(matrix: ModuleType) -> None:
+    page = matrix.PAGE.read_text()
+    rows = matrix.rows_of(page)
+    assert rows and matrix.render(rows) == page
+    assert {row.suite for row in rows} <= set(matrix.SUITES)
+
+
+@pytest.mark.parametrize("name", versions.TESTED)
+def test_both_ends_of_a_range_are_cells_of_the_matrix(name: str, matrix: ModuleType) -> None:
+    found = {getattr(cell, name) for cell in matrix.CELLS} - {""}
+    rows = matrix.rows_of(matrix.PAGE.read_text())
+    for version in found | {getattr(row, name) for row in rows} - {"-"}:
+        assert versions.warning({name: version}) == "", version
+    for end in ends(name):
+        assert any(version == end or version.startswith(f"{end}.") for version in found), end
+
+
+def test_a_row_is_kept_once(matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "PAGE", tmp_path / "versions.md")
+    first = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "unit", "9", "1 `test_a`", "0", "2026-01-01")
+    other = matrix.Row("3.11.7", "2.14.1", "5.23.0", "-", "unit", "9", "0", "1", "2026-01-01")
+    again = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "unit", "10", "0", "0", "2026-01-02")
+    for row in (first, other, again):
+        matrix.keep(row)
+    assert matrix.rows_of(matrix.PAGE.read_text()) == [other, again]
+
+
+def test_counts_are_those_of_the_report(matrix: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    cases = (
+        '<testcase name="a"/><testcase name="b[1]"><failure/></testcase>'
+        '<testcase name="b[2]"><failure/></testcase><testcase name="c"><skipped/></testcase>'
+        '<testcase name="d"><error/></testcase>'
+    )
+    report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert matrix.counts(report) == {"passed": "1", "failed": "3 `b` `d`", "skipped": "1"}
+
+
+# --- the environment ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_another_torch_or_python_is_another_environment(tmp_path: Path) -> None:
+    def would(*asked: str) -> str:
+        line = ["make", "-n", "env", f"VENV={tmp_path}", *asked]
+        return subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    first = would("TORCH=torch==2.14.1")
+    assert "torch==2.14.1" in first
+    written = re.findall(r"^echo '(.*)' > ", first, flags=re.MULTILINE)
+    (tmp_path / ".ready").write_text(f"{written[0]}\n")
+    assert "pip install" not in would("TORCH=torch==2.14.1")
+    for other in ("TORCH=torch==2.15.0", "PYTHON=echo", "TORCH_INDEX=--pre"):
+        assert "pip install" in would(*dict.fromkeys(["TORCH=torch==2.14.1", other])), other
+
+
+# --- the warning ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", versions.TESTED)
+def test_the_ends_are_tested_and_what_is_beyond_is_named(name: str) -> None:
+    first, last = ends(name)
+    *above, final = map(int, last.split("."))
+    newer = ".".join(map(str, (*above, final + 1)))
+    for version in (first, last, f"{last}.1", f"{last}+cpu", f"{first}.0.post1"):
+        assert versions.warning({name: version}) == "", version
+    for version in ("0.0.1", newer, f"{newer}.0a0+git1234", "99", "1", "main", ""):
+        told = versions.warning({name: version})
+        assert f"{name} {version} (tested: {first} to {last})" in told and "\n" not in told
+
+
+def test_several_are_one_line() -> None:
+    told = versions.warning({"torch": "2.99.0", "python": "3.11.7", "transformers": "6.0"})
+    assert "torch 2.99.0" in told and "transformers 6.0" in told and "python" not in told
+    assert "\n" not in told
+
+
+def test_what_is_not_imported_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers" not in versions.at_work() and "python" in versions.at_work()
+
+
+def test_an_untested_torch_is_one_warning_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    import zerodrift
+
+    monkeypatch.setattr(versions, "TESTED", {**versions.TESTED, "torch": ("1.0", "1.1")})
+    versions.warn.cache_clear()
+    try:
+        for times in (1, 0):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                engine = zerodrift.initialize(
+                    torch.nn.Linear(4, 4),
+                    config={"optimizer": {"type": "AdamW"}},
+                    device="cpu",
+                    quiet=True,
+                )
+                engine.backward(engine(torch.ones(2, 4)).sum())
+                assert engine.step().updated
+                engine.destroy()
+            ours = [each for each in told if "zerodrift was not tested" in str(each.message)]
+            assert len(ours) == times
+            for each in ours:
+                assert f"torch {torch.__version__} (tested: 1.0 to 1.1)" in str(each.message)
+                assert each.filename == __file__
+    finally:
+        versions.warn.cache_clear()
+
+
+def test_tested_versions_are_no_warning() -> None:
+    first = {name: ends(name)[0] for name in versions.TESTED}
+    assert versions.warning(first) == ""
