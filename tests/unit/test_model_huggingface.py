@@ -95,6 +95,7 @@ def test_tied_embeddings_are_one_parameter(tmp_path: Path) -> None:
 
 
 def test_a_tie_not_yet_made_counts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.initialization", reason="transformers 4 ties as it builds")
     from transformers.initialization import no_tie_weights
 
     config = transformers.AutoConfig.from_pretrained(folder(tmp_path, "llama"))
