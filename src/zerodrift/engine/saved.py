@@ -100,12 +100,14 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _view_of(tensor: torch.Tensor, segments: Sequence[FlatSegment]) -> SavedView | None:
-    # Another layout or a subclass keeps its bytes in its own way, and a pending conjugation is no place.
+    # Another layout or a subclass keeps its bytes in its own way, a pending conjugation is no place, and what
+    # `torch.func` computes with is around another tensor.
     if (
         type(tensor) not in _PLAIN
         or tensor.layout is not torch.strided
         or tensor.is_conj()
         or tensor.is_neg()
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     ):
         return None
     address = tensor.data_ptr()
