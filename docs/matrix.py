@@ -144,7 +144,9 @@ zerodrift runs with torch 2.13 and later. What was run, on the CPU with gloo:
 | --- | --- |
 {suites}
 
-Of the cells that are to be run, these have no row yet: {missing}.
+What is to be run and has no row yet:
+
+{missing}
 
 `-` stands for what is not installed; what needs it is skipped. A test that failed is named. `make versions`
 makes the environments of [`docs/matrix.py`](matrix.py), runs their suites and writes this page. `make test
@@ -168,14 +170,15 @@ with which versions it was tried.
 def render(rows: Sequence[Row]) -> str:
     """The page."""
     lines = [HEAD, "| --- " * 9 + "|", *("| " + " | ".join(astuple(row)) + " |" for row in rows)]
-    suites = (f"| {name} | {suite.words} |" for name, suite in SUITES.items())
-    missing = [
-        f"{cell} ({suite})" for cell in CELLS for suite in cell.suites if not _is_run(cell, suite, rows)
-    ]
+    words = (f"| {name} | {suite.words} |" for name, suite in SUITES.items())
+    missing = []
+    for cell in CELLS:
+        suites = [suite for suite in cell.suites if not _is_run(cell, suite, rows)]
+        missing += [f"- {cell}: {', '.join(suites)}"] if suites else []
     return TEXT.format(
         table="\n".join(lines),
-        suites="\n".join(suites),
-        missing="; ".join(missing) or "none",
+        suites="\n".join(words),
+        missing="\n".join(missing) or "Nothing.",
         warning=warning({"torch": "2.16.0"}),
     )
 

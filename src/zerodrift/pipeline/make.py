@@ -65,7 +65,8 @@ def _require_trained(plan: Plan) -> None:
 
 def _require_eager(plan: Plan, model: nn.Module) -> None:
     """A backward in two parts goes through the graph twice, or looks at products as they are called; what
-    was compiled lets neither happen. Private in torch (2.13 to 2.15): where `Module.compile` leaves its mark."""
+    was compiled lets neither happen. Where `Module.compile` leaves its mark is private in torch (2.13 to
+    2.15)."""
     pipeline = plan.policy.pipeline
     if pipeline is None or pipeline.schedule not in SPLIT:
         return
