@@ -126,6 +126,8 @@ class Habit:
     """The stages at which it is refused."""
     modes: tuple[str, ...] = ("fp32", "bf16")
     """The modes in which it is refused."""
+    split: str = ""
+    """Words of the error at stage 0 in bf16, where the other half of a split master cannot follow a write."""
     why: str = ""
     """Why it is refused, or only close."""
     close: float = 0.0
@@ -137,6 +139,8 @@ class Habit:
 
     def refusal(self, stage: int, mode: str) -> str:
         """Words of the error at a stage, in a mode; "" where there is none."""
+        if self.split and (stage, mode) == (0, "bf16"):
+            return self.split
         return self.refused if stage in self.at and mode in self.modes else ""
 
 
@@ -161,7 +165,7 @@ def differences(plain: Loop, other: Loop, close: float) -> list[str]:
     found = [
         f"{name}: {problem}"
         for (name, value), (_, value2) in zip(plain.seen, other.seen, strict=True)
-        if (problem := differs(value, value2, NORM if name == "norm" else close))
+        if (problem := differs(value, value2, max(NORM, close) if name == "norm" else close))
     ]
     return found if len(found) <= SHOWN else [*found[:SHOWN], f"and {len(found) - SHOWN} more"]
 

@@ -289,6 +289,7 @@ def a_mask_on_weights(loop: Loop) -> None:
             full["blocks.1.up.weight"].tril_()
 
 
+LOADED = "a master is what was loaded; the plain loop's keeps more than bf16 where the weight was so before"
 SURGERY = "the plan is of the model as it was"
 
 # --- surgery --------------------------------------------------------------------------------------------
@@ -483,28 +484,31 @@ HABITS = (
         weights_that_are_clamped_outside,
         refused="`into.weight`: must be gathered",
         at=(3,),
+        split="must be written inside `engine.gathered(write=True)`",
         why="no rank has the values",
     ),
     Habit(
         a_head_that_is_initialized_outside,
         refused="`head.weight`: must be gathered",
         at=(3,),
+        split="must be written inside `engine.gathered(write=True)`",
         why="no rank has the values",
     ),
     Habit(
         data_that_is_written_outside,
         refused="`blocks.1.up.weight`: must be gathered",
         at=(3,),
+        split="must be written inside `engine.gathered(write=True)`",
         why="no rank has the values",
     ),
     Habit(a_head_that_is_initialized),
-    Habit(a_state_dict_that_is_loaded),
+    Habit(a_state_dict_that_is_loaded, close=2**-8, why=LOADED),
     Habit(
         a_state_dict_that_is_loaded_outside,
         refused="`into.weight`: must be loaded inside `engine.gathered(write=True)`",
         why="masters start anew",
     ),
-    Habit(a_rollback),
+    Habit(a_rollback, close=2**-8, why=LOADED),
     Habit(an_exception_while_writing),
     Habit(a_mask_on_weights),
     Habit(a_module_that_is_replaced, refused="`head", why=SURGERY),

@@ -53,6 +53,7 @@ def with_copies(stage: int, state: str, rounding: Rounding, steps: int) -> Run:
     # What other ranks own was rounded by a cast, before there were masters.
     for segment in engine.segments:
         segment.spread().wait()
+        segment.changed()
     run = train(engine, steps)
     engine.destroy()
     return run

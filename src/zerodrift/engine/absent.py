@@ -2,7 +2,7 @@
 
 Between uses a sharded parameter has its shape, its dtype and its hooks, and no values. Python asks a
 tensor's class before anything is computed with it, so a parameter is of a class of its own while it is
-absent, and an ordinary one while it is gathered: what runs in a forward is never asked. torch's own lazy
+absent, and of its own while it is gathered: what runs in a forward is never asked. torch's own lazy
 parameters change their class in the same way.
 
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
@@ -38,6 +38,8 @@ class Absent(nn.Parameter):
     """What an ordinary parameter is while its values are elsewhere."""
 
     path: str
+    kind: type
+    lost: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,22 +48,28 @@ class Absent(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if not asks:
                 return func(*args, **(kwargs or {}))
-            path = next(found.path for found in _absent((args, kwargs)))
+            found = next(_absent((args, kwargs)))
             if name in _SAME:
                 same = func(*args, **(kwargs or {}))
-                vars(same)["path"] = path
-                same.__class__ = Absent  # and no node of a graph, as `as_subclass` would leave
+                leave(same, found.path)  # and no node of a graph, as `as_subclass` would leave
+                vars(same)["lost"] = found.lost
                 return same
-        raise _refusal(path, name)
+        raise _refusal(found.path, name, found.lost)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self.path, "pickle")
+        raise _refusal(self.path, "pickle", self.lost)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter({list(self.shape)}, {self.dtype}, not gathered: see it inside `engine.gathered()`)"
 
 
-def _refusal(path: str, what: str) -> ModelError:
+def _refusal(path: str, what: str, lost: bool) -> ModelError:
+    if lost:
+        return ModelError(
+            f"`{path}`: must hold values; it was sharded when its engine was destroyed, and `{what}` asks "
+            f"for them. Call `destroy` inside `engine.gathered()` to keep them, or build the model anew and "
+            f"load what was saved."
+        )
     return ModelError(
         f"`{path}`: must be gathered when its values are read or written; got `{what}` between its uses. Do "
         f"so inside `engine.gathered()`, with `write=True` to change it, or in the module that it belongs to."
@@ -70,16 +78,38 @@ def _refusal(path: str, what: str) -> ModelError:
 
 def leave(parameter: Any, path: str) -> None:
     """Its values are not there from now on."""
-    if type(parameter) is nn.Parameter:  # another class has its own ways
-        vars(parameter)["path"] = path
+    kind = type(parameter)
+    if kind is not Absent:
+        vars(parameter).update(path=path, kind=kind, lost=False)
         parameter.__class__ = Absent
 
 
 def come(parameter: Any) -> None:
     """Its values are there again."""
-    if parameter.__class__ is Absent:
-        del vars(parameter)["path"]
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    if type(parameter) is Absent:
+        parameter.__class__ = kind_of(parameter)
+        for name in ("path", "kind", "lost"):
+            del vars(parameter)[name]
+
+
+def lose(parameter: Any) -> None:
+    """Its values went with the engine that held them."""
+    if type(parameter) is Absent:
+        vars(parameter)["lost"] = True
+
+
+def kind_of(parameter: Any) -> type:
+    """The class that it is of while its values are there."""
+    found: type = vars(parameter)["kind"] if type(parameter) is Absent else type(parameter)
+    return found
+
+
+def become(parameter: Any, kind: type) -> None:
+    """Be of a class while its values are there."""
+    if type(parameter) is Absent:
+        vars(parameter)["kind"] = kind
+    else:
+        parameter.__class__ = kind
 
 
 def _what(func: Any) -> tuple[str, bool]:

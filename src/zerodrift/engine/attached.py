@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerodrift.engine.absent import lose
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 from zerodrift.kernels.prints import BYTES
@@ -353,6 +354,7 @@ class Attached:
             segment.part()
         held: dict[nn.Module, list[Place]] = {}
         for place in self._places:
+            lose(place.parameter)
             if not place.segment.is_full:
                 held.setdefault(place.module, []).append(place)
         for module, places in held.items():

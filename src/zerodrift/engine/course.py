@@ -74,6 +74,7 @@ class _Forward:
     def reached(self, gradient: torch.Tensor) -> None:
         course, self._course = self._course, None
         if course is not None:
+            course.answered = True
             course.dropped = max(0, course.dropped - 1)
 
 
@@ -99,6 +100,8 @@ class Course:
         """Backwards since the last step."""
         self.dropped = 0
         """Forwards in training since the last step that no backward has come back to."""
+        self.answered = False
+        """Whether the micro-batch under way has come back to one."""
         self._sync = True
         self._scaled = False
         """Whether the loss of the backward that comes, or is under way, has been through `scale`."""
@@ -121,6 +124,9 @@ class Course:
     def end_backward(self) -> bool:
         """Count a micro-batch. Returns whether its loss has the scale that the plan asks for."""
         self.micro_batches += 1
+        if not self.answered:  # the loss of a batch may be a constant, on one rank only
+            self.dropped = max(0, self.dropped - 1)
+        self.answered = False
         scaled, self._scaled = self._scaled, False
         return scaled or not self.scaler.active
 

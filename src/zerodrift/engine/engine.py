@@ -40,7 +40,7 @@ from zerodrift.engine.scale import (
     set_on_some,
 )
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.unit import LiveUnit, guard
+from zerodrift.engine.unit import LiveUnit, guard, in_transform
 from zerodrift.engine.values import Values
 from zerodrift.engine.walk import Walk
 from zerodrift.engine.ways import way_of_updates
@@ -147,7 +147,7 @@ class Engine:
     def _require_masters(self) -> None:
         """Before a forward that is trained: masters that cannot follow what was written, while that is cheap
         to know; the step asks again."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or in_transform():
             return
         first = self.course.micro_batches == 0 and self.mesh.device.type == "cpu"
         for segment in self._trained:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.engine.absent import become, kind_of
 from zerodrift.engine.nested import Replacement, tensors_in
 from zerodrift.engine.segment import FlatSegment
 
@@ -75,15 +76,15 @@ def pin(segments: Iterable[FlatSegment]) -> None:
     for segment in segments:
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.columns.pinned and parameter.is_floating_point():
-                parameter.__class__ = _class_for(row.name, row.columns.output)
+                become(parameter, _class_for(row.name, row.columns.output))
 
 
 def unpin(segments: Iterable[FlatSegment]) -> None:
     """Make them plain parameters again."""
     for segment in segments:
         for parameter in segment.parameters:
-            if isinstance(parameter, Pinned):
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            if issubclass(kind_of(parameter), Pinned):
+                become(parameter, nn.Parameter)
 
 
 class Pinned(nn.Parameter):

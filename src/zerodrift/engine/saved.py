@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerodrift.engine.segment import FlatSegment
 
@@ -59,10 +60,12 @@ def pack(
 ) -> None:
     """Replace what the nodes behind `outputs` have saved of full segments; `after` is the newest node that
     was there before. `gather` makes the segments full."""
-    for raw in _saved(outputs, after):
-        view = _view_of(raw.data, segments)
-        if view is not None:
-            raw.register_hooks(functools.partial(_place, view), functools.partial(_unpack, gather))
+    # Parameters may be of classes that would be asked for each of their attributes.
+    with torch._C.DisableTorchFunctionSubclass():
+        for raw in _saved(outputs, after):
+            view = _view_of(raw.data, segments)
+            if view is not None:
+                raw.register_hooks(functools.partial(_place, view), functools.partial(_unpack, gather))
 
 
 def _place(view: SavedView, saved: torch.Tensor) -> SavedView:
@@ -100,10 +103,10 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _view_of(tensor: torch.Tensor, segments: Sequence[FlatSegment]) -> SavedView | None:
-    # Another layout or a subclass keeps its bytes in its own way, a pending conjugation is no place, and what
-    # `torch.func` computes with is around another tensor.
+    # Another layout keeps its bytes in its own way, as do tensors around tensors, of `torch.func` too, and a
+    # pending conjugation is no place.
     if (
-        type(tensor) not in _PLAIN
+        is_traceable_wrapper_subclass(tensor)
         or tensor.layout is not torch.strided
         or tensor.is_conj()
         or tensor.is_neg()
@@ -121,6 +124,3 @@ def _view_of(tensor: torch.Tensor, segments: Sequence[FlatSegment]) -> SavedView
         version = segment.parameters[row]._version
         return SavedView(segment, tuple(tensor.shape), tensor.stride(), place, tensor.dtype, row, version)
     return None
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)

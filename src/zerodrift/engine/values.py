@@ -113,7 +113,7 @@ class Values:
 
     def _write_back(self, segment: FlatSegment, rows: list[Row]) -> None:
         """The rows as they stand on rank 0 into master and storage. An element that was not changed keeps
-        every bit; a row that was loaded is taken as it stands, unless all of it is as before."""
+        every bit; a row that was loaded or assigned is taken as it stands."""
         whole = self._whole_master(segment)
         with torch.no_grad():
             for row in rows:
@@ -125,10 +125,10 @@ class Values:
                     self._engine.comm.broadcast(shown.view(-1), 0, "replicate")
                 place = segment.view(whole, row)
                 kept = segment.at_rest(place).to(shown.dtype) == shown
-                if kept.all():
-                    continue
                 if row.name in self._engine.attached.replaced:
                     kept.fill_(False)
+                if kept.all():
+                    continue
                 place.copy_(torch.where(kept, place, shown.to(place.dtype)))
         self._set_whole_master(segment, whole)
 
