@@ -225,9 +225,11 @@ def left() -> None:
         engine(batch(0))
     engine.module.norm.weight = kept
     kept.requires_grad_(False)
-    with pytest.raises(ModelError, match="must stay trained"):
-        engine(batch(0))
-    kept.requires_grad_(True)
+    with torch.no_grad():
+        engine(batch(0))  # a reference policy: what is trained is switched off for a forward
+    with pytest.raises(ModelError, match=r"norm\.weight.*must stay trained"):
+        engine.step()
+    engine.module.norm.weight.requires_grad_(True)
     step(engine, 1)
     engine.destroy()
     with pytest.raises(UnsupportedError, match="destroy"):
@@ -236,6 +238,44 @@ def left() -> None:
 
 def test_a_parameter_that_left_its_place_is_named() -> None:
     run_ranks(left, 2)
+
+
+def switched_off(backend: str, stage: int) -> list[list[torch.Tensor]]:
+    """Gradients of two micro-batches, of which none, the first, or the second is of a frozen norm; it is
+    switched on again before the backward, or after it."""
+    found = []
+    for off, early in ((None, True), (0, True), (1, True), (0, False), (1, False)):
+        engine = make(config(stage, "bf16", 2, backend=backend), GPT(tied=False, layers=1))
+        norms = ("norm", "layers.0.norm1")
+        for micro in range(2):
+            for name in norms:
+                engine.module.get_submodule(name).requires_grad_(micro != off)
+            loss = engine(batch(0, engine.mesh.rank("data"), micro))
+            if not early:
+                engine.backward(loss)
+            for name in norms:
+                engine.module.get_submodule(name).requires_grad_(True)
+            if early:
+                engine.backward(loss)
+            if micro == 0:
+                engine.step()
+        names = ("norm.weight", "layers.0.norm1.weight", "head.weight")
+        found.append([engine.full_gradient(name).clone() for name in names])
+        assert engine.step().updated
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_frozen_for_a_forward_has_no_gradient_of_it(stage: int) -> None:
+    native, theirs = (run_ranks(switched_off, 2, backend, stage)[0] for backend in ("native", "fsdp2"))
+    whole = native[0]
+    for ours, other in zip(native, theirs, strict=True):
+        torch.testing.assert_close(ours, other)
+    for run in native[1:]:
+        assert not torch.equal(run[0], whole[0]) and not torch.equal(run[1], whole[1])
+    torch.testing.assert_close(native[1][0] + native[2][0], whole[0])
+    assert all(torch.equal(run[2], whole[2]) for run in native)
 
 
 def pieces() -> list[tuple[str, int, int]]:

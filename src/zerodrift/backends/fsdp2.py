@@ -158,7 +158,7 @@ class FsdpEngine:
             return before
         with torch.no_grad():
             for group in self.units:
-                group.release()  # what is gathered is of the old values
+                group.drop()  # what is gathered is of the old values
             self.passes.flush()
             gradients = [(member.row.name, member.gradient()) for member in self._trained]
             norm = self._norm(gradient for _, gradient in gradients)
@@ -254,7 +254,7 @@ class FsdpEngine:
     def spread(self) -> None:
         """After pieces were filled: for `Shards`. What was gathered from older values is given up."""
         for group in self.units:
-            group.release()
+            group.drop()
 
     def explain(self, name: str) -> Explanation:
         """Every column of a parameter, with its reason."""

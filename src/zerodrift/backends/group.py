@@ -102,6 +102,14 @@ class Member:
         """`[cut.numel]`: this rank's part of a whole tensor that every rank has."""
         return self.cut.of(whole if self.spread is None else self.spread.mine(whole))
 
+    def keep_switch(self) -> None:
+        """Where the gathered form hangs in the model, its `requires_grad` is what was asked for last: torch
+        takes it from sharded to gathered and not back."""
+        module, attribute = self.places[0]
+        found = module._parameters.get(attribute)
+        if found is self.full and found.requires_grad != self.sharded.requires_grad:
+            self.sharded.requires_grad_(found.requires_grad)
+
     def counts(self, mesh: Mesh) -> bool:
         """Whether this rank's part is in sums over all ranks that have parts: each part is, once."""
         return mesh.rank("tensor") == 0 or (self.spread is not None and self.spread.divided)
@@ -198,6 +206,8 @@ class LiveGroup:
 
     def open(self, last: bool, keep: bool) -> None:
         """A backward begins. `keep`: what is gathered stays for the next micro-batch."""
+        for member in self.members:
+            member.keep_switch()
         update = self.spec.kind.update
         self._syncs = update is not None and (last or update[2].when == "every")
         self._shares = self._syncs and (self.shared or (last and not self.owes))
@@ -261,8 +271,10 @@ class LiveGroup:
         for member, part in zip(trained, summed.split([m.cut.numel for m in trained]), strict=True):
             member.gradient().copy_(part)
 
-    def release(self) -> None:
-        """Give up what is gathered."""
+    def drop(self) -> None:
+        """Give up what is gathered, because values are about to change or somebody else shows them."""
+        for member in self.members:
+            member.keep_switch()
         self.modules[0].reshard()
 
     def drop_gradients(self) -> None:

@@ -41,7 +41,7 @@ class TensorValues:
         found = {name: self._member(name) for name in wanted}
         members = {member.row.name: member for member in found.values()}
         for group in self._engine.units:
-            group.release()
+            group.drop()
         before = {name: hanging(member) for name, member in members.items()}
         shown = {name: self._show(member) for name, member in members.items()}
         outer = self._engine.attached.open(shown) if write else {}
@@ -90,7 +90,7 @@ class TensorValues:
     def set_master(self, name: str, value: torch.Tensor) -> None:
         member = self._member(name)
         for group in self._engine.units:
-            group.release()
+            group.drop()
         member.storage().copy_(member.mine(value))
 
     # --- gradients --------------------------------------------------------------------------------------
