@@ -72,11 +72,11 @@ class ModelSpec:
     """Where it came from, for titles and messages."""
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[BufferSpec, ...] = ()
+    checkpoint: tuple[tuple[str, DType], ...] = ()
+    """Tensor dtypes of the checkpoint that the weights come from, where there is one: decides `export`."""
     containers: frozenset[str] = frozenset()
     """Paths of modules without a forward of their own (`ModuleList`, `ModuleDict`): what calls their parts
     never calls them. Empty where the source does not know."""
-    checkpoint: tuple[tuple[str, DType], ...] = ()
-    """Tensor dtypes of the checkpoint that the weights come from, where there is one: decides `export`."""
 
     @property
     def numel(self) -> int:
