@@ -73,6 +73,17 @@ class Widened(Bigram):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class Narrowed(Bigram):
+    """Computes its head in bf16 behind the plan's back."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(input_ids)
+        logits = F.linear(x.bfloat16(), self.head.weight.bfloat16(), self.head.bias.bfloat16())
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+
 class Hungry(Bigram):
     """Finds no memory in its third forward in training."""
 
@@ -142,6 +153,10 @@ def bad_gradient() -> nn.Module:
 
 def widened() -> nn.Module:
     return Widened()
+
+
+def narrowed() -> nn.Module:
+    return Narrowed()
 
 
 def hungry() -> nn.Module:

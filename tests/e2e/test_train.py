@@ -144,12 +144,27 @@ def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "fsdp2"])
 def test_a_dtype_that_is_not_the_plans_ends_the_run(backend: str, tmp_path: Path) -> None:
-    config = {"backend": backend}
-    with pytest.raises(PrecisionError, match=r"`head.weight`: `compute` must be bfloat16 .*got float32"):
-        train(str(job(tmp_path, "widened", config=config)))
+    config = {
+        "backend": backend,
+        "precision": {"mode": "bf16", "rules": [{"match": "head.*", "pin": "fp32"}]},
+    }
+    with pytest.raises(PrecisionError, match=r"`head.weight`: `compute` must be float32 .*got bfloat16"):
+        train(str(job(tmp_path, "narrowed", config=config)))
     assert "DIFFERENT" in (tmp_path / "run" / "report.html").read_text()
-    job_file = str(job(tmp_path, "widened", config=config, run={"check_precision": False}, steps=2))
+    job_file = str(job(tmp_path, "narrowed", config=config, run={"check_precision": False}, steps=2))
     assert train(job_file) == 0
+
+
+@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+def test_a_dtype_wider_than_the_plans_is_said_and_ends_nothing(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(str(job(tmp_path, "widened", config={"backend": backend}, steps=2))) == 0
+    assert "wider than planned: the model's own code computes in float32 with head.weight" in (
+        capsys.readouterr().out
+    )
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "wider" in report and "DIFFERENT" not in report
 
 
 def test_no_memory_says_what_was_expected_and_what_helps(tmp_path: Path) -> None:

@@ -78,15 +78,26 @@ def test_a_pin_is_seen_in_every_column_of_fsdp2() -> None:
 
 
 def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
-    engine: Any = make(config(3, "bf16", backend="fsdp2"), GPT(tied=False))
+    pins = (
+        {"rules": [{"match": "layers.0.mlp.up.*", "pin": "fp32", "output": "input"}]}
+        if what in ("compute", "grad")
+        else {}
+    )
+    engine: Any = make(config(3, "bf16", backend="fsdp2", precision=pins), GPT(tied=False))
     weight = "layers.0.mlp.up.weight"
     module = engine.module.get_submodule("layers.0.mlp.up")
     group = next(unit for unit in engine.units if engine.members[weight] in unit.members)
     if what == "compute":
         module.forward = lambda x: torch.nn.functional.linear(
+            x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()
+        ).to(x.dtype)
+    elif what == "wider compute":
+        module.forward = lambda x: torch.nn.functional.linear(
             x.float(), module.weight.float(), module.bias.float()
         ).to(x.dtype)
     elif what == "grad":
+        module.forward = lambda x: torch.nn.functional.linear(x, Narrowed.apply(module.weight), module.bias)
+    elif what == "wider grad":
         module.forward = lambda x: torch.nn.functional.linear(x, Widened.apply(module.weight), module.bias)
     elif what == "accumulate":
 
@@ -114,6 +125,18 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
     return [(each.name, each.column, each.seen) for each in found], told
 
 
+class Narrowed(torch.autograd.Function):
+    """An fp32 weight whose backward leaves bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.bfloat16()
+
+
 @pytest.mark.parametrize("what", ["compute", "grad", "accumulate", "reduce", "state"])
 def test_what_is_not_as_declared_is_found_on_fsdp2(what: str) -> None:
     for found, told in run_ranks(planted_on_fsdp2, 2, what):
@@ -121,3 +144,9 @@ def test_what_is_not_as_declared_is_found_on_fsdp2(what: str) -> None:
         assert {column for _, column, _ in found} == {what}, found
         assert {name.rpartition(".mlp.")[0] for name, _, _ in found if ".mlp." in name} == {"layers.0"}
         assert f"`{what}` must be " in told and "cells differ" in told
+
+
+@pytest.mark.parametrize("what", ["wider compute", "wider grad"])
+def test_what_is_wider_than_declared_is_no_finding_on_fsdp2(what: str) -> None:
+    for found, told in run_ranks(planted_on_fsdp2, 2, what):
+        assert found == [] and told == ""
