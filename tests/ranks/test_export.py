@@ -131,6 +131,8 @@ def refused(root: str) -> list[str]:
     folder = Path(root)
     (folder / "there").mkdir(exist_ok=True)
     (folder / "there" / "thing").touch()
+    (folder / "before").mkdir(exist_ok=True)
+    (folder / "before" / "thing.safetensors").touch()
 
     def attempt(**rest: Any) -> None:
         try:
@@ -158,6 +160,8 @@ def refused(root: str) -> list[str]:
     attempt(folder="a")
     os.chdir(home)
     attempt(folder=folder / "there", overwrite=True)
+    attempt(folder=folder / "before")
+    attempt(folder=folder / "before", overwrite=True)
     return found
 
 
@@ -172,7 +176,7 @@ def _broken(*_: Any) -> None:
 def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
     found = run_ranks(refused, 2, str(root), timeout=60)
     assert found[0] == found[1]
-    something, file, dtype, size, full, broken, unseen, fine = found[0]
+    something, file, dtype, size, full, broken, unseen, others, before, fine = found[0]
     assert "must not be there, or be empty" in something
     assert "must be a folder" in file
     assert "must be fp32, bf16 or fp16" in dtype
@@ -180,8 +184,10 @@ def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
     assert "No space left on device" in full and "Make room" in full
     assert "Input/output error" in broken
     assert "every rank sees; rank 1" in unseen
-    assert fine == "" and not (root / "there" / "thing").exists()
-    assert left(root) == ["machine0", "machine1", "there"]
+    assert "must be a model's folder" in others and left(root / "there") == ["thing"]
+    assert "must not be there, or be empty" in before
+    assert fine == "" and not (root / "before" / "thing.safetensors").exists()
+    assert left(root) == ["before", "machine0", "machine1", "there"]
     assert left(root / "machine0") == left(root / "machine1") == []
 
 
@@ -230,11 +236,13 @@ def test_one_writer_at_a_time(root: Path) -> None:
 def test_a_replacement_that_never_came_is_undone(root: Path) -> None:
     from zerodrift.io.staging import Staging
 
-    (root / ".model.old-1234").mkdir()
-    (root / ".model.old-1234" / "file").touch()
+    (root / ".model.old-4f1c09ab").mkdir()
+    (root / ".model.old-4f1c09ab" / "file").touch()
+    (root / ".model.old-mine").mkdir()
     with pytest.raises(CheckpointError, match="must not be there"):
         Staging(root / "model")
-    assert left(root) == ["model"]
+    assert left(root) == [".model.old-mine", "model"], "a name that no writer gives is somebody else's"
+    assert left(root / "model") == ["file"]
 
 
 def test_columns_of_frozen_parameters(root: Path) -> None:
