@@ -487,7 +487,10 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
 def test_a_rank_that_hangs_is_an_error_within_the_timeout(name: str) -> None:
     for text, seconds, _ in run_ranks(miss, 3, name, "pairs", 1.5, "asleep")[:2]:
-        assert "must take part" in text
+        # Of two that wait, one may hear that the other has given up before its own time is over.
+        assert "must take part" in text or (
+            text.startswith("`ranks`: must come to the same collectives") and " gone: ended" in text
+        )
         assert 1.0 < seconds < 3.5
 
 
