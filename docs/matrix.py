@@ -136,7 +136,7 @@ HEAD = "| Python | torch | transformers | DeepSpeed | suite | passed | failed | 
 TEXT = """\
 # Tested versions
 
-zerodrift runs with torch 2.13 and later. What was run, on the CPU with gloo:
+For torch 2.13 and later. What was run, on the CPU with gloo:
 
 {table}
 

@@ -38,7 +38,7 @@ def warning(versions: Mapping[str, str]) -> str:
         first, last = TESTED[name]
         if not _numbers(first) <= _numbers(version, first) or not _numbers(version, last) <= _numbers(last):
             found.append(f"{name} {version} (tested: {first} to {last})")
-    return f"zerodrift was not tested with {' and '.join(found)}: check results" if found else ""
+    return f"zerodrift is not tested with {' and '.join(found)}: check results" if found else ""
 
 
 @functools.cache
