@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config
+from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_failures import Boom
 from tests.ranks.ways import WAYS
+from tests.unit.test_late_products import Own
 from zerodrift.api import initialize_pipeline
 from zerodrift.pipeline.batches import checksum
 from zerodrift.pipeline.cut import Parts
@@ -167,6 +168,58 @@ def test_hooks_on_weights_hold_under_every_schedule() -> None:
     first, _ = run_ranks(hooked_everywhere, 2, timeout=120.0)
     for way, seen in first.items():
         assert [name for name, value in alone.items() if not torch.equal(seen[name], value)] == [], way
+
+
+# --- weights that are pinned or of a class of their own, under every schedule -------------------------------
+
+PINNED: list[dict[str, Any]] = [{"match": pattern, "pin": "fp32"} for pattern in ("*.up.*", "*.qkv.*")]
+
+
+def of_classes() -> nn.Module:
+    """Layers whose weights are pinned, of a class of their own, or neither."""
+    model = GPT(LAYERS, tied=False)
+    for name, parameter in model.named_parameters():
+        if "down" in name:
+            parameter.__class__ = Own
+    return model
+
+
+def classes_everywhere() -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for schedule, weights in WAYS[3:]:
+        written = config(0, "bf16", COUNT, precision={"rules": PINNED})
+        engine = pipeline(written, schedule, weights, of_classes())
+        engine.accumulate(data(0, 0))
+        found[f"{schedule} {weights}"] = {
+            row.name: engine.full_gradient(row.name) for row in engine.plan.rows
+        }
+        engine.destroy()
+    return found
+
+
+def classes_alone() -> tuple[dict[str, torch.Tensor], list[str]]:
+    torch.set_num_threads(1)
+    engine = make(config(0, "bf16", COUNT, precision={"rules": PINNED}), of_classes())
+    for tokens in data(0, 0):
+        engine.backward(engine(tokens))
+    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    pinned = [row.name for row in engine.plan.rows if row.columns.pinned]
+    engine.destroy()
+    return found, pinned
+
+
+def test_weights_of_another_class_have_their_gradients_under_every_schedule() -> None:
+    """Those that are pinned bit for bit; a queue does not round the others' products to bf16."""
+    ((alone, pinned),) = run_ranks(classes_alone, 1)
+    assert len(pinned) >= 2 * LAYERS and all(value.any() for value in alone.values())
+    first, _ = run_ranks(classes_everywhere, 2, timeout=120.0)
+    for way, gradients in first.items():
+        far = [
+            name
+            for name, value in alone.items()
+            if (gradients[name] - value).norm() > (0.0 if name in pinned else 3e-3) * value.norm()
+        ]
+        assert far == [], way
 
 
 # --- what a piece sends, and what a step says ---------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from zerodrift.engine.pins import _class_for
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
 from zerodrift.pipeline.products import Place
@@ -97,6 +98,45 @@ def test_a_weight_has_plain_torchs_gradient_late_or_at_once(case: str) -> None:
     assert torch.equal(found[0], expected[0])
     assert module.weight.grad is not None
     torch.testing.assert_close(module.weight.grad, expected[1], rtol=1e-6, atol=1e-6)
+
+
+class Own(nn.Parameter):
+    """Whose operations are one more each in the graph."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            counts = isinstance(found, torch.Tensor) and found.grad_fn is not None
+            return found.as_subclass(torch.Tensor) if counts else found
+
+
+@pytest.mark.parametrize("case", [*LEFT, *LATE])
+@pytest.mark.filterwarnings("ignore:.*is pinned to")  # the case that rounds it
+@pytest.mark.parametrize("kind", [Own, _class_for("weight", "auto")], ids=["own", "pinned"])
+def test_a_weight_of_another_class_loses_no_gradient(case: str, kind: type[nn.Parameter]) -> None:
+    shape, way = {**LEFT, **LATE}[case]
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    expected = gradients(Through(way, shape), x)
+    module = Through(way, shape)
+    module.weight.__class__ = kind
+    queue = defer_weight_grads(module)
+    found = gradients(module, x)
+    queue.drain()
+    assert torch.equal(found[0], expected[0])
+    assert module.weight.grad is not None
+    torch.testing.assert_close(module.weight.grad, expected[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["view_as", "expand_as", "reshape_as"])
+def test_behind_a_view_of_a_pinned_weight_is_the_weight(name: str) -> None:
+    """How torch and others find where a gradient is added."""
+    weight = nn.Parameter(torch.randn(6, 8))
+    weight.__class__ = _class_for("weight", "auto")
+    node: Any = getattr(weight, name)(weight).grad_fn
+    assert node.next_functions[0][0].variable is weight
 
 
 def mask(parameter: nn.Parameter) -> Any:

@@ -113,8 +113,13 @@ def _class_for(name: str, output: str) -> type[Pinned]:
         with torch._C.DisableTorchFunctionSubclass():
             found = _run(func, named, args, kwargs or {}, output)
             if named in VIEWS:
-                seen = Replacement(lambda tensor: tensor if tensor is args[0] else tensor.as_subclass(view))
-                return seen.apply(found)
+                given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+                for tensor in tensors_in(found):
+                    # Not `as_subclass`, which is an operation more: the node behind `weight.view_as(weight)`
+                    # is to be the parameter's own, by which torch finds where a gradient is added.
+                    if id(tensor) not in given and type(tensor) is torch.Tensor:
+                        tensor.__class__ = view
+                return found
             if named in CASTS and not told and _narrows(args[0], found):
                 told.append(name)
                 warnings.warn(

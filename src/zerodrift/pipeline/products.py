@@ -87,7 +87,7 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 def _root(weight: torch.Tensor) -> nn.Parameter | None:
     """The parameter that a weight is, or is a plain view of: one whose gradient is that of the whole, there.
     A view that an autograd function of one's own made has the gradient that the function says."""
-    if isinstance(weight, nn.Parameter):
+    if isinstance(weight, nn.Parameter) and weight.is_leaf:
         return weight
     whole, node = weight._base, weight.grad_fn
     while node is not None and type(node).__name__ in VIEWS:
@@ -139,6 +139,12 @@ def _fits(kind: Kind, x: torch.Tensor, weight: torch.Tensor) -> bool:
             return weight.dim() == 3 and x.dim() == 2
 
 
+def is_found(parameter: torch.Tensor) -> bool:
+    """Whether torch finds the node that adds to its gradient, for which it looks behind a view: one that a
+    class of the caller's makes with several operations hides it."""
+    return getattr(get_gradient_edge(parameter).node, "variable", None) is parameter
+
+
 Asked = Literal["late", "now", "no"]
 """What a backward wants of a weight's gradient: that it is added to `param.grad`; that it is handed out, as
 `torch.autograd.grad` does; nothing."""
@@ -149,7 +155,9 @@ def asked(parameter: nn.Parameter, weight: torch.Tensor) -> Asked:
     refuses to say of a leaf whose gradient is handed out."""
     will = torch._C._will_engine_execute_node
     try:
-        if will(get_gradient_edge(parameter).node):
+        with torch._C.DisableTorchFunctionSubclass():  # `get_gradient_edge` goes through a view
+            edge = get_gradient_edge(parameter)
+        if will(edge.node):
             return "late"
     except RuntimeError:
         return "now"

@@ -38,7 +38,7 @@ from zerodrift.engine.held import Held
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
-from zerodrift.pipeline.products import hooked
+from zerodrift.pipeline.products import hooked, is_found
 
 Kinds = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 """Shape, dtype and whether a gradient comes back, of each tensor that leaves a piece."""
@@ -276,10 +276,14 @@ class Stage(PipelineStage):
 
     def _leaves_weights(self, micro_batch: int) -> bool:
         """Whether torch's second pass may not form weight gradients: it runs no hook of a parameter, or once
-        for each group. The first stage has no such pass: there the second half is a whole backward."""
+        for each group, and leaves out a parameter whose node it does not find. The first stage has no such
+        pass: there the second half is a whole backward."""
         if self.dw_builder is not None or self.is_first:
             return False
-        found = any(hooked(parameter) for parameter in self.piece.module.parameters())
+        found = any(
+            parameter.requires_grad and (hooked(parameter) or not is_found(parameter))
+            for parameter in self.piece.module.parameters()
+        )
         if found:
             self._at_once.add(micro_batch)
         return found
