@@ -542,9 +542,9 @@ def adapters(mode: str, pinned: bool) -> list[Any]:
             for name, value in bases.items():
                 assert torch.equal(values[name].float(), value.float()), f"{name} is frozen"
             shown = {name: str(value.dtype) for name, value in values.items() if "lora" in name}
+            assert "inv_freq" not in model.state_dict()
         assert model.inv_freq.dtype is torch.float32 and torch.equal(model.inv_freq, inv_freq)
         assert model.counts.dtype is torch.int64
-        assert "inv_freq" not in model.state_dict()
         found.append((losses, set(kept.values()), set(shown.values()), set(model.seen)))
         engine.destroy()
     return found
