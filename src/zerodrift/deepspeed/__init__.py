@@ -11,7 +11,6 @@ files; `comm`, `utils`, `ops`, `runtime`, `accelerator` and `pipe` stand where D
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from zerodrift.deepspeed import absent, accelerator, comm, ops, pipe, runtime, utils, zero
 from zerodrift.deepspeed.accelerator import get_accelerator
@@ -46,11 +45,8 @@ __all__ = [
     "zero",
 ]
 
-_ABSENT = absent.absent("deepspeed", absent.PACKAGE)
 
-
-def __getattr__(name: str) -> Any:
-    return absent.missing(__name__, name, __all__, _ABSENT)
+__getattr__ = absent.lookup(__name__)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

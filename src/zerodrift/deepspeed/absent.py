@@ -9,7 +9,9 @@ Invariant: nobody gets an AttributeError from deep inside for a name that DeepSp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from zerodrift.errors import UnsupportedError, did_you_mean
@@ -40,96 +42,137 @@ class Absent:
         return f"<`{self._name}` is not in zerodrift: {self._instead}>"
 
 
-def absent(module: str, table: Mapping[str, str]) -> dict[str, Absent]:
-    """The names of a module that are not here, ready to be looked up."""
-    return {name: Absent(f"{module}.{name}", instead) for name, instead in table.items()}
+def lookup(module: str, *submodules: str) -> Callable[[str], Any]:
+    """A module's `__getattr__`: its absent names, submodules that are imported when they are asked for, and
+    the error for a name that nobody knows."""
+    theirs = module.removeprefix("zerodrift.")
+    absent = {name: Absent(f"{theirs}.{name}", instead) for name, instead in NAMES.get(theirs, {}).items()}
+
+    def look_up(name: str) -> Any:
+        if name in absent:
+            return absent[name]
+        if name in submodules:
+            return importlib.import_module(f"{module}.{name}")
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        here = getattr(sys.modules[module], "__all__", ())
+        raise unknown(module, name, [*here, *submodules, *absent])
+
+    return look_up
 
 
-def missing(module: str, name: str, known: list[str], table: Mapping[str, Absent]) -> Any:
-    """For a module's `__getattr__`: an absent name, or the error for one that nobody knows."""
-    if name in table:
-        return table[name]
-    if name.startswith("__"):
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    raise NotHereError(
-        f"`{module}.{name}`: must be a name of the drop-in. {did_you_mean(name, [*known, *table])}".rstrip()
+def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
+    """For a name that neither DeepSpeed nor the drop-in is known to have."""
+    return NotHereError(
+        f"`{owner}.{name}`: must be a name of the drop-in. {did_you_mean(name, list(known))}".rstrip()
     )
 
 
-PACKAGE = {
-    "init_inference": "Generate with the model itself inside `engine.gathered()`, or export it.",
-    "default_inference_config": "There is no inference engine; generate with the model itself.",
-    "InferenceEngine": "There is no inference engine; generate with the model itself.",
-    "DeepSpeedInferenceConfig": "There is no inference engine; generate with the model itself.",
-    "DeepSpeedHybridEngine": "There is no inference engine; generate with the model itself.",
-    "tp_model_init": "Shard with `zero_optimization.stage: 3` instead of over a tensor-parallel axis.",
-    "set_autotp_mode": "Shard with `zero_optimization.stage: 3` instead of over a tensor-parallel axis.",
-    "PipelineModule": "Use a plain module with `zero_optimization.stage: 3`.",
-    "PipelineEngine": "Use a plain module with `zero_optimization.stage: 3`.",
-    "DualPipeVModule": "Use `zerodrift.initialize_pipeline` with `pipeline: {schedule: dualpipev}`.",
-    "DualPipeVEngine": "Use `zerodrift.initialize_pipeline` with `pipeline: {schedule: dualpipev}`.",
-    "DeepSpeedTransformerLayer": "Use `torch.nn.TransformerEncoderLayer` or the model's own layer.",
-    "DeepSpeedTransformerConfig": "Use `torch.nn.TransformerEncoderLayer` or the model's own layer.",
-    "replace_transformer_layer": "The model runs as it is; there is no kernel injection.",
-    "revert_transformer_layer": "The model runs as it is; there is no kernel injection.",
-    "module_inject": "The model runs as it is; there is no kernel injection.",
-    "add_tuning_arguments": "Write the schedule in the config's `scheduler` block.",
-    "log_dist": "Use `deepspeed.utils.log_dist`.",
-    "is_compile_supported": "Call `torch.compile` on the model's blocks.",
-    "DeepSpeedConfig": "Use `zerodrift.load(file)`, which checks every key.",
-    "DeepSpeedOptimizerCallable": "Annotate with `Callable[[Any], torch.optim.Optimizer]`.",
-    "DeepSpeedSchedulerCallable": "Annotate with `Callable[[torch.optim.Optimizer], Any]`.",
-    "domino": "There is no tensor parallelism to overlap.",
-    "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
-    "moe": "A mixture of experts in plain modules is sharded like any other part of the model.",
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "deepspeed": {
+        "init_inference": "Generate with the model itself inside `engine.gathered()`, or export it.",
+        "default_inference_config": "There is no inference engine; generate with the model itself.",
+        "InferenceEngine": "There is no inference engine; generate with the model itself.",
+        "DeepSpeedInferenceConfig": "There is no inference engine; generate with the model itself.",
+        "DeepSpeedHybridEngine": "There is no inference engine; generate with the model itself.",
+        "tp_model_init": "Shard with `zero_optimization.stage: 3` instead of over a tensor-parallel axis.",
+        "set_autotp_mode": "Shard with `zero_optimization.stage: 3` instead of over a tensor-parallel axis.",
+        "PipelineModule": "Use a plain module with `zero_optimization.stage: 3`.",
+        "PipelineEngine": "Use a plain module with `zero_optimization.stage: 3`.",
+        "DualPipeVModule": "Use `zerodrift.initialize_pipeline` with `pipeline: {schedule: dualpipev}`.",
+        "DualPipeVEngine": "Use `zerodrift.initialize_pipeline` with `pipeline: {schedule: dualpipev}`.",
+        "DeepSpeedTransformerLayer": "Use `torch.nn.TransformerEncoderLayer` or the model's own layer.",
+        "DeepSpeedTransformerConfig": "Use `torch.nn.TransformerEncoderLayer` or the model's own layer.",
+        "replace_transformer_layer": "The model runs as it is; there is no kernel injection.",
+        "revert_transformer_layer": "The model runs as it is; there is no kernel injection.",
+        "module_inject": "The model runs as it is; there is no kernel injection.",
+        "add_tuning_arguments": "Write the schedule in the config's `scheduler` block.",
+        "log_dist": "Use `deepspeed.utils.log_dist`.",
+        "is_compile_supported": "Call `torch.compile` on the model's blocks.",
+        "DeepSpeedConfig": "Use `zerodrift.load(file)`, which checks every key.",
+        "DeepSpeedOptimizerCallable": "Annotate with `Callable[[Any], torch.optim.Optimizer]`.",
+        "DeepSpeedSchedulerCallable": "Annotate with `Callable[[torch.optim.Optimizer], Any]`.",
+        "domino": "There is no tensor parallelism to overlap.",
+        "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
+        "moe": "A mixture of experts in plain modules is sharded like any other part of the model.",
+    },
+    "deepspeed.comm": {
+        "log_summary": "`zerodrift plan` lists every collective of a step.",
+        "reset_log": "`zerodrift plan` lists every collective of a step.",
+        "inference_all_reduce": "Use `all_reduce`.",
+        "all_reduce_coalesced": "Call `all_reduce` per tensor.",
+        "all_gather_coalesced": "Call `all_gather_into_tensor` per tensor.",
+        "P2POp": "Use `torch.distributed.P2POp`.",
+        "batch_isend_irecv": "Use `torch.distributed.batch_isend_irecv`.",
+        "enable_symm_mem_for_group": "Use `torch.distributed._symmetric_memory` itself.",
+        "initialize_mesh_device": "Use `torch.distributed.device_mesh.init_device_mesh`.",
+        "configure": "There is no log of collectives to configure; `zerodrift plan` lists them.",
+    },
+    "deepspeed.zero": {
+        "TiledLinear": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
+        "TiledLinearReturnBias": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
+        "MiCS_Init": "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.",
+        "DeepSpeedZeRoOffload": "Shard with `zero_optimization.stage: 3`.",
+        "DeepSpeedTensorOverride": "Buffers and tensors stay what the model made them.",
+    },
+    "deepspeed.utils": {
+        "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
+        "instrument_w_nvtx": "Use `torch.profiler.record_function`.",
+        "get_full_hp_param": "Use `safe_get_full_fp32_param`.",
+        "set_full_hp_param": "Use `safe_set_full_fp32_param`.",
+        "get_full_hp_grad": "Use `safe_get_full_grad`.",
+        "set_full_hp_grad": "Use `safe_set_full_grad`.",
+        "link_hp_params": "Use `safe_get_full_fp32_param`.",
+        "lazy_init_hp_params_optimizer_state": "Use `safe_get_full_optimizer_state`.",
+        "tensor_fragment": "Use `safe_get_full_fp32_param` and its kin.",
+        "fragment_address": "Use `safe_get_full_fp32_param` and its kin.",
+        "get_hp_fragment_mapping": "Use `safe_get_full_fp32_param` and its kin.",
+        "map_to_flat_opt_states": "Use `safe_get_full_optimizer_state`.",
+        "get_numactl_cmd": "Bind ranks to cores with the launcher.",
+        "get_caller_func": "Use `inspect.stack`.",
+        "get_model_parallel_group": "There is no tensor parallelism: the model's ranks are one.",
+        "get_tensor_model_parallel_group": "There is no tensor parallelism: the model's ranks are one.",
+        "get_tensor_model_parallel_src_rank": "There is no tensor parallelism: the model's ranks are one.",
+        "set_tensor_model_parallel_rank": "There is no tensor parallelism: the model's ranks are one.",
+        "set_tensor_model_parallel_world_size": "There is no tensor parallelism: the model's ranks are one.",
+    },
+    "deepspeed.checkpoint": dict.fromkeys(
+        ("DeepSpeedCheckpoint", "ds_to_universal", "universal_checkpoint"),
+        "Every checkpoint loads on any number of ranks, at any stage: there is nothing to convert.",
+    ),
+    "deepspeed.ops": {
+        "lamb": "LAMB needs whole parameters. Use AdamW or Lion.",
+        "adagrad": "Use `torch.optim.Adagrad` without ZeRO, or AdamW.",
+        "transformer": "The model runs as it is; there is no kernel injection.",
+        "sparse_attention": "Attention is the model's own.",
+        "fp_quantizer": "Weights are not quantized.",
+        "DeepSpeedTransformerLayer": "The model runs as it is; there is no kernel injection.",
+        "DeepSpeedTransformerConfig": "The model runs as it is; there is no kernel injection.",
+    },
+    "deepspeed.ops.adam": dict.fromkeys(
+        ("ZenFlowCPUAdam", "ZenFlowSelectiveAdamW", "ZenFlowSelectiveAdamW_stage3"),
+        "Every gradient is applied in the step that made it: use `FusedAdam`.",
+    ),
+    "deepspeed.pipe": dict.fromkeys(
+        ("PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"),
+        "Use a plain module with `zero_optimization.stage: 3`.",
+    ),
+    "deepspeed.runtime.config": {"DeepSpeedConfig": "Use `zerodrift.load(file)`, which checks every key."},
+    "deepspeed.runtime.torch_autocast": {
+        "is_autocast_initialized": "Ask `engine.torch_autocast_enabled()`.",
+        "get_autocast_dtype": "Ask `engine.torch_autocast_dtype()`.",
+        "init_autocast_params": "Write `torch_autocast` in the config.",
+        "autocast_if_enabled": "Call the engine, which enters autocast as its config says.",
+    },
+    "deepspeed.runtime.utils": {
+        "clip_grad_norm_": "Write `gradient_clipping` in the config: the norm is global and exact.",
+        "get_global_norm": "Use `engine.get_global_grad_norm()`.",
+        "get_grad_norm": "Use `engine.get_global_grad_norm()`.",
+        "partition_uniform": "Units and segments are the plan's.",
+        "partition_balanced": "Units and segments are the plan's.",
+    },
 }
-"""Names of the package `deepspeed`."""
-
-COMM = {
-    "log_summary": "`zerodrift plan` lists every collective of a step.",
-    "reset_log": "`zerodrift plan` lists every collective of a step.",
-    "inference_all_reduce": "Use `all_reduce`.",
-    "all_reduce_coalesced": "Call `all_reduce` per tensor.",
-    "all_gather_coalesced": "Call `all_gather_into_tensor` per tensor.",
-    "P2POp": "Use `torch.distributed.P2POp`.",
-    "batch_isend_irecv": "Use `torch.distributed.batch_isend_irecv`.",
-    "enable_symm_mem_for_group": "Use `torch.distributed._symmetric_memory` itself.",
-    "initialize_mesh_device": "Use `torch.distributed.device_mesh.init_device_mesh`.",
-    "configure": "There is no log of collectives to configure; `zerodrift plan` lists them.",
-}
-"""Names of `deepspeed.comm`."""
-
-ZERO = {
-    "TiledLinear": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
-    "TiledLinearReturnBias": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
-    "MiCS_Init": "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.",
-    "DeepSpeedZeRoOffload": "Shard with `zero_optimization.stage: 3`.",
-    "DeepSpeedTensorOverride": "Buffers and tensors stay what the model made them.",
-}
-"""Names of `deepspeed.zero`."""
-
-UTILS = {
-    "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
-    "instrument_w_nvtx": "Use `torch.profiler.record_function`.",
-    "get_full_hp_param": "Use `safe_get_full_fp32_param`.",
-    "set_full_hp_param": "Use `safe_set_full_fp32_param`.",
-    "get_full_hp_grad": "Use `safe_get_full_grad`.",
-    "set_full_hp_grad": "Use `safe_set_full_grad`.",
-    "link_hp_params": "Use `safe_get_full_fp32_param`.",
-    "lazy_init_hp_params_optimizer_state": "Use `safe_get_full_optimizer_state`.",
-    "tensor_fragment": "Use `safe_get_full_fp32_param` and its kin.",
-    "fragment_address": "Use `safe_get_full_fp32_param` and its kin.",
-    "get_hp_fragment_mapping": "Use `safe_get_full_fp32_param` and its kin.",
-    "map_to_flat_opt_states": "Use `safe_get_full_optimizer_state`.",
-    "get_numactl_cmd": "Bind ranks to cores with the launcher.",
-    "get_caller_func": "Use `inspect.stack`.",
-    "get_model_parallel_group": "There is no tensor parallelism: the model's ranks are one.",
-    "get_tensor_model_parallel_group": "There is no tensor parallelism: the model's ranks are one.",
-    "get_tensor_model_parallel_src_rank": "There is no tensor parallelism: the model's ranks are one.",
-    "set_tensor_model_parallel_rank": "There is no tensor parallelism: the model's ranks are one.",
-    "set_tensor_model_parallel_world_size": "There is no tensor parallelism: the model's ranks are one.",
-}
-"""Names of `deepspeed.utils`."""
+"""By module: the name, and what to use instead."""
 
 ENGINE = {
     "compile": "Call `torch.compile` on the model's blocks before `initialize`.",

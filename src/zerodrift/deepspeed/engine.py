@@ -33,8 +33,6 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.io.checkpoint import Checkpoints
 
-ABSENT = absent.absent("engine", absent.ENGINE)
-
 
 class DeepSpeedEngine(nn.Module):
     """Made by `initialize`."""
@@ -99,9 +97,9 @@ class DeepSpeedEngine(nn.Module):
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
-        if name in ABSENT:
+        if name in absent.ENGINE:
             raise absent.NotHereError(f"`engine.{name}`: is DeepSpeed's and not here. {absent.ENGINE[name]}")
-        return absent.missing("engine", name, [*dir(type(self)), *dir(Answers)], {})
+        raise absent.unknown("engine", name, [*dir(type(self)), *dir(Answers)])
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 

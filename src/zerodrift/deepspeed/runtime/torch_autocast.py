@@ -7,7 +7,6 @@ engine in the process; here an engine's settings are its own, and are asked of t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -17,19 +16,8 @@ from zerodrift.policy.resolve import SAFE_MODULES
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
-_ABSENT = absent.absent(
-    "deepspeed.runtime.torch_autocast",
-    {
-        "is_autocast_initialized": "Ask `engine.torch_autocast_enabled()`.",
-        "get_autocast_dtype": "Ask `engine.torch_autocast_dtype()`.",
-        "init_autocast_params": "Write `torch_autocast` in the config.",
-        "autocast_if_enabled": "Call the engine, which enters autocast as its config says.",
-    },
-)
 
-
-def __getattr__(name: str) -> Any:
-    return absent.missing(__name__, name, ["get_comm_dtype", "has_comm_dtype"], _ABSENT)
+__getattr__ = absent.lookup(__name__)
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:

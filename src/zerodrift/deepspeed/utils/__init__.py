@@ -6,7 +6,6 @@ set one check their arguments, remember the mark, and change nothing.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -31,10 +30,28 @@ from zerodrift.deepspeed.states import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from zerodrift.deepspeed.utils import groups
+from zerodrift.deepspeed.utils.groups import (
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_world_size,
+    get_model_parallel_rank,
+    get_model_parallel_world_size,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 
 __all__ = [
     "RepeatingLoader",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
     "get_z3_leaf_modules",
+    "groups",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
@@ -59,26 +76,10 @@ __all__ = [
     "z3_leaf_parameter",
 ]
 
-_ABSENT = absent.absent("deepspeed.utils", absent.UTILS)
-
 logger = logging.getLogger("zerodrift.deepspeed")
 """Where DeepSpeed's scripts log to; its handlers and level are the script's."""
 
-
-GROUPS = {
-    *("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size"),
-    *("get_model_parallel_rank", "get_model_parallel_world_size"),
-    *("get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size"),
-}
-"""Names of `utils.groups` that DeepSpeed also has here."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("groups", "zero_to_fp32"):
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in GROUPS:
-        return getattr(importlib.import_module(f"{__name__}.groups"), name)
-    return absent.missing(__name__, name, __all__, _ABSENT)
+__getattr__ = absent.lookup(__name__, "zero_to_fp32")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

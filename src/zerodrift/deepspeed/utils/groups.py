@@ -17,8 +17,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    return absent.missing(__name__, name, __all__, {})
+__getattr__ = absent.lookup(__name__)
 
 
 def get_data_parallel_group() -> Any:

@@ -24,11 +24,8 @@ __all__ = [
     "unwrap_model_for_generation",
 ]
 
-_ABSENT = absent.absent("deepspeed.zero", absent.ZERO)
 
-
-def __getattr__(name: str) -> Any:
-    return absent.missing(__name__, name, __all__, _ABSENT)
+__getattr__ = absent.lookup(__name__)
 
 
 @contextlib.contextmanager

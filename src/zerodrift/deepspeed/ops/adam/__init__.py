@@ -17,17 +17,8 @@ from zerodrift.errors import UnsupportedError
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
-_ABSENT = absent.absent(
-    "deepspeed.ops.adam",
-    dict.fromkeys(
-        ("ZenFlowCPUAdam", "ZenFlowSelectiveAdamW", "ZenFlowSelectiveAdamW_stage3"),
-        "Every gradient is applied in the step that made it: use `FusedAdam`.",
-    ),
-)
 
-
-def __getattr__(name: str) -> Any:
-    return absent.missing(__name__, name, __all__, _ABSENT)
+__getattr__ = absent.lookup(__name__)
 
 
 class FusedAdam:

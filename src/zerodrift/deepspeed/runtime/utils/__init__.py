@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from zerodrift.deepspeed import absent
@@ -11,20 +9,8 @@ from zerodrift.deepspeed.utils import logger
 
 __all__ = ["see_memory_usage"]
 
-_ABSENT = absent.absent(
-    "deepspeed.runtime.utils",
-    {
-        "clip_grad_norm_": "Write `gradient_clipping` in the config: the norm is global and exact.",
-        "get_global_norm": "Use `engine.get_global_grad_norm()`.",
-        "get_grad_norm": "Use `engine.get_global_grad_norm()`.",
-        "partition_uniform": "Units and segments are the plan's.",
-        "partition_balanced": "Units and segments are the plan's.",
-    },
-)
 
-
-def __getattr__(name: str) -> Any:
-    return absent.missing(__name__, name, __all__, _ABSENT)
+__getattr__ = absent.lookup(__name__)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
