@@ -109,7 +109,7 @@ def zerodrift(folder: Path, dtype: torch.dtype, train: bool = False) -> tuple[in
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from zerodrift import empty, initialize
-    from zerodrift.io.reader import Reader
+    from zerodrift.io.safetensors.reader import Reader
 
     readers: list[Reader] = []
     made = Reader.__init__
@@ -290,7 +290,7 @@ def measure(
 
 def warm(name: str) -> None:
     """Import what everybody imports before it is measured."""
-    modules = ["transformers.models.llama.modeling_llama", "zerodrift.api", "zerodrift.io.first"]
+    modules = ["transformers.models.llama.modeling_llama", "zerodrift.api", "zerodrift.io.initial"]
     modules += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
     modules += ["zerodrift.engine.engine", "zerodrift.report.terminal", "zerodrift.optim.flat"]
     if name == "deepspeed":

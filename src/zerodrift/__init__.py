@@ -35,9 +35,9 @@ if TYPE_CHECKING:
         UnsupportedError,
         ZerodriftError,
     )
-    from zerodrift.io.checkpoint import Checkpoints, Loaded
-    from zerodrift.io.export import Exported
-    from zerodrift.io.weights import LoadedWeights
+    from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded
+    from zerodrift.io.safetensors.export import Exported
+    from zerodrift.io.safetensors.weights import LoadedWeights
     from zerodrift.mesh import MeshShape
     from zerodrift.model.sources import describe
     from zerodrift.model.spec import ModelSpec
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "BatchResult": "pipeline.run",
     "CheckpointError": "errors",
-    "Checkpoints": "io.checkpoint",
+    "Checkpoints": "io.checkpoint.checkpoints",
     "Config": "config.schema",
     "ConfigError": "errors",
     "Cost": "plan.cost",
     "Engine": "engine.engine",
-    "Exported": "io.export",
-    "Loaded": "io.checkpoint",
-    "LoadedWeights": "io.weights",
+    "Exported": "io.safetensors.export",
+    "Loaded": "io.checkpoint.checkpoints",
+    "LoadedWeights": "io.safetensors.weights",
     "MeshError": "errors",
     "MeshShape": "mesh",
     "ModelError": "errors",

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerodrift.engine.engine import Engine
-    from zerodrift.io.export import Exported
-    from zerodrift.io.first import First
-    from zerodrift.io.weights import LoadedWeights
+    from zerodrift.io.initial import First
+    from zerodrift.io.safetensors.export import Exported
+    from zerodrift.io.safetensors.weights import LoadedWeights
     from zerodrift.pipeline.cut import Parts
     from zerodrift.pipeline.run import PipelineEngine
     from zerodrift.plan.timeline import Timeline
@@ -80,7 +80,7 @@ def load_weights(
 ) -> LoadedWeights:
     """Replace the weights of an engine by those of safetensors files; moments and step stay. A call of all
     ranks."""
-    from zerodrift.io.reload import load_weights as replace
+    from zerodrift.io.safetensors.reload import load_weights as replace
 
     return replace(_own(engine), path, strict, quiet=quiet)
 
@@ -96,7 +96,7 @@ def export(
     """Write the model of an engine as a folder that `transformers` loads, in the dtypes of the `export`
     column; every rank calls it and writes its own slices, of a pipeline those of its own pieces. `dtype`
     replaces them, but for pinned parameters."""
-    from zerodrift.io.export import export as write
+    from zerodrift.io.safetensors.export import export as write
 
     return write(_own(engine), folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
@@ -105,7 +105,7 @@ def save_16bit(
     engine: Engine | PipelineEngine, folder: str | os.PathLike[str], *, overwrite: bool = False
 ) -> Exported:
     """The same as one file in 16 bits; pinned parameters stay fp32."""
-    from zerodrift.io.export import save_16bit as write
+    from zerodrift.io.safetensors.export import save_16bit as write
 
     return write(_own(engine), folder, overwrite=overwrite)
 
@@ -143,7 +143,7 @@ def initialize(
     from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start
     from zerodrift.engine.engine import Engine
-    from zerodrift.io.first import First
+    from zerodrift.io.initial import First
 
     loaded = load(config, overrides)
     if loaded.pipeline is not None and loaded.pipeline.stages > 1:
@@ -191,7 +191,7 @@ def initialize_pipeline(
     """
     from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start
-    from zerodrift.io.first import First
+    from zerodrift.io.initial import First
     from zerodrift.pipeline.make import pipeline_engine
     from zerodrift.pipeline.schedules import timeline
 

@@ -20,7 +20,7 @@ import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, tokens
 from zerodrift.api import initialize_pipeline
 from zerodrift.engine.engine import Engine
-from zerodrift.io.checkpoint import Checkpoints
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 MIXTURES = [name for name, architecture in ARCHITECTURES.items() if architecture.routers]
 ONE = [

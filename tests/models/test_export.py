@@ -21,7 +21,7 @@ import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, tokens
 from tests.numerics.runs import make
 from tests.ranks.harness import run_ranks
-from zerodrift.io.conversions import layout
+from zerodrift.io.safetensors.saving import layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -18,9 +18,9 @@ import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, tokens
 from tests.models.test_experts import deep
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data
-from zerodrift.io import export as exporting
-from zerodrift.io.reader import Reader
-from zerodrift.io.sink import Sink
+from zerodrift.io.safetensors import export as exporting
+from zerodrift.io.safetensors.reader import Reader
+from zerodrift.io.safetensors.writer import Sink
 
 
 def written(name: str, stage: int, mode: str, schedule: str = "", experts: int = 1) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError
-from zerodrift.io import checkpoint_contents as contents
-from zerodrift.io.checkpoint import Checkpoints
+from zerodrift.io.checkpoint import contents
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 
 def later(engine: Engine, start: int, steps: int) -> Run:

@@ -22,8 +22,8 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import RankError
-from zerodrift.io.checkpoint import Checkpoints
-from zerodrift.io.checkpoint_folder import Folder
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
+from zerodrift.io.checkpoint.folder import Folder
 
 STEPS = 7
 WORLD = 2

@@ -14,7 +14,7 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from tests.ranks.ways import WAYS
 from zerodrift.api import initialize_pipeline
-from zerodrift.io.checkpoint import Checkpoints
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.pipeline.schedules import timeline

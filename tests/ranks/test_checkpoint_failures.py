@@ -23,9 +23,10 @@ from zerodrift.api import make_plan
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError
-from zerodrift.io import checkpoint_folder, checkpoint_writing
-from zerodrift.io.checkpoint import Checkpoints
-from zerodrift.io.checkpoint_lock import Lock
+from zerodrift.io.checkpoint import folder as checkpoint_folder
+from zerodrift.io.checkpoint import writing as checkpoint_writing
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
+from zerodrift.io.lock import Lock
 
 OLD, NEW = "step-00000001", "step-00000002"
 TIMEOUT = 4.0

@@ -13,8 +13,8 @@ import torch
 from tests.ranks.harness import run_ranks
 from tests.ranks.saved_by_deepspeed import BETAS, DECAY, LR, STEPS, Case, Truth, save
 from zerodrift.errors import CheckpointError
-from zerodrift.io.deepspeed import open_deepspeed
-from zerodrift.io.deepspeed_files import is_deepspeed
+from zerodrift.io.deepspeed.checkpoint import open_deepspeed
+from zerodrift.io.deepspeed.files import is_deepspeed
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is not installed"

@@ -20,8 +20,8 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, RankError
-from zerodrift.io import export as exporting
-from zerodrift.io.sink import Sink
+from zerodrift.io.safetensors import export as exporting
+from zerodrift.io.safetensors.writer import Sink
 from zerodrift.model.safetensors import stored
 
 ROUTERS = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
@@ -224,7 +224,7 @@ def again(root: str) -> None:
 
 
 def test_one_writer_at_a_time(root: Path) -> None:
-    from zerodrift.io.staging import Staging
+    from zerodrift.io.atomic import Staging
 
     first = Staging(root / "model")
     with pytest.raises(CheckpointError, match="must have one writer; got process"):
@@ -234,7 +234,7 @@ def test_one_writer_at_a_time(root: Path) -> None:
 
 
 def test_a_replacement_that_never_came_is_undone(root: Path) -> None:
-    from zerodrift.io.staging import Staging
+    from zerodrift.io.atomic import Staging
 
     (root / ".model.old-4f1c09ab").mkdir()
     (root / ".model.old-4f1c09ab" / "file").touch()

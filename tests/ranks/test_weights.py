@@ -18,7 +18,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError, ZerodriftError
-from zerodrift.io.reader import Reader
+from zerodrift.io.safetensors.reader import Reader
 from zerodrift.optim.split import round_away
 from zerodrift.policy.nouns import Master
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from zerodrift.errors import CheckpointError
-from zerodrift.io import checkpoint_lock
-from zerodrift.io.checkpoint_folder import Folder, automatic, check_tag
-from zerodrift.io.checkpoint_lock import Lock, Writer
-from zerodrift.io.checkpoint_manifest import (
+from zerodrift.io import lock as checkpoint_lock
+from zerodrift.io.checkpoint.folder import Folder, automatic, check_tag
+from zerodrift.io.checkpoint.manifest import (
     MANIFEST,
     Entry,
     Manifest,
@@ -27,6 +26,7 @@ from zerodrift.io.checkpoint_manifest import (
     write_manifest,
     write_whole,
 )
+from zerodrift.io.lock import Lock, Writer
 from zerodrift.mesh import MeshShape
 from zerodrift.record import encode
 
@@ -230,7 +230,7 @@ def test_a_lock_has_one_owner(tmp_path: Path) -> None:
 
 def test_of_two_processes_one_gets_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from zerodrift.io.checkpoint_lock import Lock\n"
+        "import sys, time; from pathlib import Path; from zerodrift.io.lock import Lock\n"
         "from zerodrift.errors import CheckpointError\n"
         "try:\n  Lock.take(Path(sys.argv[1])); print('mine', flush=True); time.sleep(60)\n"
         "except CheckpointError: print('other', flush=True)\n"

@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.laid_out import lay_out, values
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.deepspeed import open_deepspeed
+from zerodrift.io.deepspeed.checkpoint import open_deepspeed
 
 FLIPS = 150
 """Of single bits, at each stage."""

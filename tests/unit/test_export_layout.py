@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, NonFiniteError
-from zerodrift.io.conversions import Block, Laid, plain, strides_of
-from zerodrift.io.folder import Written, boxes, index_text, overlap, pack, size_in_bytes
-from zerodrift.io.sink import Sink
+from zerodrift.io.safetensors.files import Written, boxes, index_text, overlap, pack, size_in_bytes
+from zerodrift.io.safetensors.saving import Block, Laid, plain, strides_of
+from zerodrift.io.safetensors.writer import Sink
 from zerodrift.model.safetensors import stored
 
 

@@ -23,11 +23,11 @@ from tests.unit.laid_out import lay_out, values
 from zerodrift.api import initialize
 from zerodrift.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.checkpoint_folder import Folder, latest_text, read_latest
-from zerodrift.io.checkpoint_manifest import measured, read_manifest, write_manifest
+from zerodrift.io.checkpoint.folder import Folder, latest_text, read_latest
+from zerodrift.io.checkpoint.inspect import inspect
+from zerodrift.io.checkpoint.manifest import measured, read_manifest, write_manifest
 from zerodrift.io.convert import Asked, convert
-from zerodrift.io.deepspeed import open_deepspeed
-from zerodrift.io.inspect import inspect
+from zerodrift.io.deepspeed.checkpoint import open_deepspeed
 
 TAG = "step-00000003"
 CONFIG = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -222,7 +222,7 @@ def test_every_place_that_unpickles_is_restricted() -> None:
             if runs:
                 found.add(f"{path.relative_to(root)}: {name}")
     # `trust` is what a person says of files of their own.
-    assert found == {"io/deepspeed_files.py: torch.load"}
+    assert found == {"io/deepspeed/files.py: torch.load"}
 
 
 # --- paths --------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from tests.unit.test_foreign_files import CONFIG, network, snapshot
 from zerodrift.api import initialize
 from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.checkpoint_folder import Folder
-from zerodrift.io.checkpoint_manifest import verified
+from zerodrift.io.checkpoint.folder import Folder
+from zerodrift.io.checkpoint.manifest import verified
 from zerodrift.io.convert import convert
 from zerodrift.train.folder import Folder as RunFolder
 from zerodrift.train.here import train
@@ -234,7 +234,7 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
 
 def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
     """A line that did not fit is an error of ours where a run writes it, and is not read as a line."""
-    from zerodrift.io.places import room
+    from zerodrift.io.paths import room
 
     metrics = Metrics(RunFolder(tmp_path / "run"), Run(folder=str(tmp_path / "run")), 0)
     metrics.write("step", {"step": 1})

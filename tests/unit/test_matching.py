@@ -12,11 +12,11 @@ from torch import nn
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
-from zerodrift.io import reader
-from zerodrift.io.matching import Strict, dtypes, wanted
-from zerodrift.io.reader import Reader
-from zerodrift.io.strided import Layout, within
-from zerodrift.io.weights import Files
+from zerodrift.io.safetensors import reader
+from zerodrift.io.safetensors.boxes import Layout, within
+from zerodrift.io.safetensors.matching import Strict, dtypes, wanted
+from zerodrift.io.safetensors.reader import Reader
+from zerodrift.io.safetensors.weights import Files
 from zerodrift.model.module import from_module
 from zerodrift.model.safetensors import stored
 

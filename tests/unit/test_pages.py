@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerodrift.io.pages import Pages
+from zerodrift.io.safetensors.pages import Pages
 
 SIZE = 64 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

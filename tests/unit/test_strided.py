@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from zerodrift.io.strided import Axis, Layout, NoStridesError, Piece, concatenate, simplified, within
+from zerodrift.io.safetensors.boxes import (
+    Axis,
+    Layout,
+    NoStridesError,
+    Piece,
+    concatenate,
+    simplified,
+    within,
+)
 
 
 def read(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:

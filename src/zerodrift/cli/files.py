@@ -21,7 +21,7 @@ def inspect(
 ) -> None:
     """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete."""
     with streams.errors(debug):
-        from zerodrift.io import inspect as looking
+        from zerodrift.io.checkpoint import inspect as looking
 
         with streams.progress(f"reading {checkpoint}"):
             found = looking.inspect(checkpoint, verify=verify)

@@ -20,10 +20,10 @@ from zerodrift.comm.together import together
 from zerodrift.deepspeed.foreign import Foreign, as_ours, is_foreign
 from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import UnsupportedError
-from zerodrift.io.checkpoint import Checkpoints, Loaded, Part
-from zerodrift.io.checkpoint_differences import Allowed
-from zerodrift.io.checkpoint_folder import LATEST, Folder
-from zerodrift.io.places import writing
+from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded, Part
+from zerodrift.io.checkpoint.differences import Allowed
+from zerodrift.io.checkpoint.folder import LATEST, Folder
+from zerodrift.io.paths import writing
 
 if TYPE_CHECKING:
     from zerodrift.deepspeed.engine import DeepSpeedEngine

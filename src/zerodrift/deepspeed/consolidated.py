@@ -18,7 +18,7 @@ import torch
 
 from zerodrift.comm.together import together
 from zerodrift.engine.engine import Engine
-from zerodrift.io.places import writing
+from zerodrift.io.paths import writing
 from zerodrift.plan.table import Row
 
 

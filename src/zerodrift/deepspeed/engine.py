@@ -31,7 +31,7 @@ from zerodrift.deepspeed.zero import external
 from zerodrift.deepspeed.zero.slices import release
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
-from zerodrift.io.checkpoint import Checkpoints
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 
 class DeepSpeedEngine(nn.Module):

@@ -22,11 +22,11 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint_differences import Allowed
+from zerodrift.io.checkpoint.differences import Allowed
 from zerodrift.io.convert import to_checkpoint
-from zerodrift.io.deepspeed import open_deepspeed
-from zerodrift.io.deepspeed_files import find_tag, is_deepspeed
-from zerodrift.io.places import look
+from zerodrift.io.deepspeed.checkpoint import open_deepspeed
+from zerodrift.io.deepspeed.files import find_tag, is_deepspeed
+from zerodrift.io.paths import look
 from zerodrift.io.sources import from_deepspeed
 
 

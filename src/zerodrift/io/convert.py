@@ -23,13 +23,13 @@ from torch import nn
 
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError
-from zerodrift.io import checkpoint_state as states
-from zerodrift.io.checkpoint_contents import VERSIONS
-from zerodrift.io.checkpoint_folder import Folder, automatic
-from zerodrift.io.checkpoint_index import write_index
-from zerodrift.io.checkpoint_items import Item, moment_key, weight_key, write_items
-from zerodrift.io.checkpoint_lock import Lock
-from zerodrift.io.checkpoint_manifest import (
+from zerodrift.io.atomic import Staging
+from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.contents import VERSIONS
+from zerodrift.io.checkpoint.folder import Folder, automatic
+from zerodrift.io.checkpoint.index import write_index
+from zerodrift.io.checkpoint.items import Item, moment_key, weight_key, write_items
+from zerodrift.io.checkpoint.manifest import (
     SHARED,
     Entry,
     Manifest,
@@ -37,14 +37,14 @@ from zerodrift.io.checkpoint_manifest import (
     write_manifest,
     write_whole,
 )
-from zerodrift.io.conversions import Shape, plain
-from zerodrift.io.export import exported_dtype, laid_out, main_dtype, write_config
-from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
-from zerodrift.io.places import look, writing
+from zerodrift.io.lock import Lock
+from zerodrift.io.paths import look, writing
 from zerodrift.io.progress import Bar
-from zerodrift.io.sink import Sink
+from zerodrift.io.safetensors.export import exported_dtype, laid_out, main_dtype, write_config
+from zerodrift.io.safetensors.files import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
+from zerodrift.io.safetensors.saving import Shape, plain
+from zerodrift.io.safetensors.writer import Sink
 from zerodrift.io.sources import Source, Trained, open_source
-from zerodrift.io.staging import Staging
 from zerodrift.mesh import MeshShape
 from zerodrift.model.module import transient
 

@@ -20,11 +20,11 @@ from torch import nn
 
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError, ZerodriftError, said
-from zerodrift.io import checkpoint_state as states
-from zerodrift.io.checkpoint_folder import LATEST, Folder
-from zerodrift.io.checkpoint_items import CHUNK, Reader, moment_key, weight_key
-from zerodrift.io.checkpoint_items import Wanted as Item
-from zerodrift.io.checkpoint_manifest import (
+from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.folder import LATEST, Folder
+from zerodrift.io.checkpoint.items import CHUNK, Reader, moment_key, weight_key
+from zerodrift.io.checkpoint.items import Wanted as Item
+from zerodrift.io.checkpoint.manifest import (
     MANIFEST,
     SHARED,
     Entry,
@@ -33,12 +33,12 @@ from zerodrift.io.checkpoint_manifest import (
     read_plan,
     verified,
 )
-from zerodrift.io.deepspeed import DeepSpeedCheckpoint, open_deepspeed
-from zerodrift.io.deepspeed_files import is_deepspeed
-from zerodrift.io.deepspeed_parts import Run
-from zerodrift.io.matching import Wanted, wanted
-from zerodrift.io.places import look, short
-from zerodrift.io.weights import Files
+from zerodrift.io.deepspeed.checkpoint import DeepSpeedCheckpoint, open_deepspeed
+from zerodrift.io.deepspeed.files import is_deepspeed
+from zerodrift.io.deepspeed.parts import Run
+from zerodrift.io.paths import look, short
+from zerodrift.io.safetensors.matching import Wanted, wanted
+from zerodrift.io.safetensors.weights import Files
 from zerodrift.model import safetensors
 from zerodrift.model.sources import describe
 from zerodrift.plan.table import Plan

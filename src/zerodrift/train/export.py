@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from zerodrift.engine.engine import Engine
-from zerodrift.io.checkpoint_folder import LATEST
-from zerodrift.io.checkpoint_folder import Folder as Saved
-from zerodrift.io.checkpoint_items import Reader, weight_key
-from zerodrift.io.checkpoint_manifest import verified
-from zerodrift.io.export import export as export_model
+from zerodrift.io.checkpoint.folder import LATEST
+from zerodrift.io.checkpoint.folder import Folder as Saved
+from zerodrift.io.checkpoint.items import Reader, weight_key
+from zerodrift.io.checkpoint.manifest import verified
+from zerodrift.io.safetensors.export import export as export_model
 from zerodrift.model.factory import make
 from zerodrift.train import model as models
 from zerodrift.train.job import Job

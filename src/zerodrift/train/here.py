@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.places import room
+from zerodrift.io.paths import room
 from zerodrift.legible import legible
 from zerodrift.train.display import display
 from zerodrift.train.launch import Launcher, RankFailedError, join

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import IO, Any
 
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.places import free
+from zerodrift.io.paths import free
 
 GRACE = 20.0
 """Seconds that the others have to end by themselves after one has failed."""

@@ -21,8 +21,8 @@ from zerodrift.comm.mesh import started
 from zerodrift.config.schema import Config
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problem, Problems
-from zerodrift.io.checkpoint import Checkpoints
-from zerodrift.io.checkpoint_folder import Folder as Saved
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
+from zerodrift.io.checkpoint.folder import Folder as Saved
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.policy.nouns import Policy

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed.consolidated import write
-from zerodrift.io import checkpoint_state as states
-from zerodrift.io.checkpoint_folder import LATEST, Folder
-from zerodrift.io.checkpoint_items import Reader, weight_key
-from zerodrift.io.checkpoint_manifest import SHARED, read_entries, verified
-from zerodrift.io.deepspeed import open_deepspeed
-from zerodrift.io.deepspeed_files import is_deepspeed
-from zerodrift.io.folder import size_in_bytes
-from zerodrift.io.places import writing
+from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.folder import LATEST, Folder
+from zerodrift.io.checkpoint.items import Reader, weight_key
+from zerodrift.io.checkpoint.manifest import SHARED, read_entries, verified
+from zerodrift.io.deepspeed.checkpoint import open_deepspeed
+from zerodrift.io.deepspeed.files import is_deepspeed
+from zerodrift.io.paths import writing
+from zerodrift.io.safetensors.files import size_in_bytes
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

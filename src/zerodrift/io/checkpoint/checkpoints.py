@@ -1,8 +1,8 @@
 """Checkpoints of an engine: saved by name, resumed exactly, on any number of ranks and at any stage.
 
 The weights are plain fp32 whatever the master scheme, the moments fp32 by torch's names, each parameter flat
-and cut where the ranks' slices happen to end. What is in a checkpoint is `checkpoint_contents`'s affair, how
-one appears in a folder, or does not, `checkpoint_writing`'s.
+and cut where the ranks' slices happen to end. What is in a checkpoint is `contents`'s affair, how
+one appears in a folder, or does not, `writing`'s.
 
 Invariant: a run that is killed at any moment and resumed from the newest checkpoint ends in the bits of one
 that was not, on as many ranks and at the same stage.
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from zerodrift.comm.together import together
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError
-from zerodrift.io import checkpoint_contents as contents
-from zerodrift.io import checkpoint_state as states
-from zerodrift.io.checkpoint_differences import (
+from zerodrift.io.checkpoint import contents
+from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.differences import (
     Allowed,
     Difference,
     check_allowed,
@@ -31,9 +31,9 @@ from zerodrift.io.checkpoint_differences import (
     check_model,
     differences,
 )
-from zerodrift.io.checkpoint_folder import LATEST, Folder, automatic, check_tag
-from zerodrift.io.checkpoint_items import Reader
-from zerodrift.io.checkpoint_manifest import (
+from zerodrift.io.checkpoint.folder import LATEST, Folder, automatic, check_tag
+from zerodrift.io.checkpoint.items import Reader
+from zerodrift.io.checkpoint.manifest import (
     SHARED,
     Entry,
     Manifest,
@@ -43,7 +43,7 @@ from zerodrift.io.checkpoint_manifest import (
     read_manifest,
     read_plan,
 )
-from zerodrift.io.checkpoint_writing import Head, Job, Save
+from zerodrift.io.checkpoint.writing import Head, Job, Save
 
 if TYPE_CHECKING:
     from zerodrift.comm.collectives import Collectives

@@ -19,7 +19,7 @@ from typing import Any
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problem, Problems, said
-from zerodrift.io.places import open_own, own_file, short
+from zerodrift.io.paths import open_own, own_file, short
 from zerodrift.mesh import MeshShape
 from zerodrift.record import decode, encode
 

@@ -4,7 +4,7 @@ Some architectures hold their weights in another form than their checkpoints do:
 joined, names changed. `transformers` declares how, as patterns and operations on whole tensors. Here its own
 functions choose names and run, and what they are given are `Traced` tensors: without memory, each with a
 `Layout` that follows every view, stack, concatenation and transposition. What comes out says which bytes of
-which files a parameter is, so a slice of it can be read as one. `conversions.py` goes the other way, from
+which files a parameter is, so a slice of it can be read as one. `saving.py` goes the other way, from
 parameters to the files that `save_pretrained` would write.
 
 Invariant: an operation that does more than move elements is refused by name; nothing is approximated.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.io.strided import Layout, NoStridesError, concatenate
+from zerodrift.io.safetensors.boxes import Layout, NoStridesError, concatenate
 from zerodrift.model.header import Stored
 
 

@@ -20,11 +20,11 @@ from zerodrift import __version__
 from zerodrift.dtypes import DType
 from zerodrift.engine.shards import Held, Part, Shards
 from zerodrift.errors import CheckpointError
-from zerodrift.io import checkpoint_state as states
-from zerodrift.io.checkpoint_differences import Running
-from zerodrift.io.checkpoint_items import Item, Reader, Wanted, moment_key, weight_key
-from zerodrift.io.checkpoint_manifest import Entry, Manifest
-from zerodrift.io.checkpoint_writing import Head
+from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.differences import Running
+from zerodrift.io.checkpoint.items import Item, Reader, Wanted, moment_key, weight_key
+from zerodrift.io.checkpoint.manifest import Entry, Manifest
+from zerodrift.io.checkpoint.writing import Head
 from zerodrift.optim.schedules import SCHEDULES
 
 if TYPE_CHECKING:

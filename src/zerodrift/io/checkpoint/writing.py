@@ -18,11 +18,10 @@ from typing import Any
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError, said
-from zerodrift.io.checkpoint_folder import Folder
-from zerodrift.io.checkpoint_index import Written, write_index
-from zerodrift.io.checkpoint_items import Item, write_items
-from zerodrift.io.checkpoint_lock import Lock
-from zerodrift.io.checkpoint_manifest import (
+from zerodrift.io.checkpoint.folder import Folder
+from zerodrift.io.checkpoint.index import Written, write_index
+from zerodrift.io.checkpoint.items import Item, write_items
+from zerodrift.io.checkpoint.manifest import (
     SHARED,
     Entry,
     File,
@@ -32,7 +31,8 @@ from zerodrift.io.checkpoint_manifest import (
     write_plan,
     write_whole,
 )
-from zerodrift.io.places import refusal, unwritable
+from zerodrift.io.lock import Lock
+from zerodrift.io.paths import refusal, unwritable
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A parameter's weight and each of its moments is one DCP tensor of one dimension,
 `moments.<key>.<name>`, cut into chunks wherever ranks or size cut it; the real shape is in the table of
 parameters. DCP's own reader reads these files. Its writer would keep every tensor of a file until the file
 is closed (torch 2.13), so the same bytes are written here, one chunk at a time; where each lies is
-`checkpoint_index`'s business.
+`index`'s business.
 
 Invariant: neither direction holds more than one chunk beside the caller's tensors.
 """
@@ -25,9 +25,9 @@ from typing import IO, Any, cast
 import torch
 
 from zerodrift.errors import CheckpointError, said
-from zerodrift.io.checkpoint_index import OTHER, Tensor, Written, read_index
-from zerodrift.io.checkpoint_manifest import Entry, File
-from zerodrift.io.places import open_own
+from zerodrift.io.checkpoint.index import OTHER, Tensor, Written, read_index
+from zerodrift.io.checkpoint.manifest import Entry, File
+from zerodrift.io.paths import open_own
 
 CHUNK = 8 << 20
 """Elements of one chunk at most: what a reader must hold to get at one of its elements."""

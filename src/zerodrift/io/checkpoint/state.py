@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from zerodrift.errors import CheckpointError, UnsupportedError, said
-from zerodrift.io.places import open_own
+from zerodrift.io.paths import open_own
 
 if TYPE_CHECKING:
     from torch import nn

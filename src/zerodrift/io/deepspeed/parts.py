@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerodrift.errors import CheckpointError
-from zerodrift.io.deepspeed_files import Files
+from zerodrift.io.deepspeed.files import Files
 
 Run = tuple[int, torch.Tensor]
 """(first element in the row-major flattening, values)."""

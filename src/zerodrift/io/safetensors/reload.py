@@ -19,8 +19,8 @@ import torch
 from zerodrift.comm.together import together
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.shards import Held, Piece, Shards
-from zerodrift.io.matching import Strict, wanted
-from zerodrift.io.weights import Files, LoadedWeights
+from zerodrift.io.safetensors.matching import Strict, wanted
+from zerodrift.io.safetensors.weights import Files, LoadedWeights
 from zerodrift.plan.stages import named, part
 from zerodrift.plan.table import Row
 

@@ -25,8 +25,8 @@ import zlib
 from pathlib import Path
 
 from zerodrift.errors import CheckpointError, did_you_mean
-from zerodrift.io.checkpoint_manifest import MANIFEST, PARAMETERS, SHARED, read_manifest
-from zerodrift.io.places import is_folder, listed, look, read_file, short
+from zerodrift.io.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, read_manifest
+from zerodrift.io.paths import is_folder, listed, look, read_file, short
 
 LATEST = "latest"
 LONGEST = 200

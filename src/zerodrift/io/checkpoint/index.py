@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zerodrift.errors import CheckpointError, said
-from zerodrift.io.checkpoint_manifest import File, measured
-from zerodrift.io.places import open_own, short
+from zerodrift.io.checkpoint.manifest import File, measured
+from zerodrift.io.paths import open_own, short
 
 INDEX = ".metadata"
 OTHER = "Load another checkpoint."

@@ -22,9 +22,10 @@ import torch
 from torch.serialization import safe_globals
 
 from zerodrift.errors import CheckpointError, Problems, did_you_mean, said
-from zerodrift.io import archive, places
-from zerodrift.io.checkpoint_folder import LATEST, read_latest
-from zerodrift.io.places import is_folder, look, short
+from zerodrift.io import paths
+from zerodrift.io.checkpoint.folder import LATEST, read_latest
+from zerodrift.io.deepspeed import archive
+from zerodrift.io.paths import is_folder, look, short
 from zerodrift.model.document import listed
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -84,7 +85,7 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def _is_one(folder: Path) -> bool:
-    return any(_MODEL.fullmatch(entry.name) for entry in places.listed(folder))
+    return any(_MODEL.fullmatch(entry.name) for entry in paths.listed(folder))
 
 
 def find_tag(path: Path, tag: str = "") -> Path:
@@ -95,7 +96,7 @@ def find_tag(path: Path, tag: str = "") -> Path:
         )
     if not tag and _is_one(path):
         return path
-    there = places.listed(path)
+    there = paths.listed(path)
     tags = [entry.name for entry in there if entry.is_dir() and entry.name != LATEST]
     if not tag:
         tag = read_latest(path)
@@ -115,7 +116,7 @@ def find_tag(path: Path, tag: str = "") -> Path:
 def read_files(folder: Path, trust: bool = False) -> Files:
     """Every file of one tag. `trust` unpickles whatever they hold, which runs code that they name."""
     problems = Problems()
-    names = [entry.name for entry in places.listed(folder)]
+    names = [entry.name for entry in paths.listed(folder)]
     _refuse_others(folder, names)
     models, optimizers = _numbered(names, _MODEL), _numbered(names, _OPTIMIZER)
     if not models:

@@ -1,7 +1,7 @@
 """A DeepSpeed checkpoint by parameter name: weights, fp32 masters, moments, and where the run was.
 
-Which files there must be is `deepspeed_files.py`'s business, how each ZeRO stage lays its buffers out that of
-`deepspeed_sharded.py` and `deepspeed_whole.py`.
+Which files there must be is `files.py`'s business, how each ZeRO stage lays its buffers out that of
+`sharded.py` and `whole.py`.
 
 Invariant: every element of a parameter is in exactly one run, and nothing is read before a run is used.
 """
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from zerodrift.errors import CheckpointError, ZerodriftError, said
-from zerodrift.io.deepspeed_files import Files, find_tag, is_tried, read_files
-from zerodrift.io.deepspeed_parts import Run, Saved
-from zerodrift.io.deepspeed_sharded import stage_1_or_2, stage_3
-from zerodrift.io.deepspeed_whole import stage_0
+from zerodrift.io.deepspeed.files import Files, find_tag, is_tried, read_files
+from zerodrift.io.deepspeed.parts import Run, Saved
+from zerodrift.io.deepspeed.sharded import stage_1_or_2, stage_3
+from zerodrift.io.deepspeed.whole import stage_0
 
 KNOWN = frozenset(
     [

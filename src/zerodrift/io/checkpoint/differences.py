@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean
-from zerodrift.io.checkpoint_manifest import Entry, Manifest
+from zerodrift.io.checkpoint.manifest import Entry, Manifest
 from zerodrift.plan.table import Plan, Row
 
 Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buffers"]

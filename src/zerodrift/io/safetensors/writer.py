@@ -20,8 +20,8 @@ import torch
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import NonFiniteError, ZerodriftError
-from zerodrift.io.conversions import Block, Shape
-from zerodrift.io.folder import Box, File, boxes, overlap
+from zerodrift.io.safetensors.files import Box, File, boxes, overlap
+from zerodrift.io.safetensors.saving import Block, Shape
 
 CHUNK = 1 << 20
 """Elements that are converted at a time."""

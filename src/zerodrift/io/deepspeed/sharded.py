@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from zerodrift.errors import CheckpointError
-from zerodrift.io.deepspeed_files import Files
-from zerodrift.io.deepspeed_parts import Read, Run, Saved, aliases_of, does_not_fit, frozen_one, updates_of
+from zerodrift.io.deepspeed.files import Files
+from zerodrift.io.deepspeed.parts import Read, Run, Saved, aliases_of, does_not_fit, frozen_one, updates_of
 
 GLANCE = 4096
 """Elements of each run that are compared with the model's weights, spread over it."""

@@ -18,9 +18,9 @@ import uuid
 from pathlib import Path
 
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint_folder import sync_folder
-from zerodrift.io.checkpoint_lock import NAME, Lock
-from zerodrift.io.places import is_folder, listed, short, writing
+from zerodrift.io.checkpoint.folder import sync_folder
+from zerodrift.io.lock import NAME, Lock
+from zerodrift.io.paths import is_folder, listed, short, writing
 
 _KEY = "[0-9a-f]" * 8
 

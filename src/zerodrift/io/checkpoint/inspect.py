@@ -20,9 +20,9 @@ from rich.console import RenderableType
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint_folder import LATEST, Folder
-from zerodrift.io.checkpoint_manifest import MANIFEST, Entry, Manifest, damage, read_entries, read_manifest
-from zerodrift.io.places import look
+from zerodrift.io.checkpoint.folder import LATEST, Folder
+from zerodrift.io.checkpoint.manifest import MANIFEST, Entry, Manifest, damage, read_entries, read_manifest
+from zerodrift.io.paths import look
 from zerodrift.record import encode
 from zerodrift.report import figures
 from zerodrift.report.frame import grid, pairs, printed, section, title

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from zerodrift.io.deepspeed_files import Files
-from zerodrift.io.deepspeed_parts import Read, Saved, updates_of
+from zerodrift.io.deepspeed.files import Files
+from zerodrift.io.deepspeed.parts import Read, Saved, updates_of
 
 
 def stage_0(files: Files) -> Read:

@@ -26,11 +26,11 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, Problem
-from zerodrift.io.matching import Filled, Match, Strict, Wanted, match
-from zerodrift.io.places import look
+from zerodrift.io.paths import look
 from zerodrift.io.progress import Bar
-from zerodrift.io.reader import Reader
-from zerodrift.io.strided import Piece, within
+from zerodrift.io.safetensors.boxes import Piece, within
+from zerodrift.io.safetensors.matching import Filled, Match, Strict, Wanted, match
+from zerodrift.io.safetensors.reader import Reader
 from zerodrift.model.safetensors import stored
 
 if TYPE_CHECKING:

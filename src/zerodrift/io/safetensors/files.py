@@ -1,7 +1,7 @@
 """What a folder of safetensors files looks like before it is written: names, headers, the place of each byte.
 
 Everything follows from the tensors' names, shapes and dtypes, so every rank knows the place of its own slices
-and nobody has to send or collect anything. Writing them is `sink.py`'s business.
+and nobody has to send or collect anything. Writing them is `writer.py`'s business.
 
 Invariant: equal tensors in an equal order give equal files; every tensor is in exactly one of them.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError
-from zerodrift.io.conversions import Laid, Shape
+from zerodrift.io.safetensors.saving import Laid, Shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

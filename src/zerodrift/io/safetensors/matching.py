@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint fill which parameters and buffers of a model, or everything that is wrong.
 
-Names are settled by `traced.py`; here what was found is held against what the model has: names, shapes and
-dtypes, ties, and what a caller or the model itself allows to be missing or too much. No weight is read.
+Names are settled by `conversions.py`; here what was found is held against what the model has: names, shapes
+and dtypes, ties, and what a caller or the model itself allows to be missing or too much. No weight is read.
 
 Invariant: with no problem raised, every element of every name in `Match.found` has one place in a file.
 """
@@ -20,8 +20,8 @@ from torch import nn
 
 from zerodrift.dtypes import DType, widest
 from zerodrift.errors import ModelError, Problems, did_you_mean
-from zerodrift.io.strided import Piece
-from zerodrift.io.traced import Converted, convert
+from zerodrift.io.safetensors.boxes import Piece
+from zerodrift.io.safetensors.conversions import Converted, convert
 from zerodrift.model.document import listed, read
 from zerodrift.model.header import Stored
 from zerodrift.model.module import transient

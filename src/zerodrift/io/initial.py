@@ -20,8 +20,8 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.engine.place import Source, Sources
 from zerodrift.errors import ModelError, Problem, RankError
-from zerodrift.io.matching import Strict, dtypes, wanted
-from zerodrift.io.weights import Files, LoadedWeights
+from zerodrift.io.safetensors.matching import Strict, dtypes, wanted
+from zerodrift.io.safetensors.weights import Files, LoadedWeights
 from zerodrift.model import recipe
 from zerodrift.model.document import listed
 from zerodrift.model.sources import describe

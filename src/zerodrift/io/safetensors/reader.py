@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from zerodrift.errors import ModelError, Problem
-from zerodrift.io.pages import Pages
-from zerodrift.io.strided import Piece, simplified
+from zerodrift.io.safetensors.boxes import Piece, simplified
+from zerodrift.io.safetensors.pages import Pages
 from zerodrift.model.header import Stored
 
 CHUNK = 2 << 20

@@ -1,9 +1,9 @@
 """A trained model as a folder that `transformers` and everybody else can load.
 
-Every rank writes its own slices at their places (`sink.py`) in files whose layout follows from the plan
-(`folder.py`), so a model of any size leaves without being whole anywhere. Values are those of the `export`
+Every rank writes its own slices at their places (`writer.py`) in files whose layout follows from the plan
+(`files.py`), so a model of any size leaves without being whole anywhere. Values are those of the `export`
 column: the bits of storage where that has the same dtype, otherwise the master, rounded once. Names and
-layout are those of the architecture's own checkpoints (`conversions.py`).
+layout are those of the architecture's own checkpoints (`saving.py`).
 
 Invariant: the folder is whole or not there, and a pinned parameter is in it with every bit.
 """
@@ -27,13 +27,13 @@ from torch import nn
 from zerodrift.dtypes import TRAINING_DTYPES, DType, parse, widest
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, ConfigError
-from zerodrift.io.checkpoint import everywhere
-from zerodrift.io.conversions import Shape, layout
-from zerodrift.io.folder import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
-from zerodrift.io.places import writing
+from zerodrift.io.atomic import Staging
+from zerodrift.io.checkpoint.checkpoints import everywhere
+from zerodrift.io.paths import writing
 from zerodrift.io.progress import Bar
-from zerodrift.io.sink import Sink
-from zerodrift.io.staging import Staging
+from zerodrift.io.safetensors.files import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
+from zerodrift.io.safetensors.saving import Shape, layout
+from zerodrift.io.safetensors.writer import Sink
 from zerodrift.plan.stages import named
 from zerodrift.plan.table import Plan, Row
 

@@ -1,0 +1,1 @@
+"""Checkpoints of an engine: saved, resumed, and looked into."""

@@ -1,0 +1,1 @@
+"""Checkpoints that DeepSpeed saved, read by parameter name."""

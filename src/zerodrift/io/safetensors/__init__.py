@@ -1,0 +1,1 @@
+"""Weights in safetensors files: read in slices, and written in slices."""
