@@ -12,11 +12,12 @@ CELLS  ?= $(VENV)-versions
 # What runs by itself; the others are what these measure with.
 BENCHES := $(filter-out bench/about.py bench/deepseek_v3_layout.py bench/gpt.py,$(wildcard bench/*.py))
 
-.PHONY: help demo test test-all check bench docs versions env clean
+.PHONY: help demo quick test test-all check bench docs versions env clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, then train a small mixture of experts on two processes"
+	@echo "make quick   the tests to run after every change: units, and a cell of each product of the numeric core"
 	@echo "make test    set up, check style and types, then run the tests"
 	@echo "make check   style and types only"
 	@echo "make bench   the benchmarks, each beside its alternatives"
@@ -46,6 +47,9 @@ demo: env
 	@echo; echo 'What it makes of "def ":'
 	@$(BIN)/zerodrift sample runs/demo --prompt 'def '
 	@echo; echo 'The report: runs/demo/report.html'
+
+quick: env
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m quick
 
 test: check
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"

@@ -1,4 +1,4 @@
-"""What holds for every test: it leaves no process and no process group behind."""
+"""What holds for every test: it leaves no process and no process group behind, and is quick or not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
+from tests import chosen
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    chosen.mark_quick(items)
 
 
 @pytest.fixture(autouse=True)

@@ -419,6 +419,7 @@ def recomputed() -> list[list[float]]:
     return found
 
 
+@pytest.mark.long
 def test_activation_checkpointing_changes_nothing() -> None:
     for plain, other, reentrant in run_ranks(recomputed, 2):
         assert plain == other == reentrant

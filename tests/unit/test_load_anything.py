@@ -56,6 +56,7 @@ def loads_or_says(source: Any, *overrides: str) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(st.dictionaries(st.one_of(st.sampled_from(NAMES), KEYS), VALUES, max_size=5))
+@pytest.mark.long
 def test_any_dict_loads_or_is_a_config_error(source: Any) -> None:
     loads_or_says(source)
 

@@ -40,6 +40,7 @@ def test_a_small_layout_is_read_by_the_reference_reader(layout: ModuleType, tmp_
     assert {parameter.name: parameter.shape for parameter in spec.parameters} == expected
 
 
+@pytest.mark.long
 def test_the_whole_layout_is_sparse_and_read_quickly(layout: ModuleType, tmp_path: Path) -> None:
     try:
         index = layout.write(tmp_path)

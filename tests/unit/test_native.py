@@ -17,6 +17,7 @@ needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C
 
 
 @needs_compiler
+@pytest.mark.long
 def test_several_builders_make_one_library(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """File locks belong to open files, so threads stand in for ranks."""
     found: list[native.Library | None] = []
@@ -45,6 +46,7 @@ def test_a_cached_library_needs_no_compiler(tmp_path: Path, caplog: pytest.LogCa
 
 
 @needs_compiler
+@pytest.mark.long
 def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
     (tmp_path / f"kernels-{native.key()}.so").write_bytes(b"half a file")
     assert native.obtain(tmp_path, native.find_compiler()) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from zerodrift.dtypes import DType
 from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
 from zerodrift.plan.check import broken
 from zerodrift.plan.schedule import collectives
+
+pytestmark = pytest.mark.long
 
 DTYPE = st.sampled_from(["fp32", "bf16", "fp16", "float32", "bfloat16", "half"])
 FLAG = st.sampled_from([True, False, "auto"])

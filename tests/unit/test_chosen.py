@@ -1,0 +1,54 @@
+"""The tests that are chosen hold what they are chosen for, and are the same wherever they are chosen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.chosen import Cell, covering, factors
+
+PRODUCT = [
+    dict(zip(("stage", "mode", "world"), values, strict=True))
+    for values in itertools.product("0123", ("fp32", "bf16", "fp16"), "124")
+]
+
+
+def holds(cells: list[Cell], strength: int) -> set[tuple[tuple[str, str], ...]]:
+    return {pair for cell in cells for pair in itertools.combinations(sorted(cell.items()), strength)}
+
+
+@pytest.mark.parametrize(("strength", "most"), [(1, 4), (2, 14), (3, 36)])
+def test_every_combination_is_held_by_few_cells(strength: int, most: int) -> None:
+    chosen = [PRODUCT[number] for number in covering(PRODUCT, strength, "a test")]
+    assert holds(chosen, strength) == holds(PRODUCT, strength)
+    assert len(chosen) <= most
+
+
+def test_one_cell_is_any_but_always_the_same() -> None:
+    chosen = {seed: covering(PRODUCT, 0, seed) for seed in map(str, range(50))}
+    assert all(len(numbers) == 1 for numbers in chosen.values())
+    assert len({number for (number,) in chosen.values()}) > 10
+    assert chosen == {seed: covering(PRODUCT, 0, seed) for seed in chosen}
+
+
+def test_cells_that_are_no_product_are_held_too() -> None:
+    ragged = [*random.Random(0).sample(PRODUCT, 15), {"stage": "0"}, {}]
+    chosen = [ragged[number] for number in covering(ragged, 2, "a test")]
+    assert holds(chosen, 2) == holds(ragged, 2)
+    assert {"stage": "0"} in chosen and {} in chosen
+
+
+@pytest.mark.parametrize("pair", [("one", 2)])
+@pytest.mark.parametrize("alone", [None])
+def test_a_tuple_is_several_factors(
+    request: pytest.FixtureRequest, pair: tuple[str, int], alone: None
+) -> None:
+    assert isinstance(request.node, pytest.Function)
+    assert factors(request.node) == {"pair.0": "'one'", "pair.1": "2", "alone": "None"}
+
+
+def test_what_is_chosen_is_marked(request: pytest.FixtureRequest) -> None:
+    """This one is a unit, so it is quick wherever it runs."""
+    assert request.node.get_closest_marker("quick")
