@@ -31,14 +31,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import DType
+from zerodrift import optimizers
+from zerodrift.dtypes import BLOCK, DType
 from zerodrift.kernels import device, native
 from zerodrift.kernels.squares import block_square_sums, digits, total
 from zerodrift.optim.fused import update
 from zerodrift.optim.reference import Step, reference_update
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme, allocate
-from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
+from zerodrift.optim.updates import Hyper, Root, moment_count
+from zerodrift.optimizers import Algorithm
 from zerodrift.policy.nouns import Master, State
 
 HYPER = Hyper(lr=1e-3, step=10, weight_decay=0.1, momentum=0.9)
@@ -98,7 +100,7 @@ def count(text: str) -> int:
     units = {"K": 10**3, "M": 10**6, "G": 10**9}
     unit = units.get(text[-1:].upper(), 1)
     number = int(float(text.rstrip("kKmMgG")) * unit)
-    return max(number // native.BLOCK, 1) * native.BLOCK
+    return max(number // BLOCK, 1) * BLOCK
 
 
 def measure(numel: int, rounds: int, where: torch.device) -> Iterator[Result]:
@@ -165,8 +167,8 @@ def cases(where: torch.device) -> list[Case]:
         ours("split, 8bit state, fp32 grad", 16, DType.BF16, split, State.EIGHT_BIT, fp32),
         ours("fp32 storage, fp32 state, fp32 grad", 28, DType.FP32, same, wide, fp32),
         ours("split, torch root", 28, DType.BF16, split, wide, fp32, root=Root.TORCH),
-        ours("split, SGD momentum", 16 + 4, DType.BF16, split, wide, fp32, Algorithm.SGD),
-        ours("split, Lion", 16 + 4, DType.BF16, split, wide, fp32, Algorithm.LION),
+        ours("split, SGD momentum", 16 + 4, DType.BF16, split, wide, fp32, optimizers.SGD),
+        ours("split, Lion", 16 + 4, DType.BF16, split, wide, fp32, optimizers.LION),
         *(limit_cases() if where.type == "cpu" else []),
         Case("norm of an fp32 grad", 4, norm),
         ours("norm + fp32 master", 34, DType.BF16, exact, wide, fp32, clip=True),
@@ -187,14 +189,14 @@ def ours(
     master: Master,
     state: State,
     grad: torch.dtype,
-    algorithm: Algorithm = Algorithm.ADAMW,
+    algorithm: Algorithm = optimizers.ADAMW,
     root: Root = Root.EXACT,
     clip: bool = False,
     slow: bool = False,
 ) -> Case:
     def build(gradient: Tensor) -> Callable[[], object]:
         scheme = Scheme(storage, master, state)
-        blocks = gradient.numel() // native.BLOCK
+        blocks = gradient.numel() // BLOCK
         mine = allocate(
             scheme,
             gradient.to(storage.torch, copy=True),

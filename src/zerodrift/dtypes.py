@@ -10,6 +10,7 @@ Invariant: a dtype has one short name (`bf16`), used in config keys, tables, err
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,11 +121,29 @@ _SPELLINGS: dict[str, DType] = {
     "double": DType.FP64,
 }
 
-TRAINING_DTYPES = (DType.FP32, DType.BF16, DType.FP16)
-"""What a column of a trained parameter may hold."""
+_TRAINING = (DType.FP32, DType.BF16, DType.FP16)
+
+ADMITTED: Mapping[str, tuple[DType, ...]] = {
+    "storage": _TRAINING,
+    "gather": _TRAINING,
+    "compute": _TRAINING,
+    "grad": _TRAINING,
+    "accumulate": _TRAINING,
+    "reduce.wire": _TRAINING,
+    "reduce.sum": _TRAINING,
+    "export": _TRAINING,
+    "buffers": _TRAINING,
+}
+"""What a config may say for a column, whichever key says it. `master` and `state` have words of their own."""
 
 
-def spellings(dtypes: tuple[DType, ...] = TRAINING_DTYPES) -> list[str]:
+BLOCK = 256
+"""Elements. Parameters start on multiples of it, and every slice is a multiple of it, so a block of 256
+elements of one parameter is never cut: what is computed per block (a partial norm, the scale of an `8bit`
+moment, a key of random rounding) does not depend on the stage."""
+
+
+def spellings(dtypes: Sequence[DType]) -> list[str]:
     """Every accepted spelling of the given dtypes, short names first."""
     return sorted(
         (text for text, dtype in _SPELLINGS.items() if dtype in dtypes),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import native
@@ -20,7 +21,8 @@ from zerodrift.optim.reference import Step, reference_update
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Rounding, Scheme, Slice, allocate, read, write
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.updates import Algorithm, Hyper, Root
+from zerodrift.optim.updates import Hyper, Root
+from zerodrift.optimizers import ELEMENTWISE, Algorithm
 from zerodrift.policy.nouns import Master, State
 
 BLOCKS = 11
@@ -74,7 +76,7 @@ def step_of(algorithm: Algorithm, number: int, root: Root = Root.EXACT) -> Step:
 
 
 def moments_of(algorithm: Algorithm) -> int:
-    return 2 if algorithm in (Algorithm.ADAM, Algorithm.ADAMW) else 1
+    return 2 if algorithm in (optimizers.ADAM, optimizers.ADAMW) else 1
 
 
 def assert_equal(one: Slice, other: Slice, what: str = "") -> None:
@@ -95,7 +97,7 @@ def assert_equal(one: Slice, other: Slice, what: str = "") -> None:
 
 
 @compiled
-@pytest.mark.parametrize("algorithm", Algorithm, ids=str)
+@pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 @pytest.mark.parametrize("state", State, ids=str)
 def test_compiled_equals_reference(algorithm: Algorithm, state: State) -> None:
     for (storage, master, rounding), dtype in itertools.product(MASTERS, GRADIENTS):
@@ -111,7 +113,7 @@ def test_compiled_equals_reference(algorithm: Algorithm, state: State) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("algorithm", Algorithm, ids=str)
+@pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm) -> None:
     for storage, master, rounding in MASTERS:
         scheme = Scheme(storage, master, State.BF16_STOCHASTIC, rounding)
@@ -130,7 +132,7 @@ def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm)
 
 def test_statistics_say_what_was_lost() -> None:
     """bf16 weights of 1 and a change of a thousandth: every update is lost, unless there is a master."""
-    step = Step(Algorithm.SGD, (Hyper(1e-3),), 1)
+    step = Step(optimizers.SGD, (Hyper(1e-3),), 1)
     for scheme, lost in (
         (Scheme(DType.BF16, Master.SAME, State.FP32), 1.0),
         (Scheme(DType.BF16, Master.FP32, State.FP32), 0.0),
@@ -154,7 +156,7 @@ def test_statistics_count_moments_that_underflow() -> None:
     gradient[:100] = 1e-3
     room = Statistics.empty(1)
     fused.update(
-        Scheme(DType.FP32, Master.SAME, State.BF16), mine, gradient, step_of(Algorithm.ADAMW, 1), room
+        Scheme(DType.FP32, Master.SAME, State.BF16), mine, gradient, step_of(optimizers.ADAMW, 1), room
     )
     assert room.blocks[0, 3] == 156
 
@@ -171,7 +173,7 @@ def test_a_library_that_contracts_otherwise_is_caught(
     other = native.obtain(tmp_path, native.find_compiler())
     monkeypatch.setattr(native, "library", lambda: other)
     scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
-    for algorithm in (Algorithm.ADAMW, Algorithm.SGD, Algorithm.LION):
+    for algorithm in (optimizers.ADAMW, optimizers.SGD, optimizers.LION):
         one, two = make(scheme, moments_of(algorithm)), make(scheme, moments_of(algorithm))
         for number in (1, 2):
             step = step_of(algorithm, number)
@@ -188,7 +190,7 @@ def test_special_values() -> None:
     weight, gradient = odd.repeat(odd.numel()), odd.repeat_interleave(odd.numel())
     for (storage, master, rounding), state in itertools.product(MASTERS, State):
         scheme = Scheme(storage, master, state, rounding)
-        for algorithm in Algorithm:
+        for algorithm in ELEMENTWISE:
             one = allocate(
                 scheme,
                 torch.empty(numel, dtype=storage.torch),
@@ -216,7 +218,7 @@ def test_any_length_and_alignment(numel: int, state: State) -> None:
         storage = torch.randn(numel + 1, generator=generator()).bfloat16()[1:]
         one = allocate(scheme, storage.clone(), 2, keys=keys)
         other = allocate(scheme, storage, 2, keys=keys)
-        step = replace(step_of(Algorithm.ADAMW, 1))
+        step = replace(step_of(optimizers.ADAMW, 1))
         reference_update(scheme, one, gradient, step)
         fused.update(scheme, other, gradient, step)
         assert_equal(one, other)
@@ -235,7 +237,7 @@ def test_codes_around_the_bounds_of_decades_and_binades() -> None:
     keys = block_keys(3, 0, values.shape[0])
     scheme = Scheme(DType.FP32, Master.SAME, State.EIGHT_BIT)
     # A first moment that is the gradient, and a second one that is its square.
-    for algorithm, gradient in ((Algorithm.SGD, first), (Algorithm.ADAMW, values.flatten().sqrt())):
+    for algorithm, gradient in ((optimizers.SGD, first), (optimizers.ADAMW, values.flatten().sqrt())):
         one = allocate(scheme, torch.zeros(values.numel()), moments_of(algorithm), keys=keys)
         other = copy.deepcopy(one)
         for number in range(1, 9):
@@ -262,7 +264,7 @@ def test_large_slices_equal_the_reference(
         for path in (reference_update, fused.update):
             held = torch.zeros(numel + shift, dtype=storage.torch)[shift:]
             mine = allocate(scheme, held, 2, initial=weights.clone())
-            path(scheme, mine, gradient, Step(Algorithm.ADAMW, (Hyper(1e-2, 1),), 1, 0.37))
+            path(scheme, mine, gradient, Step(optimizers.ADAMW, (Hyper(1e-2, 1),), 1, 0.37))
             made.append(mine)
     finally:
         torch.set_num_threads(before)
@@ -279,7 +281,7 @@ def test_threads_do_not_change_bits() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             mine = make(scheme, blocks=513)
-            fused.update(scheme, mine, gradient_of(mine.numel, 1), step_of(Algorithm.ADAMW, 1))
+            fused.update(scheme, mine, gradient_of(mine.numel, 1), step_of(optimizers.ADAMW, 1))
             found.append(mine)
     finally:
         torch.set_num_threads(before)
@@ -307,7 +309,7 @@ def test_slices_do_not_change_bits(path: object, state: State) -> None:
     whole = make(scheme)
     pieces = [part(whole, 0, 1), part(whole, 1, 6), part(whole, 6, BLOCKS)]
     for number in (1, 2, 3):
-        gradient, step = gradient_of(NUMEL, number), step_of(Algorithm.ADAMW, number)
+        gradient, step = gradient_of(NUMEL, number), step_of(optimizers.ADAMW, number)
         path(scheme, whole, gradient, step)  # type: ignore[operator]
         for piece, own in zip(pieces, gradient.split([256, 256 * 5, 256 * 5]), strict=True):
             path(scheme, piece, own, step)  # type: ignore[operator]
@@ -318,7 +320,7 @@ def test_slices_do_not_change_bits(path: object, state: State) -> None:
         assert torch.equal(whole.scales[index], torch.cat([piece.scales[index] for piece in pieces]))
 
 
-@pytest.mark.parametrize("algorithm", Algorithm, ids=str)
+@pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 def test_split_equals_an_fp32_master_that_rounds_away(algorithm: Algorithm) -> None:
     """300 steps: every visible weight and every master, bit for bit."""
     halves = Scheme(DType.BF16, Master.SPLIT, State.FP32)
@@ -337,7 +339,7 @@ def test_split_equals_an_fp32_master_that_rounds_away(algorithm: Algorithm) -> N
 def test_without_compiled_kernels_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
     one, other = make(scheme), make(scheme)
-    gradient, step = gradient_of(NUMEL, 1), step_of(Algorithm.ADAMW, 1)
+    gradient, step = gradient_of(NUMEL, 1), step_of(optimizers.ADAMW, 1)
     fused.update(scheme, one, gradient, step)
     monkeypatch.setattr(native, "library", lambda: None)
     fused.update(scheme, other, gradient, step)
@@ -348,8 +350,8 @@ def test_a_strided_gradient_is_accepted() -> None:
     scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
     one, other = make(scheme), make(scheme)
     gradient = torch.stack([gradient_of(NUMEL, 1)] * 2, 1)[:, 0]
-    fused.update(scheme, one, gradient, step_of(Algorithm.ADAMW, 1))
-    fused.update(scheme, other, gradient.contiguous(), step_of(Algorithm.ADAMW, 1))
+    fused.update(scheme, one, gradient, step_of(optimizers.ADAMW, 1))
+    fused.update(scheme, other, gradient.contiguous(), step_of(optimizers.ADAMW, 1))
     assert_equal(one, other)
 
 
@@ -383,7 +385,7 @@ def test_schemes_that_cannot_be_are_refused(storage: DType, master: Master, told
 
 def test_tensors_that_do_not_fit_are_refused_before_an_address_is_used() -> None:
     scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
-    mine, step = make(scheme), step_of(Algorithm.ADAMW, 1)
+    mine, step = make(scheme), step_of(optimizers.ADAMW, 1)
     gradient = gradient_of(NUMEL, 1)
     broken = [
         (replace(mine, moments=mine.moments[:1]), gradient),

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from tests.numerics.test_fused import NUMEL, assert_equal, gradient_of, make, step_of
+from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.kernels import device, native
 from zerodrift.optim import fused
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.updates import Algorithm
 from zerodrift.policy.nouns import Master, State
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_without_triton_the_reference_runs_after_one_notice(
     forget()
     scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
     one, other = make(scheme), make(scheme)
-    gradient, step = gradient_of(NUMEL, 1), step_of(Algorithm.ADAMW, 1)
+    gradient, step = gradient_of(NUMEL, 1), step_of(optimizers.ADAMW, 1)
     with caplog.at_level(logging.WARNING, "zerodrift"):
         fused.update(scheme, one, gradient, step)
         fused.update(scheme, one, gradient, step)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
 from zerodrift.optim.fused import update
 from zerodrift.optim.reference import Step, reference_update
 from zerodrift.optim.schemes import Scheme, allocate
-from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
+from zerodrift.optim.updates import Hyper, Root, moment_count
+from zerodrift.optimizers import Algorithm
 from zerodrift.policy.nouns import Master, State
 
 PLAIN = Scheme(DType.FP32, Master.SAME, State.FP32)
@@ -35,13 +37,13 @@ class Case:
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 QUICK = {"betas": (0.4, 0.95), "eps": 1e-6, "weight_decay": 0.0, "maximize": True}
 CASES = [
-    Case(torch.optim.AdamW, Algorithm.ADAMW, ADAM),
-    Case(torch.optim.AdamW, Algorithm.ADAMW, QUICK),
-    Case(torch.optim.Adam, Algorithm.ADAM, ADAM),
-    Case(torch.optim.Adam, Algorithm.ADAM, QUICK),
-    Case(torch.optim.SGD, Algorithm.SGD, {"weight_decay": 0.01}),
-    Case(torch.optim.SGD, Algorithm.SGD, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.05}),
-    Case(torch.optim.SGD, Algorithm.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    Case(torch.optim.AdamW, optimizers.ADAMW, ADAM),
+    Case(torch.optim.AdamW, optimizers.ADAMW, QUICK),
+    Case(torch.optim.Adam, optimizers.ADAM, ADAM),
+    Case(torch.optim.Adam, optimizers.ADAM, QUICK),
+    Case(torch.optim.SGD, optimizers.SGD, {"weight_decay": 0.01}),
+    Case(torch.optim.SGD, optimizers.SGD, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.05}),
+    Case(torch.optim.SGD, optimizers.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
 ]
 PATHS = [reference_update, update]
 
@@ -148,7 +150,7 @@ def test_lion_is_its_formula(path: Any) -> None:
     weight, mean = weight.double(), torch.zeros(numel, dtype=torch.float64)
     for number, gradient in enumerate(gradients(numel, 10), 1):
         hyper = Hyper(rate, number, (beta1, beta2), weight_decay=decay)
-        path(PLAIN, mine, gradient, Step(Algorithm.LION, (hyper,), number))
+        path(PLAIN, mine, gradient, Step(optimizers.LION, (hyper,), number))
         wide = gradient.double()
         weight = weight * (1 - rate * decay) - rate * (beta1 * mean + (1 - beta1) * wide).sign()
         mean = beta2 * mean + (1 - beta2) * wide
@@ -165,7 +167,7 @@ def test_the_multiplier_is_one_product_in_fp32(path: Any) -> None:
     for given, multiplier in ((gradient, 0.37), (gradient, torch.tensor(0.37)), (gradient * 0.37, 1.0)):
         mine = allocate(PLAIN, torch.ones(numel), 2)
         kept = given.clone()
-        path(PLAIN, mine, given, Step(Algorithm.ADAMW, (hyper,), 1, multiplier))
+        path(PLAIN, mine, given, Step(optimizers.ADAMW, (hyper,), 1, multiplier))
         assert torch.equal(given, kept), "the gradient is not the update's to change"
         found.append(mine.storage)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -179,7 +181,7 @@ def test_groups_are_as_if_alone(path: Any) -> None:
     groups = torch.tensor([0, 0, 1, 2, 1, 1, 0, 2, 2, 2, 2, 0], dtype=torch.int32)
     start = torch.randn(256 * blocks, generator=torch.Generator().manual_seed(3))
     gradient = gradients(256 * blocks, 1)[0]
-    step = Step(Algorithm.ADAMW, hypers, 1)
+    step = Step(optimizers.ADAMW, hypers, 1)
     together = allocate(PLAIN, start.clone(), 2, groups=groups)
     path(PLAIN, together, gradient, step)
     for number, hyper in enumerate(hypers):

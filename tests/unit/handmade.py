@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerodrift.dtypes import DType
+from zerodrift.dtypes import BLOCK, DType
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.cost import Cost, Peak, Rest, Traffic
-from zerodrift.plan.table import ALIGNMENT, BufferRow, Plan, Row, Segment, Unit
+from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import (
     COLUMNS,
     Averaging,
@@ -190,8 +190,8 @@ def _segment(
         )
         rows.append(row)
         numel += row.numel
-        offset += -(-row.numel // ALIGNMENT) * ALIGNMENT
-    step = ALIGNMENT * mesh.shard
+        offset += -(-row.numel // BLOCK) * BLOCK
+    step = BLOCK * mesh.shard
     padded = -(-offset // step) * step
     segments.append(Segment(unit, group[0].columns, tuple(range(start, len(rows))), numel, padded))
 

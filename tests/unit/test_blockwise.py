@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerodrift.kernels.native import BLOCK
+from zerodrift.dtypes import BLOCK
 from zerodrift.optim.blockwise import (
     LARGEST_SCALE,
     LEAST_SCALE,

@@ -205,11 +205,12 @@ def test_the_sections_of_a_plan_are_those_that_are_described(refresh: ModuleType
 # --- words that must agree --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/plan.md", "docs/architecture.md"])
-def test_the_columns_are_all_there_in_order(name: str) -> None:
-    below = page(name).partition("| column | what it is |")[2]
-    found = re.findall(r"^\| `(\w+)` \| ", below, flags=re.MULTILINE)
-    assert tuple(found[: len(COLUMNS)]) == COLUMNS
+def test_the_columns_are_all_there_in_order_on_one_page() -> None:
+    lines = list(rows("docs/config.md", "### Columns"))[1:]
+    assert tuple(name.strip("`") for name, *_ in lines) == COLUMNS
+    for name in ("README.md", "docs/plan.md", "docs/architecture.md"):
+        assert "config.md#columns" in page(name)
+        assert not re.search(r"^\| `gather` \|", page(name), flags=re.MULTILINE), name
 
 
 def test_the_rooms_are_those_that_the_layers_test_enforces() -> None:

@@ -11,12 +11,12 @@ import torch
 
 from tests.unit.models import moe, parameter
 from zerodrift import ConfigError, MeshError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
+from zerodrift.dtypes import BLOCK
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ParameterSpec
 from zerodrift.optim.flat import keys_of
 from zerodrift.optim.update import Owned
 from zerodrift.plan.schedule import collectives
-from zerodrift.plan.table import ALIGNMENT
 from zerodrift.record import decode, encode
 from zerodrift.report.explain import explain
 
@@ -217,7 +217,7 @@ def block_keys(made: Plan, name: str, part: int) -> list[int]:
     storage = torch.empty(spec.padded, dtype=torch.bfloat16)
     piece = Owned(row.segment, spec, rows, storage, storage, 0, part)
     span = piece.span(row)
-    return keys_of(piece)[span.start // ALIGNMENT : -(-span.stop // ALIGNMENT)].tolist()
+    return keys_of(piece)[span.start // BLOCK : -(-span.stop // BLOCK)].tolist()
 
 
 def test_random_rounding_draws_the_same_bits_wherever_an_expert_is() -> None:

@@ -17,24 +17,25 @@ ROOMS: dict[str, set[str]] = {
     "dtypes": {"errors"},
     "mesh": {"errors"},
     "versions": set(),
-    "config": {"dtypes", "errors", "files", "mesh"},
+    "optimizers": set(),
+    "config": {"dtypes", "errors", "files", "mesh", "optimizers"},
     "model": {"dtypes", "errors", "files"},
-    "policy": {"config", "dtypes", "errors", "mesh", "model", "record"},
-    "plan": {"policy", "dtypes", "errors", "mesh", "model", "record"},
+    "policy": {"config", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
+    "plan": {"policy", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
     "report": {"plan", "policy", "dtypes", "errors", "mesh", "model", "record", "config", "legible"},
     "kernels": {"dtypes", "errors"},
     "comm": {"dtypes", "errors", "mesh"},
-    "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh"},
+    "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh", "optimizers"},
     "experts": {"comm", "plan", "errors"},
     "engine": {
         *{"experts", "optim", "kernels", "comm", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "mesh"},
     },
     "pipeline": {"engine", "comm", "plan", "policy", "report", "errors"},
-    "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors"},
+    "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
     "io": {
         *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "mesh", "record"},
+        *{"dtypes", "errors", "mesh", "optimizers", "record"},
     },
     "audit": {"backends", "engine", "comm", "plan", "policy", "dtypes", "errors"},
     "api": {
@@ -47,6 +48,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "deepspeed": {
         *{"api", "io", "config", "engine", "comm", "optim", "plan", "policy", "dtypes", "errors"},
+        "optimizers",
     },
     "cli": {
         "train",
@@ -66,7 +68,10 @@ ROOMS: dict[str, set[str]] = {
 }
 """Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""
 
-TORCH_FREE = {"errors", "record", "dtypes", "mesh", "versions", "config", "policy", "plan", "report", "cli"}
+TORCH_FREE = {
+    *{"errors", "record", "dtypes", "mesh", "versions", "optimizers"},
+    *{"config", "policy", "plan", "report", "cli"},
+}
 """Rooms that must be importable where torch is not."""
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
 from zerodrift import ConfigError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
+from zerodrift.dtypes import BLOCK
 from zerodrift.plan.check import broken
 from zerodrift.plan.layout import Packed, pack
-from zerodrift.plan.table import ALIGNMENT
 from zerodrift.policy.matrices import not_hidden
 from zerodrift.policy.nouns import Placement
 from zerodrift.report.explain import explain
@@ -58,28 +58,28 @@ def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slic
     packed = pack(parameters, slices, "whole")
     assert packed == pack(parameters, slices, "whole")
     assert packed.numel == sum(sizes)
-    assert packed.padded % (slices * ALIGNMENT) == 0
+    assert packed.padded % (slices * BLOCK) == 0
     assert all(first == last for first, last in ends(packed, sizes, slices))
     end = 0
     for offset, size in sorted(zip(packed.offsets, sizes, strict=True)):
-        assert offset >= end and offset % ALIGNMENT == 0
+        assert offset >= end and offset % BLOCK == 0
         end = offset + size
     assert end <= packed.padded
-    blocks = [-(-size // ALIGNMENT) for size in sizes]
-    assert packed.padded / slices <= ALIGNMENT * (sum(blocks) / slices + max(blocks))
+    blocks = [-(-size // BLOCK) for size in sizes]
+    assert packed.padded / slices <= BLOCK * (sum(blocks) / slices + max(blocks))
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(2, 3))
 @settings(max_examples=100, deadline=None)
 def test_longest_first_is_within_a_third_of_the_best(blocks: list[int], slices: int) -> None:
     """The best by trying every way."""
-    packed = pack([parameter(f"p{n}", (ALIGNMENT * size,)) for n, size in enumerate(blocks)], slices, "whole")
+    packed = pack([parameter(f"p{n}", (BLOCK * size,)) for n, size in enumerate(blocks)], slices, "whole")
     ways = itertools.product(range(slices), repeat=len(blocks))
     best = min(
         max(sum(size for size, at in zip(blocks, way, strict=True) if at == slot) for slot in range(slices))
         for way in ways
     )
-    assert ALIGNMENT * best <= packed.padded / slices <= ALIGNMENT * best * 4 / 3
+    assert BLOCK * best <= packed.padded / slices <= BLOCK * best * 4 / 3
 
 
 @given(
@@ -95,7 +95,7 @@ def test_a_stack_is_cut_between_matrices_and_between_blocks(
     assert packed.offsets == (0,) and packed.numel == count * matrix <= packed.padded
     if slices > 1:
         assert each % matrix == 0
-    assert each % ALIGNMENT == 0
+    assert each % BLOCK == 0
 
 
 def test_longest_first_is_what_lies_where() -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from tests.unit.models import moe, parameter, tied
 from zerodrift import ConfigError, ModelError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
-from zerodrift.dtypes import DType
+from zerodrift.dtypes import BLOCK, DType
 from zerodrift.plan import check
 from zerodrift.plan.schedule import collectives
-from zerodrift.plan.table import ALIGNMENT
 from zerodrift.policy.nouns import Master
 
 
@@ -115,8 +114,8 @@ def test_frozen_and_trained_rows_do_not_share_a_segment() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_slices_are_whole_blocks(world: int) -> None:
     for segment in plan(at(3), world=world).segments:
-        assert segment.padded % (world * ALIGNMENT) == 0
-        assert segment.padded - segment.numel < world * ALIGNMENT + len(segment.rows) * ALIGNMENT
+        assert segment.padded % (world * BLOCK) == 0
+        assert segment.padded - segment.numel < world * BLOCK + len(segment.rows) * BLOCK
 
 
 def test_empty_and_scalar_parameters() -> None:
@@ -171,14 +170,14 @@ def shifted(made: Plan) -> Plan:
     """A whole row moved half a slice on, across the end of it."""
     row = next(i for i, row in enumerate(made.rows) if row.name.endswith("q_proj.weight"))
     each = made.segments[made.rows[row].segment].padded // 2
-    return with_row(made, row, offset=(each - 1) // ALIGNMENT * ALIGNMENT)
+    return with_row(made, row, offset=(each - 1) // BLOCK * BLOCK)
 
 
 def cut_stack(made: Plan) -> Plan:
     """A stack's segment made longer, so that its slices end inside of a matrix."""
     number = made.rows[-1].segment
     segments = list(made.segments)
-    segments[number] = replace(segments[number], padded=segments[number].padded + 2 * ALIGNMENT)
+    segments[number] = replace(segments[number], padded=segments[number].padded + 2 * BLOCK)
     return replace(made, segments=tuple(segments))
 
 

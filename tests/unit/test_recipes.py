@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.optim.flat import algorithm_of, arguments
-from zerodrift.optim.updates import Algorithm, Root
+from zerodrift.optim.updates import Root
+from zerodrift.optimizers import Algorithm
 from zerodrift.policy.nouns import Recipe
 
-ADAMW, ADAM = Algorithm.ADAMW, Algorithm.ADAM
+ADAMW, ADAM = optimizers.ADAMW, optimizers.ADAM
 
 
 def recipe(kind: str, **params: Any) -> Recipe:
@@ -37,8 +39,8 @@ def recipe(kind: str, **params: Any) -> Recipe:
         ("FusedAdam", {"adam_w_mode": False, "weight_decay": 0.3}, ADAM, 0.3),
         ("CPUAdam", {}, ADAMW, 0.0),
         ("CPUAdam", {"adam_w_mode": False, "fp32_optimizer_states": True}, ADAM, 0.0),
-        ("SGD", {"momentum": 0.9, "nesterov": True}, Algorithm.SGD, 0.0),
-        ("Lion", {"betas": [0.95, 0.98]}, Algorithm.LION, 0.0),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, optimizers.SGD, 0.0),
+        ("Lion", {"betas": [0.95, 0.98]}, optimizers.LION, 0.0),
     ],
 )
 def test_a_block_is_one_of_our_updates(
@@ -100,7 +102,7 @@ def test_which_of_torchs_objects_are_ours() -> None:
     assert algorithm_of(optim.AdamW([weight], fused=True)) == (ADAMW, Root.EXACT)
     assert algorithm_of(optim.Adam([weight])) == (ADAM, Root.TORCH)
     assert algorithm_of(optim.Adam([weight], decoupled_weight_decay=True)) == (ADAMW, Root.TORCH)
-    assert algorithm_of(optim.SGD([weight], lr=1.0)) == (Algorithm.SGD, Root.TORCH)
+    assert algorithm_of(optim.SGD([weight], lr=1.0)) == (optimizers.SGD, Root.TORCH)
     for other in (
         optim.NAdam([weight]),
         optim.AdamW([weight], amsgrad=True),

@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import native
-from zerodrift.kernels.native import BLOCK
 from zerodrift.kernels.squares import (
     DIGITS,
     block_square_sums,
@@ -19,7 +19,6 @@ from zerodrift.kernels.squares import (
     square_sum,
     total,
 )
-from zerodrift.plan.table import ALIGNMENT
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,8 +30,8 @@ def wild(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(numel, generator=generator) * spread).to(dtype)
 
 
-def test_a_block_is_an_alignment_of_the_plan() -> None:
-    assert BLOCK == ALIGNMENT
+def test_compiled_code_has_the_same_blocks() -> None:
+    assert f"constexpr int BLOCK = {BLOCK};" in native.SOURCE.with_name("formats.h").read_text()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

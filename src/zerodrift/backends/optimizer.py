@@ -14,27 +14,20 @@ Invariant: an update is one multiplication of the gradient in fp32, and then tor
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.group import LiveGroup, Member
-from zerodrift.errors import UnsupportedError
 from zerodrift.optim import flat
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.update import Counters
-from zerodrift.optim.updates import Algorithm
 from zerodrift.optim.views import dtype_name, group_of
+from zerodrift.optimizers import SGD
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Recipe
-
-CLASSES: dict[Algorithm, Callable[..., torch.optim.Optimizer]] = {
-    Algorithm.ADAMW: torch.optim.AdamW,
-    Algorithm.ADAM: torch.optim.Adam,
-    Algorithm.SGD: torch.optim.SGD,
-}
 
 
 class TensorUpdater:
@@ -141,7 +134,7 @@ class TensorUpdater:
 
     @property
     def kind(self) -> str:
-        return type(self.groups).__name__ if self._algorithm is None else self._algorithm.value
+        return type(self.groups).__name__ if self._algorithm is None else self._algorithm.kind
 
     def counters(self) -> Counters:
         if self._algorithm is not None:
@@ -176,7 +169,7 @@ class TensorUpdater:
             state: dict[str, Any] = {
                 name: torch.zeros_like(member.sharded, requires_grad=False) for name in names
             }
-            if self._algorithm is not Algorithm.SGD and steps:
+            if self._algorithm is not SGD and steps:
                 # Fused updates read it on the device of the parameter.
                 state["step"] = torch.tensor(float(steps), device=member.storage().device)
             if state:
@@ -189,8 +182,7 @@ class TensorUpdater:
             return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
         if (name and name not in self.group_of) or not counters[""]["steps"]:
             return ()
-        plain = not any(group.get("momentum") for group in self.groups.param_groups)
-        return () if self._algorithm is Algorithm.SGD and plain else flat.MOMENT_NAMES[self._algorithm]
+        return self._algorithm.kept(self.groups.param_groups)
 
 
 def _is_moment(value: object, member: Member) -> bool:
@@ -201,12 +193,8 @@ def _is_moment(value: object, member: Member) -> bool:
 def _from_recipe(recipe: Recipe, members: Sequence[Member]) -> torch.optim.Optimizer:
     """The optimizer of torch that a config's `optimizer` block means."""
     algorithm, arguments = flat.arguments(recipe)
-    kind = CLASSES.get(algorithm)
-    if kind is None:
-        raise UnsupportedError(
-            f"`optimizer.type`: must be an optimizer of torch on backend fsdp2; got {recipe.type}. Use "
-            f"AdamW, Adam or SGD."
-        )
+    if not algorithm.torch or algorithm.matrices:
+        raise AssertionError(f"{recipe.type} on backend fsdp2, which `resolve` refuses")
     # torch's fused SGD does not know DTensors (2.13).
-    fused = {} if algorithm is Algorithm.SGD else {"fused": True}
-    return kind([member.sharded for member in members], **arguments, **fused)
+    fused = {} if algorithm is SGD else {"fused": True}
+    return getattr(torch.optim, algorithm.torch)([member.sharded for member in members], **arguments, **fused)

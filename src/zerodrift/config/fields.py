@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
-from zerodrift.config.schema import Block, Config
-from zerodrift.dtypes import TRAINING_DTYPES, DType
+from zerodrift.config.schema import Block, Config, Of
+from zerodrift.dtypes import DType
 
 FAR = 1000
 """Bounds from here on only keep out mistakes: told to whoever is beyond one, and not on every page."""
@@ -165,12 +165,21 @@ def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
         if option is bool:
             return ["true", "false"]
         if option is DType:
-            return [str(dtype) for dtype in TRAINING_DTYPES]
+            return [str(dtype) for dtype in _admitted(extras)]
         if option in (int, float):
             return _number(option, extras)
         if option is str:
             return ["a string"]
     raise AssertionError(f"no words for {option!r}")
+
+
+def dtypes(kind: Any) -> tuple[DType, ...]:
+    """The dtypes that a key admits."""
+    return tuple(dtype for _, extras in _options(kind) for dtype in _admitted(extras))
+
+
+def _admitted(extras: tuple[Any, ...]) -> tuple[DType, ...]:
+    return tuple(dtype for extra in extras if isinstance(extra, Of) for dtype in extra.admitted)
 
 
 def _plural(item: Any) -> str:

@@ -316,8 +316,7 @@ def _remedy_for_text(kind: Any, text: str) -> str:
         return f"Write {meant} without quotes." if meant else ""
     if "number" in admitted or admitted[:1].isdigit():
         return "Write it without quotes." if _is_number(text) else ""
-    words = fields.choices(kind)
-    return did_you_mean(text, [*words, *dtypes.spellings()] if "fp32" in admitted else words)
+    return did_you_mean(text, [*fields.choices(kind), *dtypes.spellings(fields.dtypes(kind))])
 
 
 def _is_number(text: str) -> bool:

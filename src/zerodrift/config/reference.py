@@ -14,6 +14,7 @@ from pathlib import Path
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.differences import GROUPS
 from zerodrift.config.load import off_values
+from zerodrift.config.schema import ColumnKeys
 
 OURS = ("precision", "sharding", "pipeline", "experts", "backend")
 """Top-level keys of our own dialect."""
@@ -58,6 +59,15 @@ gradient_accumulation_steps: 8
 _SAME_AS = {"precision.rules[].reduce": "precision.reduce"}
 """Blocks that have the keys of another block, and are shown once."""
 
+_COLUMNS = "Columns"
+_WITH_COLUMNS = ("precision", "precision.rules[]")
+"""Blocks with a key for every column; the columns have a table of their own."""
+
+_COLUMNS_INTRO = """\
+Where a parameter, its gradient and its optimizer state have a dtype. As keys of `precision` they are for
+every parameter, as keys of a rule for those that it matches. `grad` to `state` are of trained parameters
+only. What is sharded follows from the stage: see [architecture.md](architecture.md#2-the-columns)."""
+
 
 def render_page() -> str:
     """`docs/deepspeed.md`."""
@@ -88,10 +98,15 @@ def render_config() -> str:
 
 def _blocks() -> Iterator[tuple[str, list[fields.Key]]]:
     """Blocks of keys with a name; those at top level in two, ours and DeepSpeed's."""
-    found: dict[str, list[fields.Key]] = {"backend": [], "": []}
+    columns: list[fields.Key] = []
+    found: dict[str, list[fields.Key]] = {_COLUMNS: columns, "backend": [], "": []}
     for key in fields.every_key():
         parent, _, name = key.path.rpartition(".")
         if parent in _SAME_AS:
+            continue
+        if parent in _WITH_COLUMNS and name in ColumnKeys.model_fields:
+            if parent == _WITH_COLUMNS[0]:
+                columns.append(key)
             continue
         if not parent and fields.block_of(key.kind) is not None:
             continue
@@ -102,12 +117,17 @@ def _blocks() -> Iterator[tuple[str, list[fields.Key]]]:
 
 
 def _root(name: str, keys: Sequence[fields.Key]) -> str:
-    return (name or keys[0].path).partition(".")[0]
+    return (keys[0].path if name in ("", _COLUMNS) else name).partition(".")[0]
 
 
 def _sections(blocks: Iterable[tuple[str, list[fields.Key]]]) -> Iterator[str]:
     for name, keys in blocks:
-        yield f"### `{name}`" if name and name != "backend" else "### At top level"
+        if name == _COLUMNS:
+            yield from (f"### {_COLUMNS}", _COLUMNS_INTRO)
+        else:
+            yield f"### `{name}`" if name and name != "backend" else "### At top level"
+        if name in _WITH_COLUMNS:
+            yield "Every [column](#columns) is a key of it too."
         yield _table(
             ("Key", "Allowed", "What it is"),
             [(f"`{key.path.rpartition('.')[2]}`", fields.admits(key.kind), key.doc) for key in keys],

@@ -13,33 +13,47 @@ The docstrings under the fields are the configuration reference: the docs are ge
 
 from __future__ import annotations
 
+import contextlib
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
 
 from zerodrift import dtypes
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MOST_RANKS
+from zerodrift.optimizers import TYPES, either
 
 Auto = Literal["auto"]
 
 
-def _training_dtype(value: Any) -> Any:
-    """Accept every spelling of a training dtype and nothing else."""
-    if isinstance(value, DType):
-        dtype = value
-    elif isinstance(value, str):
-        try:
-            dtype = dtypes.parse(value)
-        except ConfigError:
-            dtype = None
-    else:
-        dtype = None
-    if dtype not in dtypes.TRAINING_DTYPES:
-        raise ValueError(f"must be one of {', '.join(dtypes.spellings())}")
-    return dtype
+@dataclass(frozen=True, slots=True)
+class Of:
+    """Accepts every spelling of a dtype that a column admits, and nothing else."""
+
+    column: str
+    """Of `dtypes.ADMITTED`."""
+
+    @property
+    def admitted(self) -> tuple[DType, ...]:
+        return dtypes.ADMITTED[self.column]
+
+    def read(self, value: Any) -> DType:
+        found: DType | None = None
+        if isinstance(value, DType):
+            found = value
+        elif isinstance(value, str):
+            with contextlib.suppress(ConfigError):
+                found = dtypes.parse(value)
+        if found is None or found not in self.admitted:
+            raise ValueError(f"must be one of {', '.join(dtypes.spellings(self.admitted))}")
+        return found
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(self.read, handler(source))
 
 
 def _whole(value: Any) -> Any:
@@ -52,8 +66,16 @@ def _never(value: Any) -> Any:
     return 0 if isinstance(value, float) and value == math.inf else value
 
 
-Dtype = Annotated[DType, BeforeValidator(_training_dtype)]
-Pin = Annotated[Literal[DType.FP32], BeforeValidator(_training_dtype)]
+Storage = Annotated[DType, Of("storage")]
+Gather = Annotated[DType, Of("gather")]
+Compute = Annotated[DType, Of("compute")]
+Grad = Annotated[DType, Of("grad")]
+Accumulate = Annotated[DType, Of("accumulate")]
+Wire = Annotated[DType, Of("reduce.wire")]
+Sum = Annotated[DType, Of("reduce.sum")]
+Export = Annotated[DType, Of("export")]
+Buffers = Annotated[DType, Of("buffers")]
+Pin = Annotated[Literal[DType.FP32], Of("storage")]
 Flag = Annotated[bool, Field(strict=True)]
 MOST = 2**31 - 1
 """Of what is counted: more micro-batches, samples or steps are a mistake, or mean no bound at all."""
@@ -67,6 +89,7 @@ PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Scale = Annotated[float, Field(ge=0, le=2.0**127, strict=True, allow_inf_nan=False)]
 """What fp32 holds, in which a loss is scaled."""
 
+BackendName = Literal["native", "fsdp2"]
 Mode = Literal["auto", "fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"]
 
 
@@ -79,15 +102,38 @@ class Block(BaseModel):
 class Reduce(Block):
     """The `reduce` column in full; a bare dtype means both `wire` and, if it is fp32, `sum`."""
 
-    wire: Dtype | None = None
+    wire: Wire | None = None
     """Dtype of the gradient on the wire."""
-    sum: Dtype | None = None
+    sum: Sum | None = None
     """Dtype in which the ranks' gradients are summed; `fp32` unless told."""
     when: Literal["last", "every"] | None = None
     """Reduce after the `last` micro-batch or `every` one. Default `last` at stages 0-1, `every` at 2-3."""
 
 
-class Rule(Block):
+class ColumnKeys(Block):
+    """The columns of a parameter: for all of them in `precision`, for those that match in a rule."""
+
+    storage: Storage | None = None
+    """The parameter at rest between steps."""
+    gather: Gather | None = None
+    """The parameter on the wire."""
+    compute: Compute | None = None
+    """The parameter in the module's arithmetic."""
+    grad: Grad | None = None
+    """The gradient as autograd leaves it; equals `compute`."""
+    accumulate: Accumulate | None = None
+    """The sum over micro-batches. Default fp32. Same key as `gradient_accumulation_dtype`."""
+    reduce: Wire | Reduce | None = None
+    """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
+    master: Literal["fp32", "split", "same"] | None = None
+    """What the optimizer updates: `fp32` (a copy), `split` (exact fp32: bf16 + 16 bits), `same` (storage)."""
+    state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
+    """The optimizer's moments, and how they are rounded."""
+    export: Export | None = None
+    """The parameter in a saved model file."""
+
+
+class Rule(ColumnKeys):
     """One ordered rule: which parameters, and what their columns are. The last match wins, cell by cell."""
 
     match: str | None = None
@@ -96,24 +142,6 @@ class Rule(Block):
     """Dotted name of a module class; matches the parameters such a module owns itself."""
     pin: Pin | None = None
     """Shorthand: fp32 in every column. A pinned parameter is never rounded anywhere."""
-    storage: Dtype | None = None
-    """The parameter at rest between steps."""
-    gather: Dtype | None = None
-    """The parameter on the wire."""
-    compute: Dtype | None = None
-    """The parameter in the module's arithmetic."""
-    grad: Dtype | None = None
-    """The gradient as autograd leaves it; equals `compute`."""
-    accumulate: Dtype | None = None
-    """The sum over micro-batches."""
-    reduce: Dtype | Reduce | None = None
-    """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
-    master: Literal["fp32", "split", "same"] | None = None
-    """What the optimizer updates."""
-    state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
-    """The optimizer's moments."""
-    export: Dtype | None = None
-    """The parameter in a saved model file."""
     placement: Literal["sliced", "matrices", "whole"] | None = None
     """Where a rank's slice may end: `sliced`, anywhere in the parameter; `matrices`, between the matrices of
     its last two dimensions; `whole`, not inside it. For optimizers that work on matrices; costs padding."""
@@ -123,30 +151,12 @@ class Rule(Block):
     """What a fully pinned module returns: its own dtype (`keep`) or its input's (`input`)."""
 
 
-class Precision(Block):
+class Precision(ColumnKeys):
     """Every precision decision. One key per column sets the default; `rules` refine it by name or class."""
 
     mode: Mode | None = None
     """The recipe that the columns start from; `auto` follows the stated rule of `docs/auto.md`."""
-    storage: Dtype | None = None
-    """The parameter at rest between steps."""
-    gather: Dtype | None = None
-    """The parameter on the wire."""
-    compute: Dtype | None = None
-    """The parameter in the module's arithmetic."""
-    grad: Dtype | None = None
-    """The gradient as autograd leaves it; equals `compute`."""
-    accumulate: Dtype | None = None
-    """The sum over micro-batches. Default fp32. Same key as `gradient_accumulation_dtype`."""
-    reduce: Dtype | Reduce | None = None
-    """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
-    master: Literal["fp32", "split", "same"] | None = None
-    """What the optimizer updates: `fp32` (a copy), `split` (exact fp32: bf16 + 16 bits), `same` (storage)."""
-    state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
-    """The optimizer's moments, and how they are rounded."""
-    export: Dtype | None = None
-    """The parameter in a saved model file."""
-    buffers: Dtype | Literal["keep"] | None = None
+    buffers: Buffers | Literal["keep"] | None = None
     """Floating buffers: `keep` as the model made them, or cast. Same key as `data_types.buffer_dtype`."""
     allow_narrow: Flag | None = None
     """Allow `accumulate` to be narrower than `compute`."""
@@ -245,7 +255,7 @@ class TorchAutocast(Block):
 
     enabled: Flag | None = None
     """Run the forward under `torch.autocast`; parameters rest in fp32."""
-    dtype: Dtype | None = None
+    dtype: Compute | None = None
     """The autocast dtype: bf16 or fp16. Default bf16."""
     lower_precision_safe_modules: tuple[str, ...] | None = None
     """Dotted classes whose parameters travel in the autocast dtype. Default Linear and Conv1d to Conv3d."""
@@ -254,11 +264,11 @@ class TorchAutocast(Block):
 class DataTypes(Block):
     """DeepSpeed's `data_types` block."""
 
-    grad_accum_dtype: Dtype | None = None
+    grad_accum_dtype: Accumulate | None = None
     """Same key as `gradient_accumulation_dtype`."""
-    param_dtype: Dtype | None = None
+    param_dtype: Storage | None = None
     """Must agree with the mode: a check, not a setting."""
-    buffer_dtype: Dtype | None = None
+    buffer_dtype: Buffers | None = None
     """Cast floating buffers; they are kept as they are unless told."""
 
 
@@ -289,8 +299,7 @@ class ZeroOptimization(Block):
 class Optimizer(Block):
     """DeepSpeed's `optimizer` block."""
 
-    type: str
-    """Adam, AdamW, FusedAdam, CPUAdam, SGD, Lion or Muon."""
+    type: str = Field(description=f"{either(list(dict.fromkeys(TYPES.values())))}.")
     params: dict[str, Any] = Field(default_factory=dict)
     """The optimizer's arguments. Those left out have DeepSpeed's defaults: no `weight_decay`, `lr` 1e-3."""
 
@@ -315,7 +324,7 @@ class Config(Block):
     """Our pipeline block."""
     experts: Experts | None = None
     """Our experts block."""
-    backend: Literal["native", "fsdp2"] | None = None
+    backend: BackendName | None = None
     """Who executes the plan. Default native."""
 
     bf16: Bf16 | None = None
@@ -324,11 +333,11 @@ class Config(Block):
     """DeepSpeed's fp16 block."""
     torch_autocast: TorchAutocast | None = None
     """DeepSpeed's autocast block."""
-    gradient_accumulation_dtype: Dtype | None = None
+    gradient_accumulation_dtype: Accumulate | None = None
     """The sum over micro-batches, at every stage."""
     data_types: DataTypes | None = None
     """DeepSpeed's data_types block."""
-    communication_data_type: Dtype | None = None
+    communication_data_type: Wire | None = None
     """Dtype of gradients on the wire, for every parameter that is not pinned."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """DeepSpeed's sharding block."""

@@ -141,7 +141,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "Every checkpoint loads on any number of ranks, at any stage: there is nothing to convert.",
     ),
     "deepspeed.ops": {
-        "lamb": "LAMB needs whole parameters. Use AdamW or Lion.",
+        "lamb": "LAMB needs whole parameters. Use AdamW.",
         "adagrad": "Use `torch.optim.Adagrad` without ZeRO, or AdamW.",
         "transformer": "The model runs as it is; there is no kernel injection.",
         "sparse_attention": "Attention is the model's own.",

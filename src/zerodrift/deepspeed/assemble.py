@@ -24,12 +24,12 @@ from zerodrift.config.load import load
 from zerodrift.config.read import read
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
-from zerodrift.deepspeed.ops.adam import FusedAdam
-from zerodrift.deepspeed.ops.lion import FusedLion
+from zerodrift.deepspeed.ops import OVER_PARAMETERS
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.optim import schedules
 from zerodrift.optim.flat import TORCH_DECAY
+from zerodrift.optimizers import ADAMW, TYPES, either, meant
 
 Path = str | os.PathLike[str]
 
@@ -163,19 +163,19 @@ def _is_everything(parameters: Iterable[Any], model: nn.Module) -> bool:
 
 def _of_block(kind: str, params: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
     """The config's optimizer over some parameters, or groups of them."""
-    torchs = bool(params.pop("torch_adam", False))
-    decoupled = bool(params.pop("adam_w_mode", True)) or kind == "AdamW"
-    if kind in ("Adam", "AdamW", "FusedAdam", "CPUAdam"):
-        decay = {"weight_decay": TORCH_DECAY if torchs and decoupled else 0.0}
-        return FusedAdam(parameters, adam_w_mode=decoupled, **{**decay, **params})
-    if kind == "SGD":
-        return torch.optim.SGD(parameters, **params)
-    if kind == "Lion":
-        return FusedLion(parameters, **params)
-    raise UnsupportedError(
-        f"`optimizer.type`: must be AdamW, Adam, SGD or Lion where `model_parameters` are groups or a part "
-        f"of the model; got {kind!r}. Leave `model_parameters` out, or pass an optimizer."
-    )
+    named = TYPES.get(kind.lower())
+    algorithm = None if named is None else meant(named, params)
+    make = None if algorithm is None else OVER_PARAMETERS.get(algorithm)
+    if make is None:
+        raise UnsupportedError(
+            f"`optimizer.type`: must be {either(known.name for known in OVER_PARAMETERS)} where "
+            f"`model_parameters` are groups or a part of the model; got {kind!r}. Leave `model_parameters` "
+            f"out, or pass an optimizer."
+        )
+    params.pop("adam_w_mode", None)
+    if params.pop("torch_adam", False) and algorithm is ADAMW:
+        params.setdefault("weight_decay", TORCH_DECAY)
+    return make(parameters, **params)
 
 
 def _schedule(given: Any, written: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
-from zerodrift.dtypes import DType, from_torch
+from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.attached import left_by_others
 from zerodrift.engine.pools import Pools
 from zerodrift.engine.segment import FlatSegment
@@ -35,7 +35,7 @@ from zerodrift.model import recipe
 from zerodrift.model.spread import is_spread
 from zerodrift.optim.split import split
 from zerodrift.plan.layout import round_up
-from zerodrift.plan.table import ALIGNMENT, Plan, Row
+from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master
 
 Masters = dict[int, torch.Tensor]
@@ -241,7 +241,7 @@ def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:
 def share_of(segment: FlatSegment, rank: int) -> slice:
     """The elements of a segment that a rank fills: an equal part, and what it owns where that is a part."""
     padded, ranks = segment.spec.padded, segment.ranks
-    count = padded // ranks if padded % ranks == 0 else round_up(-(-padded // ranks), ALIGNMENT)
+    count = padded // ranks if padded % ranks == 0 else round_up(-(-padded // ranks), BLOCK)
     return slice(min(padded, rank * count), min(padded, (rank + 1) * count))
 
 

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from zerodrift.comm.mesh import Mesh
+from zerodrift.dtypes import BLOCK
 from zerodrift.engine.attached import settle
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.plan.table import ALIGNMENT, Row
+from zerodrift.plan.table import Row
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
@@ -78,8 +79,8 @@ class Piece:
         self.held = tuple(_spans(segment, start, start + self.numel, start))
         """All that this rank holds."""
         index, copies = copy
-        blocks = self.numel // ALIGNMENT
-        low, high = (ALIGNMENT * (blocks * n // copies) for n in (index, index + 1))
+        blocks = self.numel // BLOCK
+        low, high = (BLOCK * (blocks * n // copies) for n in (index, index + 1))
         mine = _spans(segment, start + low, start + high, start) if segment.spec.lead else ()
         self.share = tuple(mine)
         """The part of it that no other rank reads."""

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import squares
 from zerodrift.optim.statistics import COLUMNS
-from zerodrift.plan.table import ALIGNMENT, Row
+from zerodrift.plan.table import Row
 from zerodrift.report.updates import UpdateLine, UpdateReport
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _sums(segment: FlatSegment, row: Row, blocks: torch.Tensor) -> torch.Tensor:
     start = 0 if segment.owned.numel() == segment.spec.padded else segment.rank * segment.owned.numel()
     low = max(row.offset - start, 0)
     high = min(row.offset + row.numel - start, segment.owned.numel())
-    mine = blocks[low // ALIGNMENT : -(-high // ALIGNMENT)] if low < high else blocks[:0]
+    mine = blocks[low // BLOCK : -(-high // BLOCK)] if low < high else blocks[:0]
     digits = [squares.digits(mine[:, column].contiguous()) for column in range(COUNTS, len(COLUMNS))]
     return torch.cat([mine[:, :COUNTS].sum(0).long(), *digits])
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift import optimizers
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.io.checkpoint import state as states
@@ -220,10 +221,9 @@ def _optimizer(found: DeepSpeedCheckpoint, said: str) -> tuple[str, tuple[str, .
         return "", ()
     if said:
         return said.lower(), ()
-    if keys == {"momentum_buffer"}:
-        return "sgd", ()
-    if keys == {"exp_avg"}:
-        return "lion", ()
+    possible = optimizers.with_moments(keys)
+    if len(possible) == 1:
+        return possible[0].kind, ()
     written = found.config.get("optimizer") or {}
     if written:
         kind = str(written.get("type", "")).lower()

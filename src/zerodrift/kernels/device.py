@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.errors import said
-from zerodrift.kernels.native import BLOCK
 from zerodrift.kernels.probe import Contraction
 
 TILE = 4

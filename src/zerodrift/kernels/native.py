@@ -27,9 +27,6 @@ import torch
 
 from zerodrift.kernels.probe import contraction
 
-BLOCK = 256
-"""Elements. Block quantities are anchored at multiples of it; `plan.table.ALIGNMENT` is the same number."""
-
 SOURCE = Path(__file__).with_name("native.cpp")
 """What is compiled; the headers beside it are its parts."""
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = tl.constexpr(256)
+from zerodrift import dtypes
+
+BLOCK = tl.constexpr(dtypes.BLOCK)
 LANES = tl.constexpr(16)
 LEVELS = tl.constexpr(8)
 WIDTH = tl.constexpr(12)  # numbers per group, as in `struct Group`

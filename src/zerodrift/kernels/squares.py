@@ -18,8 +18,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import device, native
-from zerodrift.kernels.native import BLOCK
 
 LANES = 16
 

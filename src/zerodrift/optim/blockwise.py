@@ -30,7 +30,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from zerodrift.kernels.native import BLOCK
+from zerodrift.dtypes import BLOCK
 
 LEVELS = 8
 """Decades of the longer code; the tables of both have this many places."""

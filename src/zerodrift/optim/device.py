@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import device
-from zerodrift.kernels.native import BLOCK
 from zerodrift.kernels.probe import contraction
 from zerodrift.optim import blockwise, kinds
 from zerodrift.optim.reference import Step, check_step
@@ -66,7 +66,7 @@ def _launch(
             master_kind=kinds.MASTERS[scheme.master],
             rounding=kinds.ROUNDINGS[scheme.rounding],
             state_kind=kinds.STATES[scheme.state],
-            algorithm=kinds.ALGORITHMS[step.algorithm],
+            algorithm=kinds.algorithm(step),
             contraction=contraction(),
         )
     )

@@ -1,4 +1,4 @@
-"""AdamW, Adam, SGD and Lion on whole pieces: master, moments, storage and gradient in one pass.
+"""Elementwise optimizers on whole pieces: master, moments, storage and gradient in one pass.
 
 Answers for the config's `optimizer` block and for a caller's `torch.optim` object of one of these classes,
 whose parameter groups stay what schedules and users read and write: every step takes learning rates,
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problems, UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.fused import Way, update
@@ -28,19 +29,12 @@ from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, rooms
 from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
-from zerodrift.optim.updates import Algorithm, Hyper, Root, moment_count
-from zerodrift.plan.table import ALIGNMENT, Plan
+from zerodrift.optim.updates import Hyper, Root
+from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, SGD, Algorithm, meant
+from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import ANY, checked
 from zerodrift.policy.nouns import Recipe
 from zerodrift.policy.support import state_verdict
-
-MOMENT_NAMES = {
-    Algorithm.ADAMW: ("exp_avg", "exp_avg_sq"),
-    Algorithm.ADAM: ("exp_avg", "exp_avg_sq"),
-    Algorithm.SGD: ("momentum_buffer",),
-    Algorithm.LION: ("exp_avg",),
-}
-"""torch's names for them."""
 
 HELD_STILL = Hyper(lr=0.0)
 """The group of trained parameters that the optimizer was not given: their update is exactly zero."""
@@ -83,7 +77,7 @@ class FlatUpdater:
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
         _require_states_that_move(self._schemes.values(), algorithm, groups)
         self._rooms = rooms(plan, owned)
-        count = moment_count(algorithm, self._hypers())
+        count = len(algorithm.kept(groups.param_groups))
         self._slices = {
             piece.number: schemes.allocate(
                 self._schemes[piece.number],
@@ -129,12 +123,12 @@ class FlatUpdater:
         if self._steps == 0:
             return {}
         scheme, of = self._schemes[number], self._slices[number]
-        named = enumerate(MOMENT_NAMES[self._algorithm][: len(of.moments)])
+        named = enumerate(self._algorithm.moments[: len(of.moments)])
         return {name: schemes.read_moment(scheme, of, place) for place, name in named}
 
     @torch.no_grad()
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
-        place = MOMENT_NAMES[self._algorithm].index(key)
+        place = self._algorithm.moments.index(key)
         schemes.write_moment(self._schemes[number], self._slices[number], place, values)
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
@@ -143,7 +137,7 @@ class FlatUpdater:
 
     @property
     def kind(self) -> str:
-        return self._algorithm.value
+        return self._algorithm.kind
 
     def counters(self) -> Counters:
         return {"": {"steps": self._steps}}
@@ -151,13 +145,13 @@ class FlatUpdater:
     def set_counters(self, counters: Counters) -> None:
         self._steps = int(counters[""]["steps"])
         for number, of in self._slices.items():
-            for name in MOMENT_NAMES[self._algorithm][: len(of.moments)]:
+            for name in self._algorithm.moments[: len(of.moments)]:
                 self.set_state(number, name, torch.zeros_like(of.storage, dtype=torch.float32))
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         if name not in self.group_of or not counters[""]["steps"]:
             return ()
-        return MOMENT_NAMES[self._algorithm][: moment_count(self._algorithm, self._hypers())]
+        return self._algorithm.kept(self.groups.param_groups)
 
     def held(self) -> int:
         """Bytes of masters and moments, beyond storage."""
@@ -169,7 +163,7 @@ def _require_states_that_move(
     held: Iterable[Scheme], algorithm: Algorithm, groups: torch.optim.Optimizer
 ) -> None:
     """What the plan asks of a config's beta2, of those that a caller's optimizer brings."""
-    if moment_count(algorithm, (HELD_STILL,)) < 2:
+    if not algorithm.beta2:
         return
     for state in {scheme.state for scheme in held}:
         for number, group in enumerate(groups.param_groups):
@@ -195,24 +189,24 @@ _refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 def _group_table(piece: Owned, group_of: Mapping[str, int], still: int) -> torch.Tensor | None:
     """The group of every block; None where all are in group 0."""
-    table = torch.zeros(-(-piece.storage.numel() // ALIGNMENT), dtype=torch.int32)
+    table = torch.zeros(-(-piece.storage.numel() // BLOCK), dtype=torch.int32)
     for row in piece.rows:
         span = piece.span(row)
-        first, last = span.start // ALIGNMENT, -(-span.stop // ALIGNMENT)
+        first, last = span.start // BLOCK, -(-span.stop // BLOCK)
         table[first:last] = group_of.get(row.name, still)
     return table.to(piece.storage.device) if table.any() else None
 
 
 def keys_of(piece: Owned) -> torch.Tensor:
     """The key of every block, from the parameter's name and the block's place in it."""
-    keys = torch.zeros(-(-piece.storage.numel() // ALIGNMENT), dtype=torch.int64)
+    keys = torch.zeros(-(-piece.storage.numel() // BLOCK), dtype=torch.int64)
     for row in piece.rows:
         span = piece.span(row)
         if span.stop > span.start:
-            first, last = span.start // ALIGNMENT, -(-span.stop // ALIGNMENT)
-            inside = (piece.start + span.start - row.offset) // ALIGNMENT
+            first, last = span.start // BLOCK, -(-span.stop // BLOCK)
+            inside = (piece.start + span.start - row.offset) // BLOCK
             if row.parts > 1:
-                inside += piece.part * -(-row.numel // ALIGNMENT)
+                inside += piece.part * -(-row.numel // BLOCK)
             keys[first:last] = block_keys(parameter_key(row.name), inside, last - first)
     return keys.to(piece.storage.device)
 
@@ -236,14 +230,6 @@ def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
 
 # --- from a config ------------------------------------------------------------------------------------
 
-_DEFAULTS: dict[Algorithm, dict[str, Any]] = {
-    Algorithm.ADAMW: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    Algorithm.ADAM: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    Algorithm.SGD: {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-    Algorithm.LION: {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
-}
-"""DeepSpeed's, whose block it is: its AdamW does not decay unless told."""
-
 TORCH_DECAY = 0.01
 """What `torch.optim.AdamW` decays by, which is what DeepSpeed makes where the block says `torch_adam`."""
 
@@ -260,9 +246,9 @@ def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = u
 def arguments(recipe: Recipe) -> tuple[Algorithm, dict[str, Any]]:
     """What an `optimizer` block means: the update, and torch's arguments for it."""
     params = require(recipe)
-    algorithm = _algorithm(recipe.type, params.get("adam_w_mode", True))
-    defaults = dict(_DEFAULTS[algorithm])
-    if algorithm is Algorithm.ADAMW and params.get("torch_adam"):
+    algorithm = meant(recipe.type, params)
+    defaults = dict(algorithm.defaults)
+    if algorithm is ADAMW and params.get("torch_adam"):
         defaults["weight_decay"] = TORCH_DECAY
     return algorithm, defaults | {key: params[key] for key in params if key not in ANY}
 
@@ -275,22 +261,12 @@ def require(recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def _algorithm(kind: str, decoupled: bool) -> Algorithm:
-    if kind in ("Adam", "FusedAdam", "CPUAdam"):
-        return Algorithm.ADAMW if decoupled else Algorithm.ADAM
-    return {"AdamW": Algorithm.ADAMW, "SGD": Algorithm.SGD, "Lion": Algorithm.LION}[kind]
-
-
 # --- from a torch optimizer ---------------------------------------------------------------------------
 
 
 def algorithm_of(optimizer: torch.optim.Optimizer) -> tuple[Algorithm, Root] | None:
     """Which of our updates a torch optimizer is, exactly; None for any other class or variant."""
-    kinds: dict[type, Algorithm] = {
-        torch.optim.AdamW: Algorithm.ADAMW,
-        torch.optim.Adam: Algorithm.ADAM,
-        torch.optim.SGD: Algorithm.SGD,
-    }
+    kinds = {getattr(torch.optim, known.torch): known for known in ELEMENTWISE if known.torch}
     algorithm = kinds.get(type(optimizer))
     if algorithm is None:
         return None
@@ -300,9 +276,9 @@ def algorithm_of(optimizer: torch.optim.Optimizer) -> tuple[Algorithm, Root] | N
     if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
         return None
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
-    if algorithm is Algorithm.ADAM and decoupled == {True}:
-        algorithm = Algorithm.ADAMW
-    elif algorithm is not Algorithm.SGD and len(decoupled) > 1:
+    if algorithm is ADAM and decoupled == {True}:
+        algorithm = ADAMW
+    elif algorithm is not SGD and len(decoupled) > 1:
         return None
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return algorithm, Root.EXACT if fused else Root.TORCH

@@ -31,7 +31,7 @@ from zerodrift.optim.reference import Step, check_step, reference_update
 from zerodrift.optim.rounding import step_key
 from zerodrift.optim.schemes import Scheme, Slice
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.updates import Algorithm, Root
+from zerodrift.optim.updates import ARITHMETIC, Root
 
 Way = Callable[[Scheme, Slice, Tensor, Step, Statistics | None], None]
 """How a slice is stepped: `update`, or the reference."""
@@ -77,7 +77,7 @@ def update(
     if built is not None:
         if of.numel:
             _update_compiled(built, scheme, of, gradient, step, statistics)
-    elif device.works(of.storage.device):
+    elif ARITHMETIC[step.algorithm].compiled is not None and device.works(of.storage.device):
         if of.numel:
             update_on_device(scheme, of, gradient, step, statistics)
     else:
@@ -86,7 +86,7 @@ def update(
 
 def compiled_for(where: torch.device, step: Step) -> native.Library | None:
     """The compiled CPU kernels, where they can run this step on this device."""
-    if where.type != "cpu":
+    if where.type != "cpu" or ARITHMETIC[step.algorithm].compiled is None:
         return None
     if _needs_torch_root(step) and vector_root() is None:
         _tell_once_about_roots()
@@ -95,7 +95,7 @@ def compiled_for(where: torch.device, step: Step) -> native.Library | None:
 
 
 def _needs_torch_root(step: Step) -> bool:
-    return step.root is Root.TORCH and step.algorithm in (Algorithm.ADAM, Algorithm.ADAMW)
+    return step.root is Root.TORCH and ARITHMETIC[step.algorithm].roots
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def _update_compiled(
         master_kind=kinds.MASTERS[scheme.master],
         rounding=kinds.ROUNDINGS[scheme.rounding],
         state_kind=kinds.STATES[scheme.state],
-        algorithm=kinds.ALGORITHMS[step.algorithm],
+        algorithm=kinds.algorithm(step),
         threads=torch.get_num_threads(),
     )
     built.update(ctypes.addressof(call))

@@ -14,16 +14,22 @@ from torch import Tensor
 
 from zerodrift.optim.reference import Step
 from zerodrift.optim.schemes import Rounding
-from zerodrift.optim.updates import Algorithm, Coefficients, coefficients
+from zerodrift.optim.updates import ARITHMETIC, Coefficients, coefficients
 from zerodrift.policy.nouns import Master, State
 
 MASTERS = {Master.FP32: 0, Master.SPLIT: 1, Master.SAME: 2}
 STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2, State.EIGHT_BIT: 3}
 ROUNDINGS = {Rounding.EVEN: 0, Rounding.AWAY: 1}
-ALGORITHMS = {Algorithm.ADAMW: 0, Algorithm.ADAM: 0, Algorithm.SGD: 1, Algorithm.LION: 2}
-
 
 CPU = torch.device("cpu")
+
+
+def algorithm(step: Step) -> int:
+    """Its number; whoever asks has seen that it has one."""
+    number = ARITHMETIC[step.algorithm].compiled
+    if number is None:
+        raise AssertionError(f"{step.algorithm} has no compiled update")
+    return number
 
 
 def table(step: Step, device: torch.device = CPU) -> Tensor:

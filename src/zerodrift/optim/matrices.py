@@ -18,23 +18,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.kernels.native import BLOCK
+from zerodrift import optimizers
+from zerodrift.dtypes import BLOCK
 from zerodrift.optim import muon, schemes
-from zerodrift.optim.flat import FlatUpdater, Groups, keys_of, require
+from zerodrift.optim.flat import TORCH_DECAY, FlatUpdater, Groups, keys_of, require
 from zerodrift.optim.fused import Way, update
 from zerodrift.optim.muon import Numbers
 from zerodrift.optim.schemes import Scheme, Slice
 from zerodrift.optim.statistics import Statistics, account, rooms
 from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
-from zerodrift.optim.updates import Algorithm, Root
+from zerodrift.optim.updates import Root
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Recipe
 
 MUON, ADAMW = 0, 1
 """The parameter groups."""
 
-MOMENT = "momentum_buffer"
-"""torch's name for Muon's moment."""
+(MOMENT,) = optimizers.MUON.moments
 
 
 class MuonUpdater:
@@ -44,10 +44,10 @@ class MuonUpdater:
         self, plan: Plan, owned: Sequence[Owned], groups: torch.optim.Optimizer, way: Way = update
     ) -> None:
         self.groups = groups
-        self.kind = "muon"
+        self.kind = optimizers.MUON.kind
         rest = [piece for piece in owned if not _is_muon(piece)]
         everything = {row.name: ADAMW for piece in rest for row in piece.rows}
-        self._rest = FlatUpdater(plan, rest, Algorithm.ADAMW, Root.EXACT, groups, everything, way)
+        self._rest = FlatUpdater(plan, rest, optimizers.ADAMW, Root.EXACT, groups, everything, way)
         mine = [piece for piece in owned if _is_muon(piece)]
         self.group_of = everything | {row.name: MUON for piece in mine for row in piece.rows}
         self._pieces = {piece.number: piece.without_values() for piece in mine}
@@ -179,7 +179,7 @@ class MuonUpdater:
 
 def _is_muon(piece: Owned) -> bool:
     update = piece.spec.columns.update
-    return update is not None and update.optimizer == "Muon"
+    return update is not None and update.optimizer == optimizers.MUON.name
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -188,7 +188,8 @@ def _numbers(group: Mapping[str, Any]) -> Numbers:
 
 # --- from a config ------------------------------------------------------------------------------------
 
-_ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+_REST = {**optimizers.ADAMW.defaults, "weight_decay": TORCH_DECAY}
+"""Of AdamW beside Muon."""
 
 _OWN_RATES = {"muon_lr": MUON, "adam_lr": ADAMW}
 """DeepSpeed's keys for a part's own learning rate, over `lr`."""
@@ -204,7 +205,7 @@ def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = u
 def _groups(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The two groups' numbers, with torch's defaults; a key that both have means both, as in DeepSpeed."""
     muon_group = {field.name: field.default for field in fields(Numbers)}
-    adamw_group = dict(_ADAMW_DEFAULTS)
+    adamw_group = dict(_REST)
     made = (muon_group, adamw_group)
     for key, value in params.items():
         for group in made:

@@ -14,18 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerodrift.kernels.native import BLOCK
+from zerodrift.dtypes import BLOCK
 from zerodrift.optim.schemes import Scheme, Slice, check, draw, read, read_moment, write, write_moment
 from zerodrift.optim.statistics import Statistics, account
-from zerodrift.optim.updates import (
-    Algorithm,
-    Hyper,
-    Root,
-    advance,
-    coefficients,
-    moment_count,
-    wanted_change,
-)
+from zerodrift.optim.updates import Hyper, Root, advance, coefficients, moment_count, wanted_change
+from zerodrift.optimizers import Algorithm
 
 CACHED_BLOCKS = 1024
 """The longest run on a CPU: its temporaries stay in a cache. A device has a launch per operation and run."""

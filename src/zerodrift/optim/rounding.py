@@ -21,7 +21,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from zerodrift.kernels.native import BLOCK
+from zerodrift.dtypes import BLOCK
 from zerodrift.optim.split import NAN_HIGH
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import TRAINING_DTYPES, DType
+from zerodrift.dtypes import ADMITTED, BLOCK, DType
 from zerodrift.errors import UnsupportedError
-from zerodrift.kernels.native import BLOCK
 from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import random_words, round_stochastic
 from zerodrift.optim.split import join, round_away, split
@@ -48,7 +47,7 @@ class Scheme:
 
     def __post_init__(self) -> None:
         where, got = "optim.Scheme", f"storage {self.storage}, master {self.master}"
-        if self.storage not in TRAINING_DTYPES:
+        if self.storage not in ADMITTED["storage"]:
             raise UnsupportedError(f"{where}: storage must be fp32, bf16 or fp16; {got}.")
         if self.master is Master.SPLIT and self.storage is not DType.BF16:
             raise UnsupportedError(f"{where}: a split master needs bf16 storage; {got}. Use master `fp32`.")

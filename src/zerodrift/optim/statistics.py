@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.kernels.squares import reference_square_sums
-from zerodrift.plan.table import ALIGNMENT, Plan
+from zerodrift.plan.table import Plan
 
 if TYPE_CHECKING:
     from zerodrift.optim.update import Owned
@@ -51,7 +52,7 @@ def rooms(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
     if not plan.policy.statistics:
         return {}
     return {
-        piece.number: Statistics.empty(-(-piece.storage.numel() // ALIGNMENT), piece.storage.device)
+        piece.number: Statistics.empty(-(-piece.storage.numel() // BLOCK), piece.storage.device)
         for piece in owned
     }
 

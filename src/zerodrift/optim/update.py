@@ -19,6 +19,7 @@ from zerodrift.optim.fused import Way, update
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.transfers import SideStreams, Transfers
+from zerodrift.optimizers import of_type
 from zerodrift.plan.table import Plan, Row, Segment
 
 
@@ -162,7 +163,8 @@ def _make(
     if optimizer is None:
         if plan.policy.optimizer is None:
             raise AssertionError("neither an optimizer nor a recipe for one")
-        build = matrices.from_recipe if plan.policy.optimizer.type == "Muon" else flat.from_recipe
+        works_on_matrices = of_type(plan.policy.optimizer.type).matrices
+        build = matrices.from_recipe if works_on_matrices else flat.from_recipe
         return build(plan, owned, plan.policy.optimizer, way)
     group_of = views.group_of(optimizer, names, plan)
     ours = flat.algorithm_of(optimizer)

@@ -1,9 +1,9 @@
-"""The definition of each update: AdamW, Adam, SGD and Lion on flat fp32 values, in plain PyTorch.
+"""The definition of each elementwise update on flat fp32 values, in plain PyTorch.
 
-`reference` applies these to slices in every scheme; the compiled path equals them bit for bit. They are
-torch's own operations in torch's own order, so with `Root.TORCH` an fp32 slice goes through the same bits
-as `torch.optim.AdamW`, `Adam` and `SGD` in their default form (one tensor at a time) and with
-`foreach=True`, on any slicing.
+`ARITHMETIC` has them by the records of `optimizers.py`. `reference` applies these to slices in every scheme;
+the compiled path equals them bit for bit. They are torch's own operations in torch's own order, so with
+`Root.TORCH` an fp32 slice goes through the same bits as `torch.optim.AdamW`, `Adam` and `SGD` in their
+default form (one tensor at a time) and with `foreach=True`, on any slicing.
 
 [Note: roots] torch's `fused=True` kernels do the same operations in the same order with one difference: they
 take the processor's square root, which is correctly rounded, where `torch.sqrt` asks a vector library that
@@ -20,28 +20,14 @@ Invariant: an element's result depends on its own values and its group's numbers
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerodrift.kernels.probe import exact_sqrt
-
-
-class Algorithm(enum.Enum):
-    """What an update computes."""
-
-    ADAMW = "adamw"
-    """Adam with decoupled weight decay."""
-    ADAM = "adam"
-    """Adam with weight decay as an L2 term in the gradient."""
-    SGD = "sgd"
-    """Momentum, dampening, Nesterov; weight decay as an L2 term."""
-    LION = "lion"
-    """The sign of a blend of gradient and momentum, with decoupled weight decay."""
-
-    def __str__(self) -> str:
-        return self.value
+from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
 
 class Root(enum.Enum):
@@ -108,42 +94,89 @@ class Coefficients:
     nesterov: float = 0.0
 
 
+Moments = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What one optimizer computes."""
+
+    coefficients: Callable[[Hyper], Coefficients]
+    """A group's numbers, formed in the order in which torch forms them."""
+    advance: Callable[[Coefficients, Tensor, Moments, Tensor, Root], None]
+    """One update in place: flat, fp32, of a gradient that is scaled and has `l2` in it."""
+    wanted: Callable[[Coefficients, Tensor, Moments, Tensor, Root], Tensor]
+    """What `advance` added to the weight it found, from the moments and the gradient that it left."""
+    compiled: int | None = None
+    """Its number in `kernels/updates.h` and `kernels/programs.py`; None runs in PyTorch everywhere."""
+    roots: bool = False
+    """Whether it takes the square root that `Root` is about."""
+
+
 def moment_count(algorithm: Algorithm, hypers: tuple[Hyper, ...]) -> int:
     """How many moments a slice with these groups carries."""
-    if algorithm is Algorithm.SGD:
-        return int(any(hyper.momentum != 0 for hyper in hypers))
-    return 1 if algorithm is Algorithm.LION else 2
+    name = algorithm.moments_with
+    return len(algorithm.kept({name: getattr(hyper, name)} for hyper in hypers))
 
 
 def coefficients(algorithm: Algorithm, hyper: Hyper) -> Coefficients:
-    """The numbers that an update uses, formed in the order in which torch forms them."""
-    sign = -1.0 if hyper.maximize else 1.0
+    return ARITHMETIC[algorithm].coefficients(hyper)
+
+
+def advance(
+    algorithm: Algorithm,
+    numbers: Coefficients,
+    weight: Tensor,
+    moments: Moments,
+    gradient: Tensor,
+    root: Root,
+) -> None:
+    """One update in place on flat fp32 tensors.
+
+    The gradient is already scaled, and is overwritten: SGD and Lion leave the direction they took in it.
+    """
+    if numbers.l2 != 0:
+        gradient.add_(weight, alpha=numbers.l2)
+    ARITHMETIC[algorithm].advance(numbers, weight, moments, gradient, root)
+
+
+def wanted_change(
+    algorithm: Algorithm,
+    numbers: Coefficients,
+    before: Tensor,
+    moments: Moments,
+    gradient: Tensor,
+    root: Root,
+) -> Tensor:
+    """What `advance` added to the weight it found, before that sum was rounded. For statistics.
+
+    `moments` and `gradient` are what `advance` left behind.
+    """
+    return ARITHMETIC[algorithm].wanted(numbers, before, moments, gradient, root)
+
+
+def _with_decay(change: Tensor, numbers: Coefficients, before: Tensor) -> Tensor:
+    decay = torch.tensor(numbers.decay, dtype=torch.float32, device=before.device)
+    return change + before * (decay - 1)
+
+
+# --- Adam -----------------------------------------------------------------------------------------------
+
+
+def _sign(hyper: Hyper) -> float:
+    return -1.0 if hyper.maximize else 1.0
+
+
+def _decoupled(hyper: Hyper) -> float:
+    return 1 - hyper.lr * hyper.weight_decay
+
+
+def _adam_numbers(hyper: Hyper, decay: float, l2: float) -> Coefficients:
     beta1, beta2 = hyper.betas
-    if algorithm is Algorithm.SGD:
-        return Coefficients(
-            sign=sign,
-            l2=hyper.weight_decay,
-            blend1=1 - hyper.dampening,
-            keep1=hyper.momentum,
-            step=-hyper.lr,
-            first=float(hyper.step == 1),
-            nesterov=float(hyper.nesterov),
-        )
-    decoupled = 1 - hyper.lr * hyper.weight_decay
-    if algorithm is Algorithm.LION:
-        return Coefficients(
-            sign=sign,
-            decay=decoupled,
-            blend1=1 - beta1,
-            keep1=beta1,
-            blend2=1 - beta2,
-            keep2=beta2,
-            step=-hyper.lr,
-        )
     return Coefficients(
-        sign=sign,
-        decay=decoupled if algorithm is Algorithm.ADAMW else 1.0,
-        l2=hyper.weight_decay if algorithm is Algorithm.ADAM else 0.0,
+        sign=_sign(hyper),
+        decay=decay,
+        l2=l2,
         blend1=1 - beta1,
         keep1=beta1,
         blend2=1 - beta2,
@@ -154,53 +187,7 @@ def coefficients(algorithm: Algorithm, hyper: Hyper) -> Coefficients:
     )
 
 
-def advance(
-    algorithm: Algorithm,
-    numbers: Coefficients,
-    weight: Tensor,
-    moments: tuple[Tensor, ...],
-    gradient: Tensor,
-    root: Root,
-) -> None:
-    """One update in place on flat fp32 tensors.
-
-    The gradient is already scaled, and is overwritten: SGD and Lion leave the direction they took in it.
-    """
-    if numbers.l2 != 0:
-        gradient.add_(weight, alpha=numbers.l2)
-    if algorithm is Algorithm.SGD:
-        _sgd(numbers, weight, moments, gradient)
-    elif algorithm is Algorithm.LION:
-        _lion(numbers, weight, moments[0], gradient)
-    else:
-        _adam(numbers, weight, moments, gradient, root)
-
-
-def wanted_change(
-    algorithm: Algorithm,
-    numbers: Coefficients,
-    before: Tensor,
-    moments: tuple[Tensor, ...],
-    gradient: Tensor,
-    root: Root,
-) -> Tensor:
-    """What `advance` added to the weight it found, before that sum was rounded. For statistics.
-
-    `moments` and `gradient` are what `advance` left behind.
-    """
-    if algorithm is Algorithm.SGD:
-        return gradient * numbers.step
-    if algorithm is Algorithm.LION:
-        change = gradient * numbers.step
-    else:
-        change = (moments[0] * numbers.step) / _denominator(numbers, moments[1], root)
-    decay = torch.tensor(numbers.decay, dtype=torch.float32, device=before.device)
-    return change + before * (decay - 1)
-
-
-def _adam(
-    numbers: Coefficients, weight: Tensor, moments: tuple[Tensor, ...], gradient: Tensor, root: Root
-) -> None:
+def _adam(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> None:
     mean, square = moments
     if numbers.decay != 1:
         weight.mul_(numbers.decay)
@@ -214,7 +201,29 @@ def _denominator(numbers: Coefficients, square: Tensor, root: Root) -> Tensor:
     return taken.div_(numbers.correction).add_(numbers.eps)
 
 
-def _sgd(numbers: Coefficients, weight: Tensor, moments: tuple[Tensor, ...], gradient: Tensor) -> None:
+def _adam_wanted(
+    numbers: Coefficients, before: Tensor, moments: Moments, gradient: Tensor, root: Root
+) -> Tensor:
+    change = (moments[0] * numbers.step) / _denominator(numbers, moments[1], root)
+    return _with_decay(change, numbers, before)
+
+
+# --- SGD and Lion ---------------------------------------------------------------------------------------
+
+
+def _sgd_numbers(hyper: Hyper) -> Coefficients:
+    return Coefficients(
+        sign=_sign(hyper),
+        l2=hyper.weight_decay,
+        blend1=1 - hyper.dampening,
+        keep1=hyper.momentum,
+        step=-hyper.lr,
+        first=float(hyper.step == 1),
+        nesterov=float(hyper.nesterov),
+    )
+
+
+def _sgd(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> None:
     if moments and numbers.keep1 != 0:
         buffer = moments[0]
         if numbers.first:
@@ -228,10 +237,57 @@ def _sgd(numbers: Coefficients, weight: Tensor, moments: tuple[Tensor, ...], gra
     weight.add_(gradient, alpha=numbers.step)
 
 
-def _lion(numbers: Coefficients, weight: Tensor, mean: Tensor, gradient: Tensor) -> None:
+def _sgd_wanted(
+    numbers: Coefficients, before: Tensor, moments: Moments, gradient: Tensor, root: Root
+) -> Tensor:
+    return gradient * numbers.step
+
+
+def _lion_numbers(hyper: Hyper) -> Coefficients:
+    beta1, beta2 = hyper.betas
+    return Coefficients(
+        sign=_sign(hyper),
+        decay=_decoupled(hyper),
+        blend1=1 - beta1,
+        keep1=beta1,
+        blend2=1 - beta2,
+        keep2=beta2,
+        step=-hyper.lr,
+    )
+
+
+def _lion(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> None:
+    mean = moments[0]
     direction = mean.mul(numbers.keep1).add_(gradient, alpha=numbers.blend1).sign_()
     if numbers.decay != 1:
         weight.mul_(numbers.decay)
     weight.add_(direction, alpha=numbers.step)
     mean.mul_(numbers.keep2).add_(gradient, alpha=numbers.blend2)
     gradient.copy_(direction)
+
+
+def _lion_wanted(
+    numbers: Coefficients, before: Tensor, moments: Moments, gradient: Tensor, root: Root
+) -> Tensor:
+    return _with_decay(gradient * numbers.step, numbers, before)
+
+
+ARITHMETIC: Mapping[Algorithm, Arithmetic] = {
+    ADAMW: Arithmetic(
+        lambda hyper: _adam_numbers(hyper, decay=_decoupled(hyper), l2=0.0),
+        _adam,
+        _adam_wanted,
+        compiled=0,
+        roots=True,
+    ),
+    ADAM: Arithmetic(
+        lambda hyper: _adam_numbers(hyper, decay=1.0, l2=hyper.weight_decay),
+        _adam,
+        _adam_wanted,
+        compiled=0,
+        roots=True,
+    ),
+    SGD: Arithmetic(_sgd_numbers, _sgd, _sgd_wanted, compiled=1),
+    LION: Arithmetic(_lion_numbers, _lion, _lion_wanted, compiled=2),
+}
+"""The optimizers that update flat slices."""

@@ -20,12 +20,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, account, rooms
 from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
-from zerodrift.plan.table import ALIGNMENT, Plan, Row
+from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
+from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master, State
 
 MATRIX_OPTIMIZERS = ("muon", "adafactor", "shampoo", "soap", "galore", "apollo", "lamb", "lars", "dion")
@@ -145,7 +147,7 @@ class TorchViews:
         ]
         master = self._values[number][span]
         account(
-            self._rooms[number].blocks[span.start // ALIGNMENT : -(-span.stop // ALIGNMENT)],
+            self._rooms[number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
             master - weight,
             (weight, seen, gradient[span]),
             (master, self._slices[number].storage[span], kept[-1].reshape(-1) if kept else None),
@@ -257,7 +259,8 @@ def _scheme(piece: Owned) -> Scheme:
     if scheme.state is not State.FP32:
         raise UnsupportedError(
             f"`state: {scheme.state}`: must be fp32 for an optimizer that rounds its moments itself. Name "
-            f"AdamW, Adam, SGD or Lion in the config's `optimizer` block, or leave `state` out."
+            f"{either(known.name for known in ELEMENTWISE)} in the config's `optimizer` block, or leave "
+            f"`state` out."
         )
     if scheme.master is Master.SAME and piece.storage.dtype is not torch.float32:
         raise UnsupportedError(
@@ -274,7 +277,7 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
         if base.__name__ in NEVER:
             raise UnsupportedError(
                 f"`optimizer`: must update a parameter from its own gradient; got {kind}, which "
-                f"{NEVER[base.__name__]}. Use AdamW, SGD, Lion, Muon or the like."
+                f"{NEVER[base.__name__]}. Use {either(known.name for known in ALGORITHMS)}."
             )
     if optimizer.state:
         raise UnsupportedError(

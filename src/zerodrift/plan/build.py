@@ -8,7 +8,6 @@ Invariant: a plan that leaves this room has passed every check of `plan/check.py
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 
@@ -21,7 +20,7 @@ from zerodrift.plan.experts import own_experts, require_experts
 from zerodrift.plan.groups import groups
 from zerodrift.plan.layout import Members, find_units, group, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
-from zerodrift.policy.nouns import Columns, Master, Policy, Recipe, Share
+from zerodrift.policy.nouns import Columns, Master, Policy
 from zerodrift.policy.parameters import ColumnsOf
 from zerodrift.policy.pipelining import V_SHAPED
 from zerodrift.policy.rules import require_matches, require_one_compute
@@ -127,18 +126,6 @@ def _buffer(buffer: BufferSpec, policy: Policy) -> BufferRow:
 
 
 # --- notes ------------------------------------------------------------------------------------------
-
-
-def moments(optimizer: Recipe | None, share: Share = "") -> int:
-    """How many values per element an optimizer keeps; two where the config names none. `share` says which
-    part of one that treats parameters differently."""
-    if optimizer is None:
-        return 2
-    if optimizer.type == "Lion" or share == "Muon":
-        return 1
-    if optimizer.type == "SGD":
-        return 1 if json.loads(optimizer.params).get("momentum") else 0
-    return 2
 
 
 def _notes(

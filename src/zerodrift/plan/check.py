@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from zerodrift.dtypes import DType
+from zerodrift.dtypes import BLOCK, DType
+from zerodrift.optimizers import of_type
 from zerodrift.plan.stages import pieces
-from zerodrift.plan.table import ALIGNMENT, Plan
+from zerodrift.plan.table import Plan
+from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.nouns import COLUMNS, OPTIONS, Master
 
 Check = Callable[[Plan], Iterator[str]]
@@ -64,15 +66,15 @@ def rows_do_not_overlap(plan: Plan) -> Iterator[str]:
 
 def starts_are_aligned(plan: Plan) -> Iterator[str]:
     for row in plan.rows:
-        if row.offset % ALIGNMENT:
-            yield f"{row.name} starts at {row.offset}, not on a multiple of {ALIGNMENT}"
+        if row.offset % BLOCK:
+            yield f"{row.name} starts at {row.offset}, not on a multiple of {BLOCK}"
 
 
 def slices_are_equal_blocks(plan: Plan) -> Iterator[str]:
-    """A slice never cuts a block of ALIGNMENT elements."""
+    """A slice never cuts a block of BLOCK elements."""
     for number, segment in enumerate(plan.segments):
         sliced = segment.columns.storage.axis != "" or segment.columns.update is not None
-        multiple = ALIGNMENT * (plan.slices(segment) if sliced else 1)
+        multiple = BLOCK * (plan.slices(segment) if sliced else 1)
         if segment.padded % multiple:
             yield f"segment {number} has {segment.padded} elements, not a multiple of {multiple}"
 
@@ -97,10 +99,11 @@ def matrix_updates_get_matrices(plan: Plan) -> Iterator[str]:
     """What Muon updates has two dimensions or more and is not cut inside of a matrix."""
     for row in plan.rows:
         update = row.columns.update
-        if update is None or update.optimizer != "Muon":
+        if update is None or not update.optimizer or not of_type(update.optimizer).matrices:
             continue
         if len(row.shape) < 2 or update.placement == "sliced":
-            yield f"{row.name} {list(row.shape)}, {update.placement}, is no whole matrix for Muon"
+            shape = f"{list(row.shape)}, {update.placement}"
+            yield f"{row.name} {shape}, is no whole matrix for {update.optimizer}"
 
 
 def segments_are_uniform(plan: Plan) -> Iterator[str]:
@@ -146,14 +149,15 @@ def nothing_narrows_silently(plan: Plan) -> Iterator[str]:
 
 def axes_follow_the_stage(plan: Plan) -> Iterator[str]:
     """The table of ZeRO stages, which are only sharding columns."""
-    stage, native = plan.policy.sharding.stage, plan.policy.backend == "native"
+    stage, everywhere = plan.policy.sharding.stage, BACKENDS[plan.policy.backend].storage_sharded
     for row in plan.rows:
         columns, update = row.columns, row.columns.update
-        if columns.storage.dtype.is_floating and native and (columns.storage.axis == "shard") != (stage == 3):
+        sharded = columns.storage.axis == "shard"
+        if columns.storage.dtype.is_floating and sharded != (stage == 3 or everywhere):
             yield f"{row.name}: storage axis at stage {stage}"
         if update is None:
             continue
-        if native and (update.axis == "shard") != (stage >= 1):
+        if (update.axis == "shard") != (stage >= 1 or everywhere):
             yield f"{row.name}: master and state axis at stage {stage}"
         if (update.accumulate.axis == "shard") != (update.reduce.when == "every"):
             yield f"{row.name}: accumulate is sharded exactly where every micro-batch is reduced"

@@ -9,16 +9,18 @@ Invariant: every figure is bytes of one rank, of the most loaded pipeline stage.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problem
 from zerodrift.mesh import MeshShape
-from zerodrift.plan.build import moments
+from zerodrift.optimizers import ADAMW, of_type
 from zerodrift.plan.schedule import Collective, counted
 from zerodrift.plan.stages import part
-from zerodrift.plan.table import ALIGNMENT, Plan, Segment, Unit
-from zerodrift.policy.nouns import Master, Placed, State, Update
+from zerodrift.plan.table import Plan, Segment, Unit
+from zerodrift.policy.nouns import Master, Placed, Recipe, Share, State, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def _rest(plan: Plan, segments: Sequence[Segment]) -> Rest:
         owned = segment.padded // (shard if update.axis else 1)
         master += owned * MASTER_BYTES[update.master]
         count = moments(plan.policy.optimizer, update.optimizer)
-        state += owned // ALIGNMENT * block_bytes(update.state) * count
+        state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
             accumulate += _held(segment, update.accumulate, shard)
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
@@ -268,10 +270,19 @@ def sent(call: Collective, mesh: MeshShape) -> int:
     return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
 
 
+def moments(optimizer: Recipe | None, share: Share) -> int:
+    """How many values per element an optimizer keeps; AdamW's where the config names none. `share` says which
+    part of one that treats parameters differently."""
+    if optimizer is None:
+        return len(ADAMW.moments)
+    algorithm = of_type(share or optimizer.type)
+    return len(algorithm.kept([{**algorithm.defaults, **json.loads(optimizer.params)}]))
+
+
 MASTER_BYTES = {Master.FP32: 4, Master.SPLIT: 2, Master.SAME: 0}
 """Bytes per element beyond storage."""
 
 
 def block_bytes(state: State) -> int:
-    """Bytes of a moment of ALIGNMENT elements: `8bit` has an fp32 scale for each such block."""
-    return ALIGNMENT * state.dtype.size + (4 if state is State.EIGHT_BIT else 0)
+    """Bytes of a moment of BLOCK elements: `8bit` has an fp32 scale for each such block."""
+    return BLOCK * state.dtype.size + (4 if state is State.EIGHT_BIT else 0)

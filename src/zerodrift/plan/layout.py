@@ -9,7 +9,7 @@ optimizer that needs whole parameters or whole matrices gets them by where its s
 gathers, reduces or updates sees a flat buffer as any other. What it costs is padding: every slice is as
 long as the fullest.
 
-Invariant: every parameter is in exactly one unit, and offsets are multiples of ALIGNMENT.
+Invariant: every parameter is in exactly one unit, and offsets are multiples of BLOCK.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problems, did_you_mean
 from zerodrift.model.spec import ModelSpec, ParameterSpec
 from zerodrift.plan.stages import even_by_cost, products
-from zerodrift.plan.table import ALIGNMENT
 from zerodrift.policy.nouns import Columns, Placement
 
 BlockOf = Callable[[str], str]
@@ -219,14 +219,14 @@ def _pack_in_order(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
     for parameter in parameters:
         offsets.append(end)
         numel += parameter.numel
-        end = round_up(end + parameter.numel, ALIGNMENT)
-    return Packed(tuple(offsets), numel, round_up(end, ALIGNMENT * slices))
+        end = round_up(end + parameter.numel, BLOCK)
+    return Packed(tuple(offsets), numel, round_up(end, BLOCK * slices))
 
 
 def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
     """No parameter across the end of a slice: longest first, each into the slice that has the least so far,
     the first of those. At worst a third longer than the best packing, and the same on every rank."""
-    lengths = [round_up(parameter.numel, ALIGNMENT) for parameter in parameters]
+    lengths = [round_up(parameter.numel, BLOCK) for parameter in parameters]
     filled = [(0, number) for number in range(min(slices, len(parameters)))]  # more would stay empty
     places: list[tuple[int, int]] = [(0, 0)] * len(parameters)
     for index in sorted(range(len(parameters)), key=lambda index: -lengths[index]):
@@ -243,6 +243,6 @@ def _pack_stack(parameter: ParameterSpec, slices: int) -> Packed:
     matrix = math.prod(parameter.shape[-2:])
     if matrix == 0:
         return Packed((0,), 0, 0)
-    step = ALIGNMENT // math.gcd(matrix, ALIGNMENT)  # matrices that fill whole blocks
+    step = BLOCK // math.gcd(matrix, BLOCK)  # matrices that fill whole blocks
     each = round_up(-(-parameter.numel // (matrix * slices)), step) * matrix
     return Packed((0,), parameter.numel, each * slices)

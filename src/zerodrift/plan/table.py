@@ -21,10 +21,6 @@ from zerodrift.mesh import MeshShape
 from zerodrift.policy.nouns import Columns, Policy
 from zerodrift.record import decode, encode
 
-ALIGNMENT = 256
-"""Elements. Parameters start on multiples of it, and every slice is a multiple of it, so a block of 256
-elements of one parameter is never cut: norm partials and rounding counters do not depend on the stage."""
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -44,7 +40,7 @@ class Row:
     segment: int
     """Index into `Plan.segments`."""
     offset: int
-    """First element within the segment; a multiple of ALIGNMENT."""
+    """First element within the segment; a multiple of BLOCK."""
     parts: int = 1
     """Ranks of the expert axis that its first dimension is divided over."""
 
@@ -95,7 +91,7 @@ class Segment:
     numel: int
     """Elements that belong to parameters."""
     padded: int
-    """Elements allocated: a multiple of ALIGNMENT times the ranks of its axis."""
+    """Elements allocated: a multiple of BLOCK times the ranks of its axis."""
     copies: tuple[int, ...] = ()
     """Other pieces of a pipeline that use its one parameter, which is tied; `plan/stages.py` says how."""
     lead: bool = True

@@ -15,6 +15,7 @@ from typing import Any
 
 from zerodrift.config.plain import join, shown
 from zerodrift.errors import Problems, did_you_mean
+from zerodrift.optimizers import SGD, TYPES, of_type
 
 MOST = 3.4e38
 """Updates are computed in fp32, where anything larger is infinite."""
@@ -93,30 +94,25 @@ ANY: Table = {
     "bias_correction": _only(True),
     "amsgrad": _only(False),
 }
-"""Of every optimizer but Muon: what says which Adam it is, and what is accepted at the value that says what
-happens here anyway."""
+"""Of every elementwise optimizer: what says which Adam it is, and what is accepted at the value that says
+what happens here anyway."""
 
-_RATES: Table = {"lr": NUMBER, "weight_decay": NUMBER, "maximize": FLAG}
-_ADAM: Table = {**_RATES, "betas": BETAS, "eps": NUMBER}
+_OF_OPTIMIZERS: Table = {
+    **dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "eps", "ns_eps"), NUMBER),
+    **dict.fromkeys(("maximize", "nesterov"), FLAG),
+    "betas": BETAS,
+    "dampening": SIGNED,
+    "ns_coefficients": Argument(
+        "three numbers", lambda value: _numbers(value, SIGNED.fits) and len(value) == 3
+    ),
+    "ns_steps": _count("a whole number from 1 to 99", 1, 99),
+    "ns_dtype": _word("bf16", "fp32"),
+    "adjust_lr_fn": _word("original", "match_rms_adamw"),
+}
+"""Every argument that an optimizer of `optimizers.py` takes; each has one meaning."""
 
 OPTIMIZERS: Mapping[str, Table] = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "FusedAdam": _ADAM,
-    "CPUAdam": _ADAM,
-    "SGD": {**_RATES, "momentum": NUMBER, "dampening": SIGNED, "nesterov": FLAG},
-    "Lion": {**_RATES, "betas": BETAS},
-    "Muon": {
-        **{key: NUMBER for key in ("lr", "weight_decay", "muon_lr", "adam_lr", "momentum", "eps", "ns_eps")},
-        "nesterov": FLAG,
-        "ns_coefficients": Argument(
-            "three numbers", lambda value: _numbers(value, SIGNED.fits) and len(value) == 3
-        ),
-        "ns_steps": _count("a whole number from 1 to 99", 1, 99),
-        "ns_dtype": _word("bf16", "fp32"),
-        "adjust_lr_fn": _word("original", "match_rms_adamw"),
-        "betas": BETAS,
-    },
+    name: {key: _OF_OPTIMIZERS[key] for key in of_type(name).arguments} for name in TYPES.values()
 }
 
 _WARMUP: Table = {"warmup_num_steps": STEPS, "warmup_type": WARMUP_TYPE, "last_batch_iteration": LAST}
@@ -167,14 +163,15 @@ def checked(
     """The arguments of an optimizer or a schedule as they were meant: null is left out, `2e3` a whole number.
     The wrong ones go to `problems`, each by its path under `where`; `unknown` are there, their values not."""
     own = OPTIMIZERS.get(kind) or SCHEDULES[kind]
-    table = own if kind == "Muon" or kind in SCHEDULES else {**own, **ANY}
+    rest = None if kind in SCHEDULES else of_type(kind).rest
+    table = own if kind in SCHEDULES or rest is not None else {**own, **ANY}
     found: dict[str, Any] = {}
     for key, value in params.items():
         if value is None:
             continue
         path, argument = join(where, key), table.get(key)
         if argument is None:
-            whose = "Muon or of its AdamW" if kind == "Muon" else kind
+            whose = kind if rest is None else f"{kind} or of its {rest.name}"
             must = f"must be an argument of {whose}: {', '.join(own)}"
             problems.add(path, must, "", did_you_mean(key, table))
             continue
@@ -187,7 +184,7 @@ def checked(
     for key in REQUIRED.get(kind, ()):
         if params.get(key) is None and key not in unknown:
             problems.add(join(where, key), f"must be given: {table[key].words}")
-    if kind == "SGD" and found.get("nesterov") and (not found.get("momentum") or found.get("dampening")):
+    if kind in SGD.types and found.get("nesterov") and (not found.get("momentum") or found.get("dampening")):
         problems.add(
             join(where, "nesterov"), "must be left out without `momentum`, or with `dampening`", "true"
         )

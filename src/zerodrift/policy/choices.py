@@ -12,41 +12,23 @@ from zerodrift.config.plain import shown
 from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.mesh import MeshShape
+from zerodrift.optimizers import TYPES, of_type
 from zerodrift.policy import matrices
 from zerodrift.policy.arguments import SCHEDULES
+from zerodrift.policy.backends import Backend
 from zerodrift.policy.nouns import Averaging, Batch, Decision, LossScale, Mode, Recipe, Sharding
 from zerodrift.policy.numbers import Numbers
 
-OPTIMIZERS = {
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "fusedadam": "FusedAdam",
-    "cpuadam": "CPUAdam",
-    "deepspeedcpuadam": "CPUAdam",
-    "sgd": "SGD",
-    "lion": "Lion",
-    "muon": "Muon",
-}
-"""Accepted optimizer types, in lower case; the engine builds the named update."""
 
-
-def sharding(
-    config: Config, stage: int, backend: str, problems: Problems
-) -> tuple[Sharding, tuple[Decision, ...]]:
+def sharding(config: Config, stage: int, backend: Backend) -> tuple[Sharding, tuple[Decision, ...]]:
     zero, block = config.zero_optimization, config.sharding
     keep = block.keep_gathered
     pipeline = config.pipeline is not None and config.pipeline.stages > 1
-    if keep is not None and keep != "step" and backend == "fsdp2" and stage in (1, 2):
-        problems.add(
-            "sharding.keep_gathered",
-            "must be `step` at stages 1-2 on backend fsdp2: that is what these stages mean there",
-            keep,
-            "Leave it out, or use stage 3.",
-        )
     if keep is not None:
         kept_why = "`sharding.keep_gathered`"
-    elif backend == "fsdp2" and stage in (1, 2):
-        keep, kept_why = "step", "backend fsdp2: stages 1-2 gather once per step"
+    elif stage in backend.gathered_once:
+        first, last = backend.gathered_once[0], backend.gathered_once[-1]
+        keep, kept_why = "step", f"backend {backend.name}: stages {first}-{last} gather once per step"
     elif pipeline:
         keep, kept_why = "step", "a pipeline uses every unit once per micro-batch: gathered once per step"
     else:
@@ -60,7 +42,7 @@ def sharding(
             "`zero_optimization.stage`" if zero.stage is not None else "default: nothing is sharded",
         )
     ]
-    if stage == 3 or backend == "fsdp2":
+    if stage == 3 or backend.storage_sharded:
         decisions.append(Decision("keep_gathered", keep, kept_why))
     decisions.append(
         Decision(
@@ -144,13 +126,13 @@ def scale_decision(scale: LossScale | None, mode: Mode, config: Config) -> Decis
 def optimizer(config: Config, numbers: Numbers, problems: Problems) -> Recipe | None:
     if config.optimizer is None:
         return None
-    kind = OPTIMIZERS.get(config.optimizer.type.lower())
+    kind = TYPES.get(config.optimizer.type.lower())
     if kind is None:
         problems.add(
             "optimizer.type",
-            f"must be one of {', '.join(dict.fromkeys(OPTIMIZERS.values()))}",
+            f"must be one of {', '.join(dict.fromkeys(TYPES.values()))}",
             shown(config.optimizer.type),
-            did_you_mean(config.optimizer.type, OPTIMIZERS.values())
+            did_you_mean(config.optimizer.type, TYPES.values())
             or "Any other elementwise optimizer: build it and pass it to `initialize`.",
         )
         return None
@@ -160,9 +142,10 @@ def optimizer(config: Config, numbers: Numbers, problems: Problems) -> Recipe | 
 def update_decisions(optimizer: Recipe | None, config: Config) -> tuple[Decision, ...]:
     """How updates are shared out and watched, where that is not as usual."""
     found = []
-    if optimizer is not None and optimizer.type == "Muon":
+    algorithm = None if optimizer is None else of_type(optimizer.type)
+    if algorithm is not None and algorithm.rest is not None:
         why = f"`optimizer.type`; rule: {matrices.RULE}; or `precision.rules[].optimizer`"
-        found.append(Decision("optimizer", "Muon, AdamW for the rest", why))
+        found.append(Decision("optimizer", f"{algorithm.name}, {algorithm.rest.name} for the rest", why))
     if config.precision.statistics:
         found.append(Decision("statistics", "of every update", "`precision.statistics`"))
     return tuple(found)

@@ -11,11 +11,10 @@ Invariant: `complete` is a pure function of its arguments, and what it returns n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import Problems
-from zerodrift.policy import fully_shard
+from zerodrift.policy.backends import Backend
 from zerodrift.policy.nouns import (
     COLUMNS,
     OPTIONS,
@@ -40,7 +39,7 @@ class Setting:
     """What columns depend on besides the parameter's own demands."""
 
     mode: Mode
-    backend: Literal["native", "fsdp2"]
+    backend: Backend
     stage: int
     allow_narrow: bool
     beta2: float | None
@@ -85,8 +84,7 @@ def complete(
     export = fill.export(compute)
     why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
     made = Columns(Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why)
-    if setting.backend == "fsdp2":
-        fully_shard.check_columns(made, fill.place, problems)
+    setting.backend.refuse_columns(made, fill.place, problems)
     return _divided(made, subject)
 
 
@@ -113,7 +111,7 @@ class _Filler:
         self.subject = subject
         self.problems = problems
         self.why: dict[str, str] = {}
-        self.storage_axis: Axis = "shard" if setting.stage == 3 or setting.backend == "fsdp2" else ""
+        self.storage_axis: Axis = "shard" if setting.stage == 3 or setting.backend.storage_sharded else ""
 
     def _take(self, column: str, default: DType, reason: str) -> DType:
         """The demanded dtype of a column, or the default; remembers why."""
@@ -129,11 +127,8 @@ class _Filler:
         mode, source = self.setting.mode, self.subject.source
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
-        elif self.setting.backend == "fsdp2" and mode is not Mode.FP32:
-            default, reason = (
-                DType.FP32,
-                "backend fsdp2: fully_shard updates storage, so storage is the master",
-            )
+        elif self.setting.backend.storage_fp32 and mode is not Mode.FP32:
+            default, reason = DType.FP32, self.setting.backend.storage_fp32
         else:
             default, reason = mode.dtype, f"mode {mode}"
         if not self.subject.trained and source is not default and default.holds(source):
@@ -171,8 +166,8 @@ class _Filler:
                 )
             return gather
         narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
-        if self.setting.backend == "fsdp2":
-            narrow, reason = compute, "backend fsdp2: fully_shard casts to it before it gathers"
+        if self.setting.backend.gather_compute:
+            narrow, reason = compute, self.setting.backend.gather_compute
         gather = self._take("gather", narrow, reason)
         if gather not in (storage, compute):
             self.problems.add(
@@ -339,14 +334,6 @@ class _Filler:
                     "Leave `placement` out, or say `optimizer: AdamW`.",
                 )
             return "sliced"
-        if self.setting.backend == "fsdp2" and "placement" in self.asked:
-            self.problems.add(
-                why,
-                "`placement` must be `sliced` on backend fsdp2: fully_shard cuts every parameter on its "
-                "first dimension",
-                value,
-                "Use the native backend, or an elementwise optimizer.",
-            )
         self.why["placement"] = why
         return "matrices" if value == "matrices" else "whole"
 
@@ -355,9 +342,10 @@ class _Filler:
         self.why["state"] = why
         state = State(value)
         beta2 = None if optimizer == "Muon" else self.setting.beta2
-        found = state_verdict(state, self.setting.backend, beta2)
+        backend = self.setting.backend
+        found = state_verdict(state, backend.name, beta2)
         if found.status == "no":
-            got = f"beta2 {beta2}" if self.setting.backend == "native" else f"backend {self.setting.backend}"
+            got = f"backend {backend.name}" if backend.refuse_state(state) else f"beta2 {beta2}"
             self.problems.add(why, f"`state` must not be {state} here: {found.reason}", got)
         return state
 

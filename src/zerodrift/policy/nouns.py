@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from zerodrift.config.schema import BackendName
 from zerodrift.dtypes import DType
 
 COLUMNS = ("storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state", "export")
@@ -307,7 +308,7 @@ class Policy:
     """What is meant."""
 
     mode: Mode
-    backend: Literal["native", "fsdp2"]
+    backend: BackendName
     demands: tuple[tuple[str, str, str], ...]
     """(column, value, why): the columns that the config sets for every parameter."""
     rules: tuple[Rule, ...]

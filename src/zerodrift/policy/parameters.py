@@ -17,7 +17,9 @@ from zerodrift import dtypes
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.optimizers import of_type
 from zerodrift.policy import matrices, rules
+from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import Setting, Subject, complete
 from zerodrift.policy.nouns import Columns, Output, Policy, Recipe, Rule
 
@@ -33,11 +35,11 @@ class ColumnsOf:
         self._checkpoint = _Checkpoint(model.checkpoint)
         self._setting = Setting(
             policy.mode,
-            policy.backend,
+            BACKENDS[policy.backend],
             policy.sharding.stage,
             policy.allow_narrow,
             _beta2(policy.optimizer),
-            policy.optimizer is not None and policy.optimizer.type == "Muon",
+            policy.optimizer is not None and of_type(policy.optimizer.type).matrices,
         )
         self._known: dict[Any, Columns] = {}
         self._beside = _beside(model)
@@ -151,9 +153,12 @@ def _is_pinned(asked: rules.Demands, matched: tuple[Rule, ...]) -> bool:
 
 def _beta2(optimizer: Recipe | None) -> float | None:
     """The second moment's decay, if the config names an optimizer that has one; Muon's AdamW does."""
-    if optimizer is None or not ("Adam" in optimizer.type or optimizer.type == "Muon"):
+    if optimizer is None:
         return None
-    betas = json.loads(optimizer.params).get("betas", (0.9, 0.999))
+    algorithm = of_type(optimizer.type).rest or of_type(optimizer.type)
+    if not algorithm.beta2:
+        return None
+    betas = json.loads(optimizer.params).get("betas", algorithm.defaults["betas"])
     try:
         return float(betas[1])
     except (TypeError, ValueError, IndexError):

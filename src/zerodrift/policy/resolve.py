@@ -9,14 +9,13 @@ Invariant: pure. No process group, no device, no environment variable is looked 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from zerodrift import mesh as meshes
-from zerodrift.config.schema import Config
+from zerodrift.config.schema import BackendName, Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy import batch, choices, fully_shard, modes, pipelining, rules
+from zerodrift.policy import batch, choices, modes, pipelining, rules
+from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.nouns import Decision, Mode, Policy
 from zerodrift.policy.numbers import AutoValues, Numbers
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
@@ -37,11 +36,12 @@ def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
     pipeline = config.pipeline.stages if config.pipeline else 1
     shard = config.zero_optimization.mics_shard_size or 0
     replicate = config.sharding.replicate or 0
-    if config.backend == "fsdp2" and (config.zero_optimization.stage or 0) == 0:
+    backend = BACKENDS[config.backend or "native"]
+    if backend.replicates and (config.zero_optimization.stage or 0) == 0:
         if replicate or shard > 0:
             raise ConfigError(
-                "`sharding.replicate`: must be left out at stage 0 on backend fsdp2, where every rank "
-                "replicates; got a hybrid mesh. Use stage 1, 2 or 3."
+                f"`sharding.replicate`: must be left out at stage 0 on backend {backend.name}, where every "
+                f"rank replicates; got a hybrid mesh. Use stage 1, 2 or 3."
             )
         replicate = max(1, world_size // pipeline)
     expert = config.experts.ranks if config.experts else 1
@@ -56,13 +56,13 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
     mode_decision = modes.choose(config, problems)
     mode = Mode(mode_decision.value)
     precision = config.precision
-    backend: Literal["native", "fsdp2"] = config.backend or "native"
+    backend = BACKENDS[config.backend or "native"]
     stage = config.zero_optimization.stage or 0
     optimizer = choices.optimizer(config, numbers, problems)
     demands = _demands(config, mode, problems)
     _check_param_dtype(config, mode, problems)
     allow_narrow = bool(precision.allow_narrow)
-    _check_supported(demands, mode, mesh, stage, backend, allow_narrow, problems)
+    _check_supported(demands, mode, mesh, stage, backend.name, allow_narrow, problems)
     sizes, sizes_why = batch.arithmetic(
         numbers.whole(batch.TRAIN, config.train_batch_size),
         numbers.whole(batch.MICRO, config.train_micro_batch_size_per_gpu),
@@ -76,26 +76,26 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
     averaging, averaging_why = choices.averaging(config, mesh, problems)
     scale = choices.loss_scale(config, mode, numbers)
     buffers, buffers_why = _buffers(config, problems)
-    sharding, sharding_decisions = choices.sharding(config, stage, backend, problems)
+    sharding, sharding_decisions = choices.sharding(config, stage, backend)
     pipeline, pipeline_decisions = pipelining.pipelining(config, mesh, sizes.accumulation, problems)
     safe = _safe_modules(config, mode)
     schedule = choices.schedule(config, numbers, problems)
     experts, expert_decisions = choices.experts(config, mesh, averaging, problems)
-    if mesh.tensor > 1 and backend != "fsdp2":
+    if mesh.tensor > 1 and not backend.dtensors:
+        takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
         problems.add(
             "backend",
-            "must be fsdp2 for a model whose parameters are DTensors",
-            f"{backend}, and DTensors over {mesh.tensor} ranks",
-            "Set `backend: fsdp2`, or build the model without tensor parallelism.",
+            f"must be {takes} for a model whose parameters are DTensors",
+            f"{backend.name}, and DTensors over {mesh.tensor} ranks",
+            f"Set `backend: {takes}`, or build the model without tensor parallelism.",
         )
-    if backend == "fsdp2":
-        fully_shard.check_settings(config, mesh, optimizer, problems)
+    backend.refuse_settings(config, mesh, optimizer, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
     decisions = (
         mode_decision,
-        Decision("backend", backend, "`backend`" if config.backend else "default"),
+        Decision("backend", backend.name, "`backend`" if config.backend else "default"),
         *sharding_decisions,
         *pipeline_decisions,
         Decision("batch", choices.batch_text(sizes, mesh), sizes_why),
@@ -108,7 +108,7 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
     )
     return Policy(
         mode=mode,
-        backend=backend,
+        backend=backend.name,
         demands=tuple((column, value, why) for column, (value, why) in demands.items()),
         rules=rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ()),
         safe=safe,
@@ -196,7 +196,7 @@ def _check_supported(
     mode: Mode,
     mesh: MeshShape,
     stage: int,
-    backend: Literal["native", "fsdp2"],
+    backend: BackendName,
     allow_narrow: bool,
     problems: Problems,
 ) -> None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+from zerodrift.config.schema import BackendName
 from zerodrift.dtypes import DType, lost
+from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.nouns import Mode, State
 
 Status = Literal["yes", "narrow", "no"]
-Backend = Literal["native", "fsdp2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class SupportCell:
     """`default`, `fp32`, `bf16` or `fp16`."""
     pipeline: bool
     stage: int
-    backend: Backend
+    backend: BackendName
     status: Status
     reason: str
 
@@ -48,7 +49,7 @@ class StateCell:
     """Whether the optimizer's moments may rest in a state."""
 
     state: str
-    backend: Backend
+    backend: BackendName
     beta2: float
     """The least or the largest of those that the cell stands for."""
     status: Status
@@ -74,35 +75,18 @@ def gradient_dtype(mode: Mode, dtype: DType) -> Verdict:
     )
 
 
-def verdict(mode: Mode, accumulate: DType, pipeline: bool, stage: int, backend: Backend) -> Verdict:
+def verdict(mode: Mode, accumulate: DType, pipeline: bool, stage: int, backend: BackendName) -> Verdict:
     """Whether this accumulate dtype is supported in this place."""
     narrow = gradient_dtype(mode, accumulate)
-    if narrow.status == "no" or backend == "native":
-        return narrow
-    return _fsdp2(accumulate, pipeline, stage, narrow)
+    refused = "" if narrow.status == "no" else BACKENDS[backend].refuse_sum(accumulate, pipeline, stage)
+    return Verdict("no", refused) if refused else narrow
 
 
-def _fsdp2(accumulate: DType, pipeline: bool, stage: int, narrow: Verdict) -> Verdict:
-    """What `fully_shard` cannot say, in the order in which a user can mend it."""
-    if pipeline:
-        return Verdict("no", "backend fsdp2 runs without a pipeline: use the native backend")
-    if accumulate is not DType.FP32 and stage >= 2:
-        return Verdict(
-            "no",
-            "fully_shard sums micro-batches in its sharded parameters' dtype, fp32 here: use "
-            "`accumulate: fp32`, or the native backend",
-        )
-    return narrow
-
-
-def state_verdict(state: State, backend: Backend, beta2: float | None) -> Verdict:
+def state_verdict(state: State, backend: BackendName, beta2: float | None) -> Verdict:
     """Whether moments may rest in a state. `beta2` is the decay of a second moment, where it is known."""
-    if backend == "fsdp2" and state is not State.FP32:
-        return Verdict(
-            "no",
-            "torch's own optimizer updates what fully_shard holds, and keeps moments in the parameters' "
-            "dtype: use `state: fp32`, or the native backend",
-        )
+    refused = BACKENDS[backend].refuse_state(state)
+    if refused:
+        return Verdict("no", refused)
     if state is State.BF16 and beta2 is not None and beta2 > MAX_NEAREST_BETA2:
         return Verdict(
             "no",
@@ -114,9 +98,8 @@ def state_verdict(state: State, backend: Backend, beta2: float | None) -> Verdic
 
 def states() -> tuple[StateCell, ...]:
     """Every state on every backend, with a beta2 that bf16 can follow and one that it cannot."""
-    backends: tuple[Backend, ...] = ("native", "fsdp2")
     cells = []
-    for state, backend, beta2 in product(State, backends, (MAX_NEAREST_BETA2, USUAL_BETA2)):
+    for state, backend, beta2 in product(State, BACKENDS, (MAX_NEAREST_BETA2, USUAL_BETA2)):
         found = state_verdict(state, backend, beta2)
         cells.append(StateCell(str(state), backend, beta2, found.status, found.reason))
     return tuple(cells)
@@ -124,7 +107,6 @@ def states() -> tuple[StateCell, ...]:
 
 def table() -> tuple[SupportCell, ...]:
     """Every (mode, accumulate, pipeline, stage, backend), in that order."""
-    backends: tuple[Backend, ...] = ("native", "fsdp2")
     choices: tuple[tuple[str, DType], ...] = (
         ("default", DEFAULT_ACCUMULATE),
         ("fp32", DType.FP32),
@@ -133,7 +115,7 @@ def table() -> tuple[SupportCell, ...]:
     )
     cells = []
     for mode, (label, dtype), pipeline, stage, backend in product(
-        Mode, choices, (False, True), range(4), backends
+        Mode, choices, (False, True), range(4), BACKENDS
     ):
         found = verdict(mode, dtype, pipeline, stage, backend)
         cells.append(SupportCell(str(mode), label, pipeline, stage, backend, found.status, found.reason))

@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.plan.cost import block_bytes
-from zerodrift.plan.table import ALIGNMENT
 from zerodrift.policy.nouns import State
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, StateCell, SupportCell
 from zerodrift.report.frame import WIDTH, grid, printed, section
@@ -112,7 +112,7 @@ _PIPELINE = {False: "without a pipeline", True: "with a pipeline"}
 def _states(cells: Sequence[StateCell]) -> Iterator[tuple[str, str]]:
     """A state and what holds for it: its bytes, then each backend with its reasons."""
     for state in dict.fromkeys(cell.state for cell in cells):
-        size = block_bytes(State(state)) / ALIGNMENT
+        size = block_bytes(State(state)) / BLOCK
         yield state, "; ".join([f"{size:.7g} bytes per element and moment", *_verdicts(cells, state)])
 
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+
 from zerodrift.deepspeed import absent
 from zerodrift.deepspeed.ops import adam, lion
+from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
 __all__ = ["adam", "lion"]
 
+OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
+    ADAMW: adam.FusedAdam,
+    ADAM: functools.partial(adam.FusedAdam, adam_w_mode=False),
+    SGD: torch.optim.SGD,
+    LION: lion.FusedLion,
+}
+"""What makes a config's optimizer over some of a model's parameters, or groups of them."""
 
 __getattr__ = absent.lookup(__name__)

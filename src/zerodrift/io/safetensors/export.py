@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerodrift.dtypes import TRAINING_DTYPES, DType, parse, widest
+from zerodrift.dtypes import ADMITTED, DType, parse, widest
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, ConfigError
 from zerodrift.io.atomic import Staging
@@ -139,7 +139,7 @@ def exported_dtype(text: str | None) -> DType | None:
     if text is None:
         return None
     found = parse(text)
-    if found not in TRAINING_DTYPES:
+    if found not in ADMITTED["export"]:
         raise ConfigError(f"`dtype`: must be fp32, bf16 or fp16; got {text!r}.")
     return found
 
