@@ -113,6 +113,19 @@ def test_compiled_equals_reference(algorithm: Algorithm, state: State) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("state", State, ids=str)
+def test_what_keeps_no_moments_needs_no_place_for_them(state: State) -> None:
+    """SGD without momentum, whose `state` column says `8bit`: compiled code read scales at address 0."""
+    scheme = Scheme(DType.BF16, Master.SPLIT, state)
+    one = make(scheme, 0, groups=False)
+    other = copy.deepcopy(one)
+    gradient, step = gradient_of(NUMEL, 1), Step(optimizers.SGD, (Hyper(1e-3, weight_decay=0.1),), 1)
+    reference_update(scheme, one, gradient, step)
+    fused.update(scheme, other, gradient, step)
+    assert_equal(one, other)
+
+
+@compiled
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm) -> None:
     for storage, master, rounding in MASTERS:

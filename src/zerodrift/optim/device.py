@@ -65,7 +65,7 @@ def _launch(
             wanted=wanted,
             master_kind=kinds.MASTERS[scheme.master],
             rounding=kinds.ROUNDINGS[scheme.rounding],
-            state_kind=kinds.STATES[scheme.state],
+            state_kind=kinds.state(scheme, of),
             algorithm=kinds.algorithm(step),
             contraction=contraction(),
         )

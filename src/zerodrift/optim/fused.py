@@ -142,7 +142,7 @@ def _update_compiled(
         storage_type=native.TYPES[of.storage.dtype],
         master_kind=kinds.MASTERS[scheme.master],
         rounding=kinds.ROUNDINGS[scheme.rounding],
-        state_kind=kinds.STATES[scheme.state],
+        state_kind=kinds.state(scheme, of),
         algorithm=kinds.algorithm(step),
         threads=torch.get_num_threads(),
     )

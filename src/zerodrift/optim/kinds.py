@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.optim.reference import Step
-from zerodrift.optim.schemes import Rounding
+from zerodrift.optim.schemes import Rounding, Scheme, Slice
 from zerodrift.optim.updates import ARITHMETIC, Coefficients, coefficients
 from zerodrift.policy.nouns import Master, State
 
@@ -30,6 +30,11 @@ def algorithm(step: Step) -> int:
     if number is None:
         raise AssertionError(f"{step.algorithm} has no compiled update")
     return number
+
+
+def state(scheme: Scheme, of: Slice) -> int:
+    """How moments rest. A slice without any has no scales or codes to look for, whatever its column says."""
+    return STATES[scheme.state if of.moments else State.FP32]
 
 
 def table(step: Step, device: torch.device = CPU) -> Tensor:
