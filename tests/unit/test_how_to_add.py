@@ -1,0 +1,198 @@
+"""CONTRIBUTING says which files a new column value, optimizer or backend touches: each is done for a toy one.
+
+The package is copied, the files that the recipe names are edited, and nothing else; then a process of its own
+uses what was added.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+Edits = dict[str, tuple[tuple[str, str], ...]]
+"""File of the package -> (what is there, what is put in its place)."""
+
+FP8_ON_THE_WIRE: Edits = {
+    "dtypes.py": (('    "gather": _TRAINING,\n', '    "gather": (*_TRAINING, DType.FP8_E4M3),\n'),),
+    "policy/columns.py": (
+        ("if gather not in (storage, compute):", "if gather not in (storage, compute, DType.FP8_E4M3):"),
+    ),
+}
+
+USE_FP8 = """
+from zerodrift import ConfigError, cost, load, make_plan
+from zerodrift.config.reference import render_config
+from zerodrift.model.spec import ModelSpec
+from tests.unit.models import moe
+
+config = {"precision": {"mode": "bf16", "gather": "float8_e4m3fn"}, "zero_optimization": {"stage": 3}}
+plan = make_plan(config, moe(), world_size=2)
+assert {row.columns.cells()["gather"] for row in plan.rows} == {"fp8_e4m3"}
+wire = {line.dtype for line in cost(plan).traffic if line.purpose == "forward"}
+assert wire == {"fp8_e4m3"}, wire
+assert "| `gather` | fp32, bf16, fp16 or fp8_e4m3 |" in render_config()
+try:
+    load({"precision": {"compute": "fp8_e4m3"}})
+except ConfigError as error:
+    assert "`precision.compute`: must be fp32, bf16 or fp16" in str(error), error
+else:
+    raise AssertionError("another column took it too")
+"""
+
+SIGN_OF_A_TRACE: Edits = {
+    "optimizers.py": (
+        (
+            "ALGORITHMS = (ADAMW, ADAM, SGD, LION, MUON)",
+            "TOY = Algorithm(\n"
+            '    "Toy",\n'
+            '    types=("Toy",),\n'
+            '    arguments=("lr", "momentum"),\n'
+            '    defaults={"lr": 1e-3, "momentum": 0.5},\n'
+            '    moments=("trace",),\n'
+            ")\n\n"
+            "ALGORITHMS = (ADAMW, ADAM, SGD, LION, MUON, TOY)",
+        ),
+    ),
+    "optim/updates.py": (
+        ("import ADAM, ADAMW, LION, SGD, Algorithm", "import ADAM, ADAMW, LION, SGD, TOY, Algorithm"),
+        (
+            "\nARITHMETIC: Mapping",
+            "\ndef _toy(numbers, weight, moments, gradient, root):\n"
+            "    moments[0].mul_(numbers.keep1).add_(gradient)\n"
+            "    weight.add_(moments[0].sign(), alpha=numbers.step)\n"
+            "\n\n"
+            "def _toy_wanted(numbers, before, moments, gradient, root):\n"
+            "    return moments[0].sign() * numbers.step\n"
+            "\n\n"
+            "ARITHMETIC: Mapping",
+        ),
+        (
+            "    LION: Arithmetic(",
+            "    TOY: Arithmetic(\n"
+            "        lambda h: Coefficients(keep1=h.momentum, step=-h.lr), _toy, _toy_wanted\n"
+            "    ),\n"
+            "    LION: Arithmetic(",
+        ),
+    ),
+}
+
+USE_TOY = """
+import torch
+from torch import nn
+import zerodrift
+from zerodrift import ConfigError, cost
+from zerodrift.config.reference import render_config
+
+config = {
+    "precision": {"mode": "fp32", "statistics": True},
+    "gradient_clipping": 0,
+    "optimizer": {"type": "toy", "params": {"lr": 0.01, "momentum": 0.9}},
+}
+torch.manual_seed(1)
+model = nn.Linear(16, 16, bias=False)
+weight = model.weight.detach().clone()
+inputs = torch.randn(3, 4, 16)
+trace = torch.zeros_like(weight)
+
+engine = zerodrift.initialize(model, config=config, device="cpu", quiet=True)
+for batch in inputs:
+    engine.backward(engine(batch).square().sum())
+    engine.step()
+    plain = weight.clone().requires_grad_()
+    (batch @ plain.T).square().sum().backward()
+    trace = 0.9 * trace + plain.grad
+    weight = weight - 0.01 * trace.sign()
+assert torch.equal(engine.full_master("weight"), weight)
+assert torch.equal(engine.full_state("weight")["trace"], trace)
+engine.update_statistics()
+assert cost(engine.plan).rest.state == 256 * 4, cost(engine.plan).rest
+assert "Muon or Toy." in render_config()
+try:
+    zerodrift.make_plan({**config, "precision": {}, "backend": "fsdp2"}, nn.Linear(2, 2), world_size=1)
+except ConfigError as error:
+    assert "`optimizer.type`: must be an optimizer of torch" in str(error), error
+else:
+    raise AssertionError("fsdp2 took it")
+"""
+
+A_FRUGAL_BACKEND: Edits = {
+    "config/schema.py": (('Literal["native", "fsdp2"]', 'Literal["native", "fsdp2", "toy"]'),),
+    "policy/backends.py": (
+        (
+            "for backend in (NATIVE, FSDP2)}",
+            "for backend in (NATIVE, FSDP2, TOY)}",
+        ),
+        (
+            'NATIVE = Backend("native")\n',
+            'NATIVE = Backend("native")\n'
+            "TOY = Backend(\n"
+            '    "toy",\n'
+            "    storage_sharded=True,\n"
+            '    refuse_state=lambda state: "it is frugal" if state is State.FP32 else "",\n'
+            ")\n",
+        ),
+    ),
+}
+
+USE_BACKEND = """
+from zerodrift import ConfigError, make_plan
+from zerodrift.policy.support import states, table
+from zerodrift.report.support import support_markdown
+from tests.unit.models import moe
+
+config = {"backend": "toy", "precision": {"mode": "bf16", "state": "8bit"}}
+plan = make_plan(config, moe(), world_size=2)
+assert plan.policy.backend == "toy"
+assert {row.columns.cells()["storage"] for row in plan.rows} == {"bf16/"}
+page = support_markdown(table(), states())
+assert "## Backend toy, without a pipeline" in page and "backend toy: no, it is frugal" in page
+try:
+    make_plan({"backend": "toy"}, moe(), world_size=2)
+except ConfigError as error:
+    assert "`state` must not be fp32 here: it is frugal; got backend toy" in str(error), error
+else:
+    raise AssertionError("it was not refused")
+"""
+
+
+def recipe(title: str) -> str:
+    """A paragraph of CONTRIBUTING, as far as it speaks of what every such change touches."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paragraph = " ".join(text.partition(f"**{title}.**")[2].partition("\n\n")[0].split())
+    return paragraph.partition(" Only where ")[0]
+
+
+@pytest.mark.parametrize(
+    ("title", "edits", "use"),
+    [
+        ("A column value", FP8_ON_THE_WIRE, USE_FP8),
+        ("An optimizer", SIGN_OF_A_TRACE, USE_TOY),
+        ("A backend", A_FRUGAL_BACKEND, USE_BACKEND),
+    ],
+)
+def test_the_files_of_a_recipe_are_enough(title: str, edits: Edits, use: str, tmp_path: Path) -> None:
+    assert set(re.findall(r"`([\w/]+\.(?:py|h))`", recipe(title))) == set(edits)
+    package = tmp_path / "zerodrift"
+    shutil.copytree(ROOT / "src" / "zerodrift", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, changes in edits.items():
+        text = (package / name).read_text(encoding="utf-8")
+        for there, instead in changes:
+            assert text.count(there) == 1, f"{name}: {there!r}"
+            text = text.replace(there, instead)
+        (package / name).write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", use],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
