@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from zerodrift.api import make_plan
 from zerodrift.deepspeed.runtime import lr_schedules
 from zerodrift.errors import ConfigError
 from zerodrift.optim import schedules as mine
@@ -106,24 +107,25 @@ def test_a_schedule_goes_on_from_its_state(kind: str, params: dict[str, Any]) ->
             {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0},
             "cycle_first_step",
         ),
-        ("WarmupLR", {"total_num_steps": 3}, "total_num_steps"),
-        ("WarmupLr", {}, "WarmupLR"),
     ],
 )
 def test_wrong_arguments_are_named(kind: str, params: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError, match=where):
-        mine.make(kind, params, optimizer())
+        mine.make_schedule(Recipe(kind, json.dumps(params)), optimizer())
 
 
-def test_torchs_own_schedules_are_known_by_name() -> None:
-    made = mine.make("StepLR", {"step_size": 2, "gamma": 0.5}, optimizer())
-    assert isinstance(made, torch.optim.lr_scheduler.StepLR)
-
-
-def test_the_nearest_argument_is_suggested() -> None:
-    recipe = Recipe("WarmupLR", json.dumps({"warmup_num_step": 3}))
-    with pytest.raises(ConfigError, match=r"warmup_num_step'.*Did you mean `warmup_num_steps`"):
-        mine.make_schedule(recipe, optimizer())
+@pytest.mark.parametrize(
+    ("kind", "params", "told"),
+    [
+        ("WarmupLR", {"total_num_steps": 3}, r"`scheduler.params.total_num_steps`: must be an argument"),
+        ("WarmupLR", {"warmup_num_step": 3}, "Did you mean `warmup_num_steps`"),
+        ("WarmupLr", {}, "Did you mean `WarmupLR`"),
+        ("StepLR", {"step_size": 2}, "build it and pass it to `initialize`"),
+    ],
+)
+def test_what_no_block_means_is_refused_with_the_config(kind: str, params: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make_plan({"scheduler": {"type": kind, "params": params}}, torch.nn.Linear(2, 2), world_size=1)
 
 
 def test_a_config_and_a_script_get_the_same_classes() -> None:

@@ -4,6 +4,7 @@ refused is refused before anything is replaced."""
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import random
 import shutil
@@ -20,7 +21,8 @@ from tests.unit.laid_out import lay_out, values
 from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
 from zerodrift.io.convert import convert
-from zerodrift.optim.schedules import SCHEDULES, make
+from zerodrift.optim.schedules import SCHEDULES, make_schedule
+from zerodrift.policy.nouns import Recipe
 
 STEPS, MORE, LR = 3, 4, 1e-3
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -31,6 +33,12 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 5},
 }
 torchs = torch.optim.lr_scheduler
+
+
+def of_block(kind: str, groups: torch.optim.Optimizer) -> Any:
+    return make_schedule(Recipe(kind, json.dumps(BLOCKS[kind])), groups)
+
+
 OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "StepLR": lambda groups: torchs.StepLR(groups, 2, 0.5),
     "ExponentialLR": lambda groups: torchs.ExponentialLR(groups, 0.9),
@@ -41,7 +49,7 @@ OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "SequentialLR": lambda groups: torchs.SequentialLR(
         groups, [torchs.LinearLR(groups, total_iters=2), torchs.ExponentialLR(groups, 0.9)], [2]
     ),
-    "WarmupLR of one's own": lambda groups: make("WarmupLR", BLOCKS["WarmupLR"], groups),
+    "WarmupLR of one's own": lambda groups: of_block("WarmupLR", groups),
 }
 """Given to `initialize`."""
 
@@ -64,7 +72,7 @@ def config(kind: str = "") -> dict[str, Any]:
 
 
 def schedule_of(kind: str, groups: torch.optim.Optimizer) -> Any:
-    return OWN[kind](groups) if kind in OWN else make(kind, BLOCKS[kind], groups)
+    return OWN[kind](groups) if kind in OWN else of_block(kind, groups)
 
 
 def plain(kind: str, steps: int) -> list[float]:

@@ -27,7 +27,6 @@ from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.ops import OVER_PARAMETERS
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
-from zerodrift.optim import schedules
 from zerodrift.optim.flat import TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, either, meant
 
@@ -60,7 +59,7 @@ def initialize(  # DeepSpeed's thirteen parameters
     loaded = load(written)
     made = _optimizer(optimizer, model_parameters, model, written)
     has_one = made is not None or loaded.optimizer is not None
-    schedule = _schedule(lr_scheduler, written) if has_one else None
+    schedule = lr_scheduler if has_one else None
     engine = make_engine(model, made, loaded, schedule=schedule, quiet=True)
     wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer)
     return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
@@ -176,14 +175,3 @@ def _of_block(kind: str, params: dict[str, Any], parameters: list[Any]) -> torch
     if params.pop("torch_adam", False) and algorithm is ADAMW:
         params.setdefault("weight_decay", TORCH_DECAY)
     return make(parameters, **params)
-
-
-def _schedule(given: Any, written: Mapping[str, Any]) -> Any:
-    """A schedule, or a function that makes one of an optimizer; None without one."""
-    if given is not None:
-        return given
-    block = written.get("scheduler")
-    if not block or not block.get("type"):
-        return None
-    kind, params = block["type"], dict(block.get("params") or {})
-    return lambda optimizer: schedules.make(kind, params, optimizer)

@@ -67,11 +67,6 @@ def reference_square_sums(flat: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
-def square_sum(flat: Tensor) -> Tensor:
-    """The sum of squares of a flat tensor as one fp64 number on its device: exact over its blocks."""
-    return torch.tensor(total(digits(block_square_sums(flat))), dtype=torch.float64, device=flat.device)
-
-
 def digits(sums: Tensor, out: Tensor | None = None) -> Tensor:
     """Add block sums to a long integer: int64 of DIGITS places, then the count of non-finite blocks.
 

@@ -153,11 +153,6 @@ class FlatUpdater:
             return ()
         return self._algorithm.kept(self.groups.param_groups)
 
-    def held(self) -> int:
-        """Bytes of masters and moments, beyond storage."""
-        held = [t for s in self._slices.values() for t in (s.master, *s.moments, *s.scales)]
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
-
 
 def _require_states_that_move(
     held: Iterable[Scheme], algorithm: Algorithm, groups: torch.optim.Optimizer

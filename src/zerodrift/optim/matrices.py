@@ -169,13 +169,6 @@ class MuonUpdater:
         held = self._slices[number]
         return None if held.master is None else held.master.dtype, tuple(m.dtype for m in held.moments)
 
-    def held(self) -> int:
-        """Bytes of masters and moments, beyond storage."""
-        tensors = [
-            t for s in self._slices.values() for t in (s.master, *s.moments, *s.scales) if t is not None
-        ]
-        return self._rest.held() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
 
 def _is_muon(piece: Owned) -> bool:
     update = piece.spec.columns.update

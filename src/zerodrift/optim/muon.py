@@ -16,9 +16,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-MOST_STEPS = 100
-"""More Newton-Schulz steps than this are a mistake, in torch too."""
-
 
 @dataclass(frozen=True, slots=True)
 class Numbers:

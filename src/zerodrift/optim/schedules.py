@@ -11,7 +11,6 @@ resumes from its count alone.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.errors import ConfigError, did_you_mean
+from zerodrift.errors import ConfigError
 from zerodrift.optim import shapes
 from zerodrift.policy.nouns import Recipe
 
@@ -352,28 +351,9 @@ SCHEDULES: dict[str, type] = {
 }
 
 
-def make(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule of a config's `scheduler` block; torch's own classes are known by name too."""
-    known = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
-    if known is None:
-        raise ConfigError(
-            f"`scheduler.type`: must be a schedule of DeepSpeed's or of torch.optim.lr_scheduler; got "
-            f"{kind!r}. {did_you_mean(kind, VALID_LR_SCHEDULES)}".rstrip()
-        )
-    if kind in SCHEDULES:
-        arguments = list(inspect.signature(known).parameters)[1:]
-        odd = [key for key in params if key not in arguments]
-        if odd:
-            raise ConfigError(
-                f"`scheduler.params`: must be arguments of {kind}; got {odd[0]!r}. "
-                f"{did_you_mean(odd[0], arguments)}".rstrip()
-            )
-    try:
-        return known(optimizer, **params)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"`scheduler.params`: must be arguments of {kind}; got {error}") from error
-
-
 def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule of a plan's recipe."""
-    return make(recipe.type, json.loads(recipe.params), optimizer)
+    """The schedule of a config's `scheduler` block, whose type and arguments `resolve` has checked."""
+    try:
+        return SCHEDULES[recipe.type](optimizer, **json.loads(recipe.params))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`scheduler.params`: must be arguments of {recipe.type}; got {error}") from error

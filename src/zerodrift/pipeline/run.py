@@ -354,21 +354,6 @@ class PipelineEngine:
         keys = self.comm.broadcast_object(list(mine), rank, "pipeline")
         return {key: self._from_owner(name, partial(_of, mine, key)) for key in keys}
 
-    def full_value(self, name: str) -> torch.Tensor:
-        """The parameter as the model sees it, in its compute dtype."""
-
-        def read(known: str) -> torch.Tensor:
-            with self.stage.gathered([known]) as values:
-                return values[known].detach().clone()
-
-        row = self.plan.row(name)
-        if row is not None and row.parts > 1:
-            raise UnsupportedError(
-                f"`{name}`: must be whole on its ranks to be read; its experts are on {row.parts}. Read "
-                f"`full_master`."
-            )
-        return self._from_owner(name, read, torch.float32 if row is None else row.columns.compute.torch)
-
     def _home(self, name: str) -> tuple[int, str]:
         """The pipeline rank whose copy of a parameter counts, and its name on this rank, `""` elsewhere."""
         row = self.plan.row(name)
