@@ -72,7 +72,7 @@ def rule(**keys: Any) -> dict[str, Any]:
         ),
         ({"precision": {"rules": {"match": "x"}}}, "must be a list of blocks of keys; got {'match"),
         ({"precision": {"rules": ["x"]}}, "`precision.rules[0]`: must be a block of keys; got 'x'."),
-        ({"optimizer": {"params": {"lr": 1}}}, "`optimizer.type`: must be given: a string. Adam, AdamW,"),
+        ({"optimizer": {"params": {"lr": 1}}}, "`optimizer.type`: must be given: a string. AdamW, Adam,"),
         ({"optimizer": {"type": 3}}, "`optimizer.type`: must be a string; got 3."),
         ({"optimizer": {"type": "Adam", "params": [1]}}, "must be a block of arguments; got [1]."),
         ({"pipeline": {"stages": 0}}, "`pipeline.stages`: must be a whole number above 0; got 0."),
