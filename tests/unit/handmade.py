@@ -13,7 +13,7 @@ from typing import Any
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.cost import Cost, Peak, Rest, Traffic
-from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
+from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import (
     COLUMNS,
     Averaging,
@@ -68,6 +68,12 @@ def pinned(why: str = "precision.rules[0]: '*.gate.weight'") -> Columns:
     """Held to fp32 everywhere."""
     made = columns(DType.FP32)
     return replace(made, pinned=True, why=tuple((column, why) for column in COLUMNS))
+
+
+def boundary(path: str, why: str = "precision.rules[0]: '*.gate.weight'") -> Boundary:
+    """Of a router that is pinned."""
+    reasons = (("dtype", why), ("output", "one matrix, as a router or a head"))
+    return Boundary(path, DType.FP32, "keep", DType.BF16, reasons)
 
 
 def frozen(dtype: DType = DType.BF16) -> Columns:
@@ -139,6 +145,7 @@ def plan(
     mesh: MeshShape | None = None,
     buffers: Sequence[BufferRow] = (),
     notes: Sequence[str] = (),
+    boundaries: Sequence[Boundary] = (),
     **changes: Any,
 ) -> Plan:
     """A plan of the given parameters; `changes` are fields of Policy or `source`."""
@@ -164,6 +171,7 @@ def plan(
         tuple(buffers),
         tuple(units),
         tuple(segments),
+        tuple(boundaries),
         tuple(notes),
     )
 
@@ -246,4 +254,5 @@ def moe(layers: int = 32, experts: int = 8) -> Plan:
         "default: buffers are kept as the model made them",
     )
     notes = ("gradients of 995 parameters are rounded once on the wire (fp32 -> bf16) and summed in fp32",)
-    return plan(found, MeshShape(shard=64), [rotary], notes, source="mixtral-8x7b")
+    gates = [boundary(f"model.layers.{layer}.block_sparse_moe.gate") for layer in range(layers)]
+    return plan(found, MeshShape(shard=64), [rotary], notes, gates, source="mixtral-8x7b")

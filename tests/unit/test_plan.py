@@ -204,6 +204,7 @@ PLANTED = {
     "experts_are_divided": lambda p: with_row(p, 0, parts=2),
     "every_cell_says_why": lambda p: with_columns(p, 0, why=()),
     "units_are_in_order": lambda p: replace(p, units=(replace(p.units[0], name="x"), *p.units[1:])),
+    "boundaries_hold_their_dtype": lambda p: with_boundary(p, dtype=DType.FP16),
 }
 
 
@@ -219,6 +220,30 @@ def test_a_planted_violation_is_caught(name: str) -> None:
     assert any(text.startswith(name) for text in found), found
     with pytest.raises(AssertionError, match="breaks"):
         check.require(PLANTED[name](made))
+
+
+def with_boundary(made: Plan, **changes: Any) -> Plan:
+    return replace(made, boundaries=(replace(made.boundaries[0], **changes), *made.boundaries[1:]))
+
+
+def nested(made: Plan) -> Plan:
+    """A boundary around another one."""
+    outer = replace(made.boundaries[0], path=made.boundaries[0].path.rpartition(".")[0])
+    return replace(made, boundaries=(outer, *made.boundaries))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (lambda p: with_boundary(p, path="model.gone"), "the boundary model.gone holds no parameter"),
+        (lambda p: with_boundary(p, why=(("dtype", "a rule"), ("output", ""))), "no reason for the boundary"),
+        (lambda p: replace(p, boundaries=p.boundaries * 2), "a path has two boundaries"),
+        (nested, "mlp.gate lies inside model.layers.0.mlp"),
+    ],
+)
+def test_a_boundary_that_is_none_is_caught(changed: Any, told: str) -> None:
+    found = check.broken(changed(pinned_plan()))
+    assert any(text.startswith("boundaries_hold_their_dtype") and told in text for text in found), found
 
 
 @pytest.mark.parametrize("planted", [shifted, cut_stack])

@@ -210,10 +210,10 @@ def test_all_unmatched_rules_are_reported_at_once() -> None:
 
 @pytest.mark.parametrize("name", [ROUTER, NORMW])
 @pytest.mark.parametrize("told", ["keep", "input"])
-def test_the_output_of_a_pinned_module_is_auto_unless_told(name: str, told: str) -> None:
+def test_a_row_has_the_output_that_a_rule_says(name: str, told: str) -> None:
     rules = [{"match": "*gate*", "pin": "fp32"}, {"match": "*norm*", "pin": "fp32"}]
     row = plan(at(0, "bf16", rules=rules)).row(name)
-    assert row is not None and row.columns.output == "auto"
+    assert row is not None and row.columns.output is None
     row = plan(at(0, "bf16", rules=[*rules, {"match": "*", "output": told}])).row(name)
     assert row is not None and row.columns.output == told
 

@@ -74,7 +74,7 @@ class FsdpEngine:
         self._handles = shard(
             plan, model, self.units, self.comm, self.ground, self.passes, sources or Sources()
         )
-        self._handles += compute.attach(model, compute.boundaries(plan, model))
+        self._handles += compute.attach(model, plan.boundaries)
         self.members = {member.row.name: member for group in self.units for member in group.members}
         """By the first name of a parameter."""
         self.attached = TensorsAttached(self.members.values())

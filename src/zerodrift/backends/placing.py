@@ -27,9 +27,9 @@ from zerodrift.backends.spread import Spread, local_part, require_neighbours, sp
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.engine import place as placing
-from zerodrift.engine.compute import has_forward
 from zerodrift.engine.place import Sources
 from zerodrift.errors import ModelError, Problems
+from zerodrift.model.module import has_forward
 from zerodrift.plan.groups import Group, groups
 from zerodrift.plan.table import Plan, Row
 

@@ -1,11 +1,10 @@
 """The compute column: what is cast at which module's boundary, and where autocast is on or off.
 
-Floating inputs of the model are cast to the mode's dtype. A module all of whose parameters compute in
-another dtype than the mode's (a pinned router, norm or head) gets its floating inputs cast to that dtype,
-runs with autocast off, and returns what its rule says: its own dtype (`keep`) or its input's (`input`);
-see `_keeps` for what holds without a rule. Nothing else casts.
+Floating inputs of the model are cast to the mode's dtype. A module that the plan has a boundary at gets its
+floating inputs cast to the boundary's dtype, runs with autocast off, and returns its own dtype or its
+input's, as the boundary says. Which modules these are is decided in `plan/boundaries.py`. Nothing else casts.
 
-Invariant: a module's casts depend on the plan alone, and leaving the module restores what was there.
+Invariant: what is hooked is what the plan lists, and leaving a module restores what was there.
 
 [Note: autocast] In the autocast modes the forward runs under `torch.autocast` with the configured dtype. A
 caller's own autocast around the engine is switched to the configured one, with one warning; around an
@@ -17,101 +16,42 @@ where it computes rotary tables in fp32.
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerodrift.engine.nested import Replacement, tensors_in
-from zerodrift.errors import UnsupportedError
-from zerodrift.plan.table import Plan, Row
+from zerodrift.errors import ModelError, Problem, UnsupportedError
+from zerodrift.model.module import has_forward
+from zerodrift.plan.table import Boundary, Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """A module that computes in a dtype of its own."""
-
-    path: str
-    dtype: torch.dtype
-    keep: bool
-    """Whether it returns its own dtype, not its input's."""
-    without: torch.dtype | None
-    """What it returns where its inputs are no floating numbers, as an embedding's; None for its own dtype."""
-
-
-def boundaries(plan: Plan, model: nn.Module) -> list[Boundary]:
-    """The outermost modules whose parameters all compute in one dtype that is not the mode's."""
-    usual = plan.policy.mode.dtype.torch
-    autocast = plan.policy.mode.autocast
-    rows = {name: row for row in plan.rows for name in row.names}
-    found: list[Boundary] = []
-
-    def visit(path: str, module: nn.Module) -> None:
-        inside = [rows[name] for name in _parameter_names(path, module) if name in rows]
-        dtype = _own_dtype(inside, usual, autocast)
-        if dtype is not None and path and has_forward(module):
-            told = any(row.columns.output == "keep" for row in inside)
-            without = None if told or autocast else usual
-            found.append(Boundary(path, dtype, _keeps(path, inside), without))
-            return
-        for name, child in module.named_children():
-            visit(f"{path}.{name}" if path else name, child)
-
-    visit("", model)
-    return found
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether it can be called: nobody calls a container such as `ModuleList`, so hooks on it never run."""
-    return type(module).forward is not nn.Module.forward
-
-
-def _parameter_names(path: str, module: nn.Module) -> Iterator[str]:
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        yield f"{path}.{name}" if path else name
-
-
-def _own_dtype(rows: list[Row], usual: torch.dtype, autocast: bool) -> torch.dtype | None:
-    """The one compute dtype of the rows where it is not what their surroundings compute in."""
-    if not rows:
-        return None
-    if autocast:
-        # Under autocast each op decides; only a pin takes a module out of it.
-        return rows[0].columns.compute.torch if all(row.columns.pinned for row in rows) else None
-    dtypes = {row.columns.compute.torch for row in rows if row.columns.compute.is_floating}
-    if len(dtypes) != 1 or usual in dtypes:
-        return None
-    return dtypes.pop()
-
-
-PROJECTIONS = re.compile(
-    r"(.*_)?(proj|projection|query|key|value|qkv|kv|dense|attn|fc\d*)|w?[qkvo]|w[123]|up|down|out|c_fc|lin\d*"
-)
-"""Last names of modules whose results meet those of others: of attention and of feed-forward layers."""
-
-
-def _keeps(path: str, inside: list[Row]) -> bool:
-    """Whether a module with these rows returns its own dtype. What a rule says holds. Where none does, it
-    is a router or a head if it holds one matrix and has no projection's name, and keeps; a norm holds none
-    and a block several, and what comes after those computes in the dtype of what came before."""
-    told = [row.columns.output for row in inside if row.columns.output != "auto"]
-    if told:
-        return "keep" in told
-    projects = PROJECTIONS.fullmatch(path.rpartition(".")[2]) is not None
-    return not projects and sum(len(row.shape) > 1 for row in inside) == 1
-
-
-def attach(model: nn.Module, found: list[Boundary]) -> list[Any]:
-    """Put the casting hooks on the modules; returns their handles."""
-    modules = dict(model.named_modules())
+def attach(model: nn.Module, boundaries: Iterable[Boundary]) -> list[Any]:
+    """Put the casting hooks on the modules that the plan names; returns their handles."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hooked: dict[int, Boundary] = {}
     handles = []
-    for boundary in found:
-        handles += _hooks(modules[boundary.path], boundary)
+    for boundary in boundaries:
+        module = modules.get(boundary.path)
+        if module is None or not has_forward(module):
+            got = "no such module" if module is None else f"{type(module).__name__}, which is never called"
+            raise _other_model(boundary.path, "must be a module with a forward", got)
+        first = hooked.setdefault(id(module), boundary)
+        if first is boundary:
+            handles += _hooks(module, boundary)
+        elif replace(first, path=boundary.path) != boundary:
+            got = f"the same module, which returns otherwise by {first.path!r}"
+            raise _other_model(boundary.path, "must be a module of its own", got)
     return handles
+
+
+def _other_model(path: str, must: str, got: str) -> ModelError:
+    todo = "Plan from the module that is trained."
+    return ModelError(str(Problem(path, f"{must}: the plan casts at its boundary", got, todo)))
 
 
 @dataclass(slots=True)
@@ -138,6 +78,8 @@ class _Inside:
 
 def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
     calls: list[_Inside] = []
+    own = boundary.dtype.torch
+    lookup = None if boundary.lookup is None else boundary.lookup.torch
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = list(tensors_in((args, kwargs)))
@@ -146,7 +88,7 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
         switch = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
         if switch is not None:
             switch.__enter__()
-        inputs = Replacement(lambda tensor: _cast(tensor, boundary.dtype))
+        inputs = Replacement(lambda tensor: _cast(tensor, own))
         changed = inputs.apply((args, kwargs))
         versions = [(own, cast, cast._version) for own, cast in inputs.pairs]
         calls.append(_Inside(inputs, versions, dtype, switch))
@@ -158,8 +100,8 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
         inside.leave()
         dtype = inside.dtype
         if dtype is None:
-            dtype = boundary.without
-        elif boundary.keep:
+            dtype = lookup
+        elif boundary.output == "keep":
             dtype = None
         if dtype is None or output is None:
             return None

@@ -93,7 +93,7 @@ class Engine:
         """Set where a pipeline's schedule runs the parts of the model; see `held.py`."""
         if plan.policy.pipeline is None:
             self._handles += [handle for unit in self.units for handle in unit.attach(self.gradients)]
-            self._handles += compute.attach(model, compute.boundaries(plan, model))
+            self._handles += compute.attach(model, plan.boundaries)
         else:
             self.held = Held(self.part, self.units, self.gradients)
         self._handles += guard(model, self.segments)

@@ -23,6 +23,7 @@ from torch import nn
 from zerodrift.engine.absent import become, kind_of
 from zerodrift.engine.nested import Replacement, tensors_in
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.policy.nouns import Output
 
 PRODUCTS = frozenset(
     [
@@ -102,7 +103,7 @@ class _View(torch.Tensor):
     """Part of one, or another shape of it."""
 
 
-def _class_for(name: str, output: str) -> type[Pinned]:
+def _class_for(name: str, output: Output | None) -> type[Pinned]:
     told: list[str] = []
 
     @classmethod  # type: ignore[misc]
@@ -139,7 +140,9 @@ def _name_of(func: Any) -> str:
     return getattr(func.__self__, "__name__", named) if named == "__get__" else named
 
 
-def _run(func: Callable[..., Any], named: str, args: Any, kwargs: dict[str, Any], output: str) -> Any:
+def _run(
+    func: Callable[..., Any], named: str, args: Any, kwargs: dict[str, Any], output: Output | None
+) -> Any:
     floating = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     device = floating[0].device.type if floating else "cpu"
     off = torch.is_autocast_enabled(device)
@@ -153,7 +156,7 @@ def _run(func: Callable[..., Any], named: str, args: Any, kwargs: dict[str, Any]
             found = func(*args, **kwargs)
         finally:
             inputs.undo()
-        if output == "input" or (output == "auto" and named == ATTENTION):
+        if output == "input" or (output is None and named == ATTENTION):
             found = Replacement(lambda tensor: _up(tensor, floating[0].dtype)).apply(found)
         return found
 

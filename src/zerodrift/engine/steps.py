@@ -74,4 +74,6 @@ def texts(plan: Plan) -> list[str]:
         shown = row.columns.cells() | row.columns.options()
         cells = " ".join(f"{column}={text}" for column, text in shown.items())
         lines.append(f"{row.name} {list(row.shape)} {cells} segment {row.segment} at {row.offset}")
+    for boundary in plan.boundaries:
+        lines.append(f"{boundary.path} computes in {boundary.dtype}, returns {boundary.output}")
     return lines

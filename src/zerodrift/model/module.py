@@ -44,7 +44,8 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     _check_dtypes(groups, buffers, problems)
     problems.raise_as(ModelError)
 
-    classes = {path: class_name(type(owner)) for path, owner in module.named_modules(remove_duplicate=False)}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    classes = {path: class_name(type(part)) for path, part in modules.items()}
     passing = transient(module)
     used = _Used(module)
     return ModelSpec(
@@ -54,14 +55,20 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
             BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in passing)
             for name, buffer in buffers
         ),
-        containers=frozenset(
-            path for path, part in module.named_modules(remove_duplicate=False) if path and not _runs(part)
-        ),
+        containers=frozenset(path for path, part in modules.items() if path and not has_forward(part)),
+        shared=_in_several_places(modules),
     )
 
 
-def _runs(module: nn.Module) -> bool:
-    """Whether it has a forward of its own."""
+def _in_several_places(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, str], ...]:
+    """(path, first path) of modules that have more than one."""
+    first: dict[int, str] = {}
+    found = ((path, first.setdefault(id(part), path)) for path, part in modules.items())
+    return tuple((path, before) for path, before in found if path != before)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether it can be called: nobody calls a container such as `ModuleList`, so hooks on it never run."""
     from torch import nn
 
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

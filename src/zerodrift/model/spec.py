@@ -78,6 +78,15 @@ class ModelSpec:
     """Paths of modules without a forward of their own (`ModuleList`, `ModuleDict`): what calls their parts
     never calls them. Empty where the source does not know."""
 
+    shared: tuple[tuple[str, str], ...] = ()
+    """(path, the path that it is first met by) of modules that are in several places. Empty where the source
+    does not know."""
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the source knows its modules, or only the names of tensors."""
+        return any(owner.klass for parameter in self.parameters for owner in parameter.owners)
+
     @property
     def numel(self) -> int:
         """Elements, tied parameters once."""

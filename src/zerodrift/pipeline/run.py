@@ -34,6 +34,7 @@ from zerodrift.pipeline.batches import Signature, batch_on, differences, given, 
 from zerodrift.pipeline.cut import Cut
 from zerodrift.pipeline.deferred import defer_in_piece
 from zerodrift.pipeline.stage import Draws, Piece, Stage
+from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.stages import pieces_of, rank_of, shared_with_another
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action
@@ -97,8 +98,7 @@ class PipelineEngine:
         engine.held.forwards = tuple(self.pieces)
         self._handles: list[Any] = []
         for piece in self.pieces:
-            # Not over the tree of all pieces: a boundary may lie around all that is in one of them.
-            self._handles += compute.attach(piece.module, compute.boundaries(plan, piece.module))
+            self._handles += compute.attach(piece.module, of_piece(plan, piece.number))
             if pipeline.schedule in SPLIT and pipeline.weight_grads == "queue":
                 piece.queue = defer_in_piece(piece.module, engine.gradients)
         engine.gradients.count()

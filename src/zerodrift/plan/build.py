@@ -15,7 +15,7 @@ from zerodrift.dtypes import DType, lost
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
-from zerodrift.plan import check, stages
+from zerodrift.plan import boundaries, check, stages
 from zerodrift.plan.experts import own_experts, require_experts
 from zerodrift.plan.groups import groups
 from zerodrift.plan.layout import Members, find_units, group, pack
@@ -48,7 +48,11 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         buffers=tuple(_buffer(buffer, policy) for buffer in model.buffers),
         units=tuple(units),
         segments=tuple(segments),
-        notes=tuple(_notes(policy, model, rows, segments, units, mesh.shard)),
+        boundaries=boundaries.boundaries(policy, model, columns),
+        notes=(
+            *_notes(policy, model, rows, segments, units, mesh.shard),
+            *boundaries.unknown(policy, model, columns),
+        ),
     )
     check.require(plan)
     if policy.backend == "fsdp2":
@@ -167,7 +171,7 @@ def _notes(
             )
     if policy.optimizer is None and trained:
         yield "the config names no optimizer: state is planned for one with two moments (AdamW)"
-    if policy.safe and all(not owner.klass for p in model.parameters for owner in p.owners):
+    if policy.safe and not model.has_classes:
         yield (
             "this source has no module classes, so no parameter counts as a safe module of autocast: plan "
             "from the module or an HF config to see them"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.optimizers import of_type
+from zerodrift.plan.boundaries import around
 from zerodrift.plan.stages import pieces
 from zerodrift.plan.table import Plan
 from zerodrift.policy.backends import BACKENDS
@@ -192,6 +193,26 @@ def units_are_in_order(plan: Plan) -> Iterator[str]:
         yield "the root does not come first"
 
 
+def boundaries_hold_their_dtype(plan: Plan) -> Iterator[str]:
+    """Inside a boundary everything computes in its dtype, and there is no other one."""
+    held = {boundary.path: boundary for boundary in plan.boundaries}
+    if len(held) < len(plan.boundaries):
+        yield "a path has two boundaries"
+    for boundary in plan.boundaries:
+        outer = next((path for path in around(boundary.path) if path in held), None)
+        if outer is not None:
+            yield f"the boundary {boundary.path} lies inside {outer}"
+        if [name for name, reason in boundary.why if reason] != ["dtype", "output"]:
+            yield f"no reason for the boundary {boundary.path}"
+    empty = set(held)
+    for row in plan.rows if held else ():
+        for path in (path for name in row.names for path in around(name) if path in held):
+            empty.discard(path)
+            if row.columns.compute.is_floating and row.columns.compute is not held[path].dtype:
+                yield f"{row.name} computes in {row.columns.compute} inside {path}"
+    yield from (f"the boundary {path} holds no parameter" for path in sorted(empty))
+
+
 CHECKS: tuple[Check, ...] = (
     names_are_unique,
     rows_are_in_one_place,
@@ -207,6 +228,7 @@ CHECKS: tuple[Check, ...] = (
     experts_are_divided,
     every_cell_says_why,
     units_are_in_order,
+    boundaries_hold_their_dtype,
 )
 """Every invariant of a plan."""
 

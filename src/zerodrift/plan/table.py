@@ -1,8 +1,8 @@
 """The plan as data: a row per parameter, a column per life of a dtype, and how it is all laid out.
 
-`policy` fills the columns, `layout` the segments, `build` puts them together; `check` states what must
-hold and the engine reads rows and makes no decision of its own. Rows that agree in every column and
-every reason share one `Columns` object, so 46,000 rows stay small.
+`policy` fills the columns, `layout` the segments, `boundaries` says where dtypes change, `build` puts them
+together; `check` states what must hold and the engine makes no decision of its own. Rows that agree in
+every column and every reason share one `Columns` object, so 46,000 rows stay small.
 
 Invariant: a plan is a value. Equal inputs give equal plans, equal JSON and equal digests.
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from zerodrift.dtypes import DType
 from zerodrift.mesh import MeshShape
-from zerodrift.policy.nouns import Columns, Policy
+from zerodrift.policy.nouns import Columns, Output, Policy
 from zerodrift.record import decode, encode
 
 
@@ -126,6 +126,21 @@ class Unit:
     """With a pipeline, what a token costs in its forward: elements of the matrices that it uses."""
 
 
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A module that computes in a dtype of its own."""
+
+    path: str
+    dtype: DType
+    """What its floating inputs are cast to; autocast is off inside."""
+    output: Output
+    """`keep`: what it computes comes out as it is; `input`: in the dtype of its first floating input."""
+    lookup: DType | None
+    """What comes out where no floating number goes in, as of an embedding; None: what it computes."""
+    why: tuple[tuple[str, str], ...]
+    """(`dtype`, reason) and (`output`, reason)."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided, before the first tensor moves."""
@@ -139,6 +154,9 @@ class Plan:
     units: tuple[Unit, ...]
     """In order of execution; the root comes first."""
     segments: tuple[Segment, ...]
+    boundaries: tuple[Boundary, ...]
+    """What is cast where, in a forward. Outside of autocast the model's own floating inputs are cast to the
+    mode's dtype, too."""
     notes: tuple[str, ...]
     """What a person should know: warnings, choices with a cost."""
 
@@ -210,6 +228,10 @@ class Plan:
             "units": encode(self.units),
             "segment_fields": [*SEGMENT_FIELDS, *(["copies"] if tied else [])],
             "segments": segments,
+            "boundary_fields": list(BOUNDARY_FIELDS),
+            "boundaries": [
+                [encode(getattr(each, name)) for name in BOUNDARY_FIELDS] for each in self.boundaries
+            ],
             "notes": list(self.notes),
         }
 
@@ -231,9 +253,14 @@ class Plan:
                 Segment(unit, columns[number], tuple(rows), numel, padded, tuple(copies[0] if copies else ()))
                 for unit, number, rows, numel, padded, *copies in data["segments"]
             ),
+            boundaries=tuple(
+                decode(Boundary, dict(zip(BOUNDARY_FIELDS, each, strict=True)))
+                for each in data.get("boundaries", ())
+            ),
             notes=tuple(data["notes"]),
         )
 
 
 ROW_FIELDS = ("names", "shape", "source", "klass", "columns", "unit", "segment", "offset")
 SEGMENT_FIELDS = ("unit", "columns", "rows", "numel", "padded")
+BOUNDARY_FIELDS = ("path", "dtype", "output", "lookup", "why")

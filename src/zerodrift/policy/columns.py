@@ -70,7 +70,7 @@ def complete(
     setting: Setting,
     subject: Subject,
     pinned: bool,
-    output: Output,
+    output: Output | None,
     problems: Problems,
 ) -> Columns:
     """Every column of a parameter."""
@@ -95,7 +95,7 @@ def _divided(made: Columns, subject: Subject) -> Columns:
     return replace(made, parallel="expert", why=(*made.why, ("parallel", subject.expert)))
 
 
-def _kept(dtype: DType, output: Output) -> Columns:
+def _kept(dtype: DType, output: Output | None) -> Columns:
     """An integer or boolean parameter: it stays what it is."""
     reason = f"{dtype} is not a floating dtype: kept as it is"
     why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))

@@ -102,9 +102,8 @@ any column is sharded; every column is then of a rank's own experts."""
 OPTIONS = ("placement", "optimizer", "parallel")
 """What a parameter has beside its columns; shown where it is not as usual."""
 
-Output = Literal["auto", "keep", "input"]
-"""What a module returns whose parameters are all pinned: its own dtype, its input's, or (`auto`) its own if
-it holds one matrix, as routers and heads do, and its input's if none or several, as norms and blocks do."""
+Output = Literal["keep", "input"]
+"""What a module returns that computes in a dtype of its own: that dtype, or its input's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +151,8 @@ class Columns:
     update: Update | None
     """None for a frozen parameter."""
     export: DType
-    output: Output
-    """What a module returns whose parameters are all pinned."""
+    output: Output | None
+    """What a rule says of it; None where none does. A plan's boundaries say what modules return."""
     pinned: bool
     """Whether a rule holds this parameter to fp32 in every column."""
     why: tuple[tuple[str, str], ...]
@@ -241,8 +240,8 @@ class Rule:
     sets: tuple[tuple[str, str], ...]
     """(column or `reduce.wire`, ...; value) pairs, in the order of COLUMNS."""
     pin: bool
-    output: Output
-    """See `Output`; `auto` where the rule says nothing."""
+    output: Output | None
+    """None where the rule says nothing of it."""
     why: str
     """The key and pattern that a report shows: `precision.rules[1]: '*.router.*'`."""
 

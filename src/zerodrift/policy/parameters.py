@@ -21,7 +21,7 @@ from zerodrift.optimizers import of_type
 from zerodrift.policy import matrices, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import Setting, Subject, complete
-from zerodrift.policy.nouns import Columns, Output, Policy, Recipe, Rule
+from zerodrift.policy.nouns import Columns, Policy, Recipe, Rule
 
 
 class ColumnsOf:
@@ -48,7 +48,7 @@ class ColumnsOf:
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
         asked, matched = rules.demands(self._base, self._rules, parameter)
-        output: Output = next((rule.output for rule in reversed(matched) if rule.output != "auto"), "auto")
+        output = next((rule.output for rule in reversed(matched) if rule.output is not None), None)
         pinned = _is_pinned(asked, matched)
         if parameter.trained and not parameter.dtype.is_floating:
             self.problems.add(

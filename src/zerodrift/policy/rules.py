@@ -64,7 +64,7 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
             "",
             PIN,
             True,
-            "auto",
+            None,
             f"zero_optimization.fp32_pinned_parameters[{number}]: '{text}'",
         )
         for number, text in enumerate(substrings)
@@ -85,7 +85,7 @@ def _from_block(number: int, block: schema.Rule) -> Rule:
         klass,
         tuple(sets.items()),
         pinned,
-        block.output or "auto",
+        block.output,
         f"precision.rules[{number}]: {shown}",
     )
 

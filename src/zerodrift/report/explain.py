@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan.boundaries import around
+from zerodrift.plan.table import Boundary, Plan, Row
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.report import names, summary
 
@@ -49,8 +50,8 @@ class Explanation:
     """Dotted class of the module that owns it, `""` if unknown."""
     kind: str
     """Words for what sets it apart: `pinned`, `frozen`, `whole`, ...; `""` for nothing."""
-    output: str
-    """What its module returns if all of the module's parameters are pinned: `keep` or `input`."""
+    boundaries: tuple[Boundary, ...]
+    """Of the modules around it that compute in a dtype of their own: one at most for each of its names."""
     unit: str
     """Module path of what it is gathered with; `""` is the root."""
     pipeline_stage: int
@@ -84,6 +85,7 @@ def explain(plan: Plan, name: str) -> Explanation:
 def explain_row(plan: Plan, index: int) -> Explanation:
     """The row at an index of `Plan.rows`."""
     row = plan.rows[index]
+    modules = {path for name in row.names for path in around(name)}
     options = summary.options(row.columns).items()
     values, words, why = row.columns.cells(), summary.spelled(row.columns), row.columns.reasons()
     return Explanation(
@@ -93,7 +95,7 @@ def explain_row(plan: Plan, index: int) -> Explanation:
         source=str(row.source),
         klass=row.klass,
         kind=summary.kind(row.columns),
-        output=row.columns.output,
+        boundaries=tuple(each for each in plan.boundaries if each.path in modules),
         unit=plan.units[row.unit].name,
         pipeline_stage=plan.units[row.unit].stage,
         segment=row.segment,

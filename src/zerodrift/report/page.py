@@ -44,6 +44,7 @@ def plan_sections(plan: Plan, cost: Cost, table: Table, timeline: Timeline | Non
         _section("Memory", _memory(plan, cost), id="memory"),
         _section("Wire", _wire(cost), id="wire"),
         _section("Why", _why(table), id="why"),
+        _section("Boundaries", *_boundaries(plan, table), id="boundaries") if table.casts else Markup(""),
         _section("Decisions", _decisions(plan), id="decisions"),
         _section("Ignored keys", _ignored(plan), id="ignored") if plan.policy.ignored else Markup(""),
         _section("Buffers", _buffers(plan), id="buffers") if plan.buffers else Markup(""),
@@ -300,6 +301,16 @@ def _pipeline(plan: Plan, timeline: Timeline | None) -> list[Markup]:
             tag("p", stages.LEGEND, class_="quiet"),
         ]
     return listed
+
+
+def _boundaries(plan: Plan, table: Table) -> list[Markup]:
+    entered = summary.entered(plan)
+    below = summary.lookups(table)
+    return [
+        tag("p", f"{entered[0].upper()}{entered[1:]}.", class_="quiet"),
+        _listing(summary.CASTS, summary.casts(table)),
+        tag("p", f"{below[0].upper()}{below[1:]}.", class_="quiet") if below else Markup(""),
+    ]
 
 
 def _decisions(plan: Plan) -> Markup:

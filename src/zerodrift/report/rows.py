@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan.boundaries import around
+from zerodrift.plan.table import Boundary, Plan, Row
 from zerodrift.policy.nouns import Columns
 
 Numbers = tuple[int, ...]
@@ -64,12 +65,26 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Casts:
+    """Boundaries that differ in nothing but the numbers of their paths."""
+
+    pattern: str
+    boundaries: tuple[Boundary, ...]
+
+    @property
+    def first(self) -> Boundary:
+        return self.boundaries[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """The lines, in the order of their first rows, and the column sets that they point to."""
 
     sets: tuple[ColumnSet, ...]
     """Of the whole plan, also where only some rows are shown: a letter means the same in every view."""
     lines: tuple[Line, ...]
+    casts: tuple[Casts, ...]
+    """The boundaries around the parameters that are shown."""
 
     def shown(self) -> tuple[ColumnSet, ...]:
         """The sets that a line points to."""
@@ -83,7 +98,8 @@ class Table:
 def grouped(plan: Plan) -> Table:
     """The whole plan, a line per pattern."""
     numbers = _set_numbers(plan.rows)
-    return Table(_sets(plan.rows, numbers), _group(plan.rows, numbers))
+    lines, universe = _group(plan.rows, numbers)
+    return Table(_sets(plan.rows, numbers), lines, _casts(plan.boundaries, universe))
 
 
 def single(plan: Plan, chosen: Sequence[int]) -> Table:
@@ -94,7 +110,9 @@ def single(plan: Plan, chosen: Sequence[int]) -> Table:
         Line(row.name, row.names[1:], row.whole_shape, row.whole_numel, (index,), numbers[index])
         for index, row in rows
     )
-    return Table(_sets(plan.rows, numbers), lines)
+    near = {path for _, row in rows for name in row.names for path in around(name)}
+    casts = tuple(Casts(each.path, (each,)) for each in plan.boundaries if each.path in near)
+    return Table(_sets(plan.rows, numbers), lines, casts)
 
 
 def template(name: str) -> str:
@@ -120,7 +138,7 @@ def _set_numbers(rows: Sequence[Row]) -> list[int]:
 
 def _agreement(columns: Columns) -> tuple[object, ...]:
     """What rows of one set have in common. `output` only means something where a parameter is pinned."""
-    output = columns.output if columns.pinned else ""
+    output = columns.output if columns.pinned else None
     return (columns.layout, columns.export, columns.pinned, output, columns.why)
 
 
@@ -165,7 +183,10 @@ def _split(name: str) -> tuple[Template, Numbers]:
     return tuple(parts), tuple(numbers)
 
 
-def _group(rows: Sequence[Row], set_numbers: Sequence[int]) -> tuple[Line, ...]:
+def _group(
+    rows: Sequence[Row], set_numbers: Sequence[int]
+) -> tuple[tuple[Line, ...], dict[Template, set[int]]]:
+    """The lines, and the numbers that occur at each place of a name."""
     families: dict[tuple[tuple[Template, ...], tuple[int, ...], int], dict[Numbers, int]] = defaultdict(dict)
     occurring: dict[Template, set[Numbers]] = defaultdict(set)
     for index, row in enumerate(rows):
@@ -183,7 +204,22 @@ def _group(rows: Sequence[Row], set_numbers: Sequence[int]) -> tuple[Line, ...]:
             also = _also([rows[index] for index in members], universe)
             numel = math.prod(shape) * len(members)
             lines.append(Line(pattern, also, shape, numel, members, number))
-    return tuple(sorted(lines, key=lambda line: line.rows[0]))
+    return tuple(sorted(lines, key=lambda line: line.rows[0])), universe
+
+
+def _casts(boundaries: Iterable[Boundary], universe: dict[Template, set[int]]) -> tuple[Casts, ...]:
+    """A line per pattern of paths, in the order of their first boundaries."""
+    families: dict[tuple[Template, Boundary], dict[Numbers, int]] = defaultdict(dict)
+    listed = list(boundaries)
+    for index, each in enumerate(listed):
+        text, numbers = _split(each.path)
+        families[text, replace(each, path="")][numbers] = index
+    found = []
+    for (text, _), members in families.items():
+        for box in _boxes(list(members)):
+            indices = sorted(members[numbers] for numbers in product(*box))
+            found.append((indices, _pattern(text, box, universe)))
+    return tuple(Casts(pattern, tuple(listed[i] for i in indices)) for indices, pattern in sorted(found))
 
 
 def _universe(occurring: dict[Template, set[Numbers]]) -> dict[Template, set[int]]:

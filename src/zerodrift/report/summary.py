@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zerodrift.plan.cost import Cost
-from zerodrift.plan.table import Plan
+from zerodrift.plan.table import Boundary, Plan
 from zerodrift.policy.nouns import COLUMNS, Columns, Recipe
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
@@ -28,12 +28,8 @@ OPTION_WORDS = {
 }
 """`placement` and `parallel` in words."""
 
-OUTPUT = {
-    "auto": "its own dtype if it holds one matrix, else its input's",
-    "keep": "its own dtype",
-    "input": "its input's dtype",
-}
-"""`output` in words: what a module returns whose parameters are all pinned."""
+OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}
+"""`output` in words: what a module with a boundary returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +156,6 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
         found.append((">", "left of it the dtype on the wire, right of it the dtype of the sum"))
     if any(item.columns.pinned for item in sets):
         found.append(("pinned", "never rounded, in any column"))
-        found.append(("output", _output(sets)))
     if any(update is None for update in updates):
         found.append(("frozen", "not trained: columns marked - do not exist"))
     if any(update is not None for update in updates):
@@ -190,12 +185,6 @@ def _when(sets: Iterable[ColumnSet]) -> str:
     """When gradients are reduced."""
     updates = [(item.letter, item.columns.update) for item in sets]
     return _by_set((letter, WHEN[update.reduce.when]) for letter, update in updates if update is not None)
-
-
-def _output(sets: Iterable[ColumnSet]) -> str:
-    """What modules return whose parameters are all pinned."""
-    pinned = [(item.letter, OUTPUT[item.columns.output]) for item in sets if item.columns.pinned]
-    return f"a module that is pinned as a whole returns {_by_set(pinned)}"
 
 
 def _by_set(pairs: Iterable[tuple[str, str]]) -> str:
@@ -241,6 +230,48 @@ def _runs(letters: Sequence[str], order: Sequence[str]) -> str:
         texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else run
         start = stop
     return " ".join(texts)
+
+
+# --- boundaries ---------------------------------------------------------------------------------------
+
+CASTS = ("module", "computes in", "returns", "because")
+"""Heads of a table of boundaries."""
+
+
+def casts(table: Table) -> tuple[tuple[str, str, str, str], ...]:
+    """A line per pattern of boundaries, as CASTS has it."""
+    return tuple(
+        (
+            each.pattern + (f" x{len(each.boundaries)}" if len(each.boundaries) > 1 else ""),
+            str(each.first.dtype),
+            OUTPUT[each.first.output],
+            because(each.first),
+        )
+        for each in table.casts
+    )
+
+
+def entered(plan: Plan) -> str:
+    """What becomes of the floating inputs of the model, and of the modules that have no boundary."""
+    mode = plan.policy.mode
+    if mode.autocast:
+        return f"inputs are as they are given; elsewhere autocast to {mode.dtype} decides"
+    return f"floating inputs of the model are cast to {mode.dtype}"
+
+
+def lookups(table: Table) -> str:
+    """What modules return that get no floating input; `""` where that is their own dtype."""
+    found = dict.fromkeys(each.first.lookup for each in table.casts if each.first.lookup is not None)
+    return "".join(
+        f"a module that gets no floating input, an embedding, returns {dtype} unless a rule says `keep`"
+        for dtype in found
+    )
+
+
+def because(boundary: Boundary) -> str:
+    """Both reasons, once where they are one."""
+    reasons = dict(boundary.why)
+    return "; ".join(dict.fromkeys((reasons["output"], reasons["dtype"])))
 
 
 def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from zerodrift.legible import legible
 from zerodrift.plan.cost import Cost
-from zerodrift.plan.table import Plan
+from zerodrift.plan.table import Boundary, Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.report import figures, stages, summary
@@ -54,6 +54,7 @@ def plan_text(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = 
         _legend(plan, table),
         section("why"),
         _reasons(table.shown()),
+        *_boundaries(plan, table),
         section("decisions"),
         grid(
             [(item.key, item.value, item.why) for item in plan.policy.decisions],
@@ -71,6 +72,19 @@ def plan_text(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = 
     if plan.notes:
         parts += [section("notes"), grid([("!", note) for note in plan.notes], (1,), ("bold yellow",))]
     return printed(parts, color)
+
+
+def _boundaries(plan: Plan, table: Table) -> list[RenderableType]:
+    """Where dtypes change, where they do."""
+    if not table.casts:
+        return []
+    lines = [summary.CASTS, *summary.casts(table)]
+    below = summary.lookups(table)
+    return [
+        section("boundaries", summary.entered(plan)),
+        grid(lines, most=(40, 11, 19), styles=("", "", "bold")),
+        *([Text(below, style="dim")] if below else []),
+    ]
 
 
 def _pipeline(plan: Plan, timeline: Timeline | None) -> list[RenderableType]:
@@ -93,6 +107,7 @@ def rows_text(plan: Plan, table: Table, *, color: bool) -> str:
         _legend(plan, table),
         section("why"),
         _reasons(table.shown()),
+        *_boundaries(plan, table),
     ]
     return printed(parts, color)
 
@@ -109,12 +124,19 @@ def explanation_text(found: Explanation, digest: str, *, color: bool) -> str:
         ("segment", f"{found.segment}, from element {found.offset:,}"),
         *_slices(found),
     ]
-    if "pinned" in found.kind:
-        returned = summary.OUTPUT[found.output]
-        facts.append(("output", f"{found.output}: a module that is pinned as a whole returns {returned}"))
+    facts += [("boundary", _boundary(each, found.klass)) for each in found.boundaries]
+    if "pinned" in found.kind and not found.boundaries:
+        facts.append(("boundary", "none: no module around it casts its inputs"))
     cells = [(cell.column, cell.words, cell.why) for cell in (*found.cells, *found.options)]
     parts = [title("explain", digest), pairs(facts), section("columns")]
     return printed([*parts, grid(cells, most=(10, 30), styles=("", "bold"))], color)
+
+
+def _boundary(boundary: Boundary, klass: str) -> str:
+    returned = summary.OUTPUT[boundary.output]
+    if boundary.lookup is not None and "Embedding" in klass:
+        returned = str(boundary.lookup)
+    return f"{boundary.path} computes in {boundary.dtype}, returns {returned}: {summary.because(boundary)}"
 
 
 # --- the table ----------------------------------------------------------------------------------------

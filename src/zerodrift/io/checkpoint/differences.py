@@ -10,12 +10,12 @@ Invariant: a load that neither raises nor says anything continues the run bit fo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean
 from zerodrift.io.checkpoint.manifest import Entry, Manifest
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan.table import Boundary, Plan, Row
 
 Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buffers"]
 """Differences that are refused unless they are allowed; what they are about then stays as the run has it.
@@ -203,11 +203,15 @@ def differences(
     compare("mode", manifest.mode, now.plan.policy.mode.value)
     found += _trained(entries, now.plan)
     before = None if plan is None else _readable(plan)
+    known = plan is None or "boundaries" in plan
+    """Whether what was written says anything of boundaries."""
     if before is not None:
         found += _columns(before, now.plan)
+        found += _boundaries(before, now.plan) if known else []
         found += _decisions(before, now.plan)
     if not found:
-        found.append(Difference("plan", manifest.digest[:12], now.plan.digest[:12], "layout alone"))
+        effect = "layout alone" if known else "layout, or boundaries, which it does not hold"
+        found.append(Difference("plan", manifest.digest[:12], now.plan.digest[:12], effect))
     return found
 
 
@@ -250,6 +254,21 @@ def _columns(before: Plan, now: Plan) -> list[Difference]:
         Difference(column, old, new, f"{len(names)} parameters, first {names[0]}")
         for (column, old, new), names in changed.items()
     ]
+
+
+def _boundaries(before: Plan, now: Plan) -> list[Difference]:
+    """Modules that computed in another dtype or returned another, the first by name."""
+    old, new = ({each.path: replace(each, why=()) for each in plan.boundaries} for plan in (before, now))
+    changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
+    if not changed:
+        return []
+    count = "1 module" if len(changed) == 1 else f"{len(changed)} modules"
+    theirs, mine = (_casts(boundaries.get(changed[0])) for boundaries in (old, new))
+    return [Difference("boundary", theirs, mine, f"{count}, first {changed[0]}")]
+
+
+def _casts(boundary: Boundary | None) -> str:
+    return "none" if boundary is None else f"{boundary.dtype}, returns {boundary.output}"
 
 
 def _decisions(before: Plan, now: Plan) -> list[Difference]:
