@@ -1,0 +1,151 @@
+"""The house as a whole: no circle of files, nothing imports the package's root, a class's name is its own.
+
+What is not so yet is listed, and a list only shrinks: what is mended must leave it. What texts cite, notes
+and verbs among it, is looked at by `test_cited.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tests.unit.test_layers import PACKAGE, imports
+
+CIRCLES = {
+    frozenset({"backends.fsdp2", "backends.shards", "backends.values"}),
+    frozenset({"deepspeed.checkpoints", "deepspeed.engine"}),
+    frozenset({"engine.engine", "engine.shards", "engine.statistics", "engine.values"}),
+    frozenset({"engine.unit", "engine.walk"}),
+    frozenset(
+        {
+            *("optim.device", "optim.flat", "optim.fused", "optim.kinds", "optim.matrices", "optim.offload"),
+            *("optim.reference", "optim.statistics", "optim.update", "optim.views"),
+        }
+    ),
+    frozenset({"plan.layout", "plan.stages"}),
+}
+"""Files that import each other, in a function or under TYPE_CHECKING too."""
+
+FROM_THE_ROOT = {"cli", "comm.watch", "io.checkpoint_contents"}
+"""They take something from `zerodrift` itself, which imports nearly everything."""
+
+SEVERAL = {
+    **dict.fromkeys(
+        (
+            *("Absent", "Arrival", "Attached", "Axis", "Block", "Call", "Cell", "Converted", "Cut"),
+            *("Difference", "Entry", "File", "Files", "Job", "Late", "Numbers", "Owner", "Pairs"),
+            *("Pass", "Precision", "Reader", "Recipe", "Reduce", "Rest", "Rule", "Sampler", "Sharding"),
+            *("Staging", "Step", "Subject", "Written"),
+        ),
+        2,
+    ),
+    "Wanted": 3,
+    "Slice": 3,
+    "Held": 3,
+    "Source": 3,
+    "Piece": 3,
+    "Folder": 3,
+    "Place": 4,
+}
+"""Names that more than one class has: how many."""
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def trees() -> dict[str, ast.Module]:
+    """Module, without the package's name -> its source; the root is `""`."""
+    return {module_of(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def edges(sources: Mapping[str, ast.AST]) -> dict[str, set[str]]:
+    """Module -> the modules that it imports; a package only where a name of its own is taken."""
+    found: dict[str, set[str]] = {module: set() for module in sources}
+    for module, tree in sources.items():
+        for name, _ in imports(tree):
+            first, _, rest = name.partition(".")
+            while first == "zerodrift" and rest not in sources:
+                rest = rest.rpartition(".")[0]
+            if first == "zerodrift" and rest != module:
+                found[module].add(rest)
+    return found
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
+    """Modules that can all be reached from each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            for target in graph[ahead.pop()]:
+                if target not in seen:
+                    seen.add(target)
+                    ahead.append(target)
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    return {
+        frozenset(other for other in reach[module] if module in reach[other])
+        for module in graph
+        if module in reach[module]
+    }
+
+
+def twice(sources: Mapping[str, ast.AST]) -> dict[str, list[str]]:
+    """Name -> the modules that define a class of it, where there is more than one."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module, tree in sources.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_no_circle_of_files_but_those_listed() -> None:
+    graph = edges(trees())
+    graph = {module: targets - {""} for module, targets in graph.items() if module}
+    found = circles(graph)
+    assert found == CIRCLES, [sorted(circle) for circle in found ^ CIRCLES]
+
+
+def test_nothing_imports_the_root_but_what_is_listed() -> None:
+    graph = edges(trees())
+    found = {module for module, targets in graph.items() if "" in targets and module != "__main__"}
+    assert found == FROM_THE_ROOT, sorted(found ^ FROM_THE_ROOT)
+
+
+def test_no_class_has_anothers_name_but_those_listed() -> None:
+    found = twice(trees())
+    counts = {name: len(modules) for name, modules in found.items()}
+    assert counts == SEVERAL, {name: found.get(name) for name, _ in counts.items() ^ SEVERAL.items()}
+
+
+# --- planted ----------------------------------------------------------------------------------------------
+
+
+def planted(**sources: str) -> dict[str, ast.AST]:
+    return {"": ast.parse(""), **{name: ast.parse(text) for name, text in sources.items()}}
+
+
+def test_a_circle_is_seen_wherever_its_import_stands() -> None:
+    lazy = "def f():\n    from zerodrift.b import g"
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zerodrift.a import f"
+    sources = planted(a=lazy, b=typed, c="import zerodrift.a")
+    assert circles(edges(sources)) == {frozenset({"a", "b"})}
+    assert circles(edges(planted(a=lazy, b=""))) == set()
+
+
+def test_an_import_of_the_root_is_seen() -> None:
+    assert edges(planted(a="from zerodrift import resolve"))["a"] == {""}
+    assert edges(planted(a="import zerodrift"))["a"] == {""}
+    assert edges(planted(a="from zerodrift import b", b=""))["a"] == {"b"}
+
+
+def test_a_name_of_two_classes_is_seen() -> None:
+    both = planted(a="class One: ...\nclass Two: ...", b="def f():\n    class Two: ...")
+    assert twice(both) == {"Two": ["a", "b"]}
