@@ -38,7 +38,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     pieces = stages.pieces(policy.pipeline, mesh)
     split = "layers" if policy.pipeline is None else policy.pipeline.split
     for members in find_units(model, policy.sharding.units, pieces, split):
-        stages.require_ends(policy.pipeline, mesh, members, model)
+        stages.require_ends(policy.pipeline, mesh, model, members.stage, members.copies)
         _add_unit(members, model, columns, mesh, rows, units, segments)
     plan = Plan(
         source=model.source,

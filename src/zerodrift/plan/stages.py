@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
@@ -29,9 +28,6 @@ from zerodrift.model.spec import ModelSpec, ParameterSpec
 from zerodrift.plan.table import Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED
-
-if TYPE_CHECKING:
-    from zerodrift.plan.layout import Members
 
 
 def pieces(pipeline: Pipelining | None, mesh: MeshShape) -> int:
@@ -130,11 +126,18 @@ def apart(groups: Sequence[Sequence[int]], copies: Mapping[int, tuple[int, ...]]
     return found
 
 
-def require_ends(pipeline: Pipelining | None, mesh: MeshShape, members: Members, model: ModelSpec) -> None:
-    """Only the ranks of the first and of the last piece may share a parameter."""
+def require_ends(
+    pipeline: Pipelining | None,
+    mesh: MeshShape,
+    model: ModelSpec,
+    piece: int,
+    copies: Mapping[int, tuple[int, ...]],
+) -> None:
+    """Only the ranks of the first and of the last piece may share a parameter. `copies` are of the parameters
+    of one piece: the other pieces that use them."""
     ends = {rank_of(pipeline, mesh, 0), rank_of(pipeline, mesh, pieces(pipeline, mesh) - 1)}
-    for index, others in members.copies.items():
-        homes = {rank_of(pipeline, mesh, piece) for piece in (members.stage, *others)}
+    for index, others in copies.items():
+        homes = {rank_of(pipeline, mesh, each) for each in (piece, *others)}
         if len(homes) > 1 and not homes <= ends:
             names = model.parameters[index].names
             raise ModelError(
