@@ -17,7 +17,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,9 +67,10 @@ def build(file: Path, dtype: DType | None = None) -> PreTrainedModel:
     config = attempt(lambda: _load(file), str(file), "must be a config that `transformers` can read")
     if getattr(config, "dtype", None) is None:
         config.dtype = (dtype or DType.FP32).torch
-    model = on_meta(
-        lambda: _instantiate(config), str(file), "must be a config that a model can be built from"
-    )
+    with _without_values():
+        model = on_meta(
+            lambda: _instantiate(config), str(file), "must be a config that a model can be built from"
+        )
     model.tie_weights()
     keep_in_fp32(model)
     return model
@@ -110,18 +111,26 @@ def _instantiate(config: PretrainedConfig) -> PreTrainedModel:
         if not (isinstance(klass, type) and issubclass(klass, transformers.PreTrainedModel)):
             continue
         if klass.config_class is type(config):
-            # Private, and what the auto classes call themselves. Tested with transformers 5.23.
+            # Private, and what the auto classes call themselves. Tested with transformers 4.57 to 5.23.
             return klass._from_config(config)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     return auto.from_config(config, trust_remote_code=False)
 
 
+def _without_values() -> AbstractContextManager[Any]:
+    """Version 4 draws the weights of each module on the meta device too: minutes for thousands of experts."""
+    from transformers import modeling_utils
+
+    skip = getattr(modeling_utils, "no_init_weights", None)
+    return skip() if skip else nullcontext()
+
+
 def keep_in_fp32(model: PreTrainedModel) -> None:
     """Gives fp32 to what the architecture keeps in it while loading; building alone does not.
 
     The loader matches these patterns anywhere in a name, `*` standing for anything. The two attributes are
-    private; tested with transformers 5.23.
+    private; tested with transformers 4.57 to 5.23.
     """
     import torch
 

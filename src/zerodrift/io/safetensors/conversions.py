@@ -274,7 +274,8 @@ class _Library:
                 pending[name].add_tensor(name, tensor.name, pattern, Traced.make(layout, tensor.dtype.torch))
         for name, converter in pending.items():
             self._converted(name, converter, result)
-        result.used = [transform for transform in self._transforms if transform.was_used()]
+        names = [tensor.name for tensor in tensors]
+        result.used = [transform for transform in self._transforms if _was_used(transform, names)]
 
     def _renamed(self, name: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
         rename, prefix = self._loading.rename_source_key, self._model.base_model_prefix
@@ -287,6 +288,8 @@ class _Library:
         operations = ", ".join(type(operation).__name__ for operation in converter.operations)
         try:
             made = converter.convert(name, model=self._model, config=self._model.config)
+            if isinstance(made, tuple):  # with what went wrong, which is None; transformers 5.0
+                made, _ = made
             for target, value in made.items():
                 tensor = value[0] if isinstance(value, list) else value
                 result.found[target] = tensor.layout_
@@ -296,3 +299,10 @@ class _Library:
         except Exception as error:  # whatever its code raises on tensors that do not fit
             text = " ".join(str(error).split())[:300]
             result.refused.append((name, f"{operations} of `transformers` failed: {text}"))
+
+
+def _was_used(transform: Any, names: Sequence[str]) -> bool:
+    """Whether a file had what it is for. Version 5.0 does not remember, and is asked for each name."""
+    if hasattr(transform, "was_used"):
+        return bool(transform.was_used())
+    return any(transform.rename_source_key(name)[1] is not None for name in names)
