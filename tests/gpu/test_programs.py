@@ -86,7 +86,7 @@ def one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def schemes(states: Sequence[State]) -> list[tuple[Scheme, torch.dtype]]:
     """Every scheme with gradients of every dtype; in the interpreter, of one dtype in turn."""
-    found = [Scheme(*master[:2], state, master[2]) for master, state in itertools.product(MASTERS, states)]
+    found = [Scheme(*master, state) for master, state in itertools.product(MASTERS, states)]
     if INTERPRETED:
         return list(zip(found, itertools.cycle(GRADIENTS), strict=False))
     return list(itertools.product(found, GRADIENTS))

@@ -48,7 +48,6 @@ def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
     numbers = {"numel": "i64", "stochastic": "i64"}
     fixed = {
         "master_kind": master,
-        "rounding": 0,
         "state": state,
         "algorithm": algorithm,
         "tile": device.TILE,

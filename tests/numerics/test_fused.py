@@ -19,7 +19,8 @@ from zerodrift.kernels.probe import contraction
 from zerodrift.optim import fused
 from zerodrift.optim.reference import Step, reference_update
 from zerodrift.optim.rounding import block_keys, parameter_key
-from zerodrift.optim.schemes import Rounding, Scheme, Slice, allocate, read, write
+from zerodrift.optim.schemes import Scheme, Slice, allocate, read, write
+from zerodrift.optim.split import round_away
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updates import Hyper, Root
 from zerodrift.optimizers import ELEMENTWISE, Algorithm
@@ -29,14 +30,12 @@ BLOCKS = 11
 NUMEL = 256 * BLOCKS
 
 MASTERS = [
-    (DType.BF16, Master.FP32, Rounding.EVEN),
-    (DType.BF16, Master.FP32, Rounding.AWAY),
-    (DType.FP16, Master.FP32, Rounding.EVEN),
-    (DType.BF16, Master.SPLIT, Rounding.EVEN),
-    (DType.FP32, Master.SAME, Rounding.EVEN),
-    (DType.BF16, Master.SAME, Rounding.EVEN),
-    (DType.BF16, Master.SAME, Rounding.AWAY),
-    (DType.FP16, Master.SAME, Rounding.EVEN),
+    (DType.BF16, Master.FP32),
+    (DType.FP16, Master.FP32),
+    (DType.BF16, Master.SPLIT),
+    (DType.FP32, Master.SAME),
+    (DType.BF16, Master.SAME),
+    (DType.FP16, Master.SAME),
 ]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -100,9 +99,9 @@ def assert_equal(one: Slice, other: Slice, what: str = "") -> None:
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 @pytest.mark.parametrize("state", State, ids=str)
 def test_compiled_equals_reference(algorithm: Algorithm, state: State) -> None:
-    for (storage, master, rounding), dtype in itertools.product(MASTERS, GRADIENTS):
+    for (storage, master), dtype in itertools.product(MASTERS, GRADIENTS):
         root = Root.TORCH if (storage, dtype) == (DType.BF16, torch.bfloat16) else Root.EXACT
-        scheme = Scheme(storage, master, state, rounding)
+        scheme = Scheme(storage, master, state)
         one = make(scheme, moments_of(algorithm))
         other = copy.deepcopy(one)
         for number in (1, 2):
@@ -128,8 +127,8 @@ def test_what_keeps_no_moments_needs_no_place_for_them(state: State) -> None:
 @compiled
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm) -> None:
-    for storage, master, rounding in MASTERS:
-        scheme = Scheme(storage, master, State.BF16_STOCHASTIC, rounding)
+    for storage, master in MASTERS:
+        scheme = Scheme(storage, master, State.BF16_STOCHASTIC)
         one = make(scheme, moments_of(algorithm))
         other, silent = copy.deepcopy(one), copy.deepcopy(one)
         mine, theirs = Statistics.empty(BLOCKS), Statistics.empty(BLOCKS)
@@ -201,8 +200,8 @@ def test_special_values() -> None:
     odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 65520.0, 1.0])
     numel = odd.numel() ** 2
     weight, gradient = odd.repeat(odd.numel()), odd.repeat_interleave(odd.numel())
-    for (storage, master, rounding), state in itertools.product(MASTERS, State):
-        scheme = Scheme(storage, master, state, rounding)
+    for (storage, master), state in itertools.product(MASTERS, State):
+        scheme = Scheme(storage, master, state)
         for algorithm in ELEMENTWISE:
             one = allocate(
                 scheme,
@@ -263,13 +262,11 @@ def test_codes_around_the_bounds_of_decades_and_binades() -> None:
 
 @compiled
 @pytest.mark.parametrize("shift", [0, 8, 1])
-@pytest.mark.parametrize(("storage", "master", "rounding"), MASTERS[:4], ids=str)
-def test_large_slices_equal_the_reference(
-    storage: DType, master: Master, rounding: Rounding, shift: int
-) -> None:
+@pytest.mark.parametrize(("storage", "master"), MASTERS[:3], ids=str)
+def test_large_slices_equal_the_reference(storage: DType, master: Master, shift: int) -> None:
     """From a million elements on, a weight beside an fp32 master is stored past the caches, where its address
     allows it: multiples of 16 bytes, which a shift of 8 elements is and one of a single element is not."""
-    scheme, numel = Scheme(storage, master, State.FP32, rounding), (1 << 20) + 700
+    scheme, numel = Scheme(storage, master, State.FP32), (1 << 20) + 700
     weights, gradient = torch.randn(numel, generator=generator()), gradient_of(numel, 1)
     before, made = torch.get_num_threads(), []
     try:
@@ -337,7 +334,7 @@ def test_slices_do_not_change_bits(path: object, state: State) -> None:
 def test_split_equals_an_fp32_master_that_rounds_away(algorithm: Algorithm) -> None:
     """300 steps: every visible weight and every master, bit for bit."""
     halves = Scheme(DType.BF16, Master.SPLIT, State.FP32)
-    whole = Scheme(DType.BF16, Master.FP32, State.FP32, Rounding.AWAY)
+    whole = Scheme(DType.BF16, Master.FP32, State.FP32)
     one, other = make(halves, moments_of(algorithm)), make(whole, moments_of(algorithm))
     for number in range(1, 301):
         # The gradient follows the visible weight, so a difference would feed back.
@@ -345,7 +342,7 @@ def test_split_equals_an_fp32_master_that_rounds_away(algorithm: Algorithm) -> N
         step = step_of(algorithm, number)
         fused.update(halves, one, gradient, step)
         fused.update(whole, other, gradient, step)
-        assert torch.equal(one.storage, other.storage)
+        assert other.master is not None and torch.equal(one.storage, round_away(other.master))
     assert torch.equal(read(halves, one), read(whole, other))
 
 
@@ -368,15 +365,15 @@ def test_a_strided_gradient_is_accepted() -> None:
     assert_equal(one, other)
 
 
-@pytest.mark.parametrize(("storage", "master", "rounding"), MASTERS, ids=str)
-def test_masters_read_what_was_written(storage: DType, master: Master, rounding: Rounding) -> None:
-    scheme = Scheme(storage, master, State.FP32, rounding)
+@pytest.mark.parametrize(("storage", "master"), MASTERS, ids=str)
+def test_masters_read_what_was_written(storage: DType, master: Master) -> None:
+    scheme = Scheme(storage, master, State.FP32)
     mine = make(scheme)
     values = torch.randn(512, generator=generator(4))
     write(scheme, mine, values, start=256)
     expected = values if master is not Master.SAME else mine.storage[256:768].float()
     assert torch.equal(read(scheme, mine, 256, 768), expected)
-    if rounding is Rounding.EVEN and master is not Master.SPLIT:
+    if master is not Master.SPLIT:
         assert torch.equal(mine.storage[256:768], values.to(storage.torch))
     before = read(scheme, mine).clone()
     read(scheme, mine).zero_()

@@ -6,8 +6,6 @@ one rounding done otherwise anywhere shows at once.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -15,9 +13,12 @@ from tests.numerics.networks import GPT
 from tests.numerics.runs import Run, config, make, same, train
 from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
-from zerodrift.optim import flat
-from zerodrift.optim.schemes import Rounding, Scheme
-from zerodrift.optim.update import Owned, scheme_of
+from zerodrift.optim.flat import FlatUpdater
+from zerodrift.optim.fused import update
+from zerodrift.optim.reference import Step
+from zerodrift.optim.schemes import Scheme, Slice
+from zerodrift.optim.split import round_away
+from zerodrift.optim.statistics import Statistics
 
 STAGES = (0, 1, 2, 3)
 STATES = ("fp32", "bf16-stochastic", "8bit")
@@ -37,23 +38,30 @@ def engine_of(stage: int, master: str, state: str) -> Engine:
     return make(config(stage, "bf16", precision={"master": master, "state": state}), on_ties())
 
 
-def rounds_away(piece: Owned) -> Scheme:
-    return replace(scheme_of(piece), rounding=Rounding.AWAY)
+def show_away(of: Slice) -> None:
+    """The visible weights of a slice, rounded from its fp32 masters as `split` rounds."""
+    assert of.master is not None
+    of.storage.copy_(round_away(of.master))
 
 
-def with_copies(stage: int, state: str, rounding: Rounding, steps: int) -> Run:
-    """A run with fp32 copies as masters, whose visible weights are rounded as told."""
-    original = flat.scheme_of
-    if rounding is Rounding.AWAY:
-        flat.scheme_of = rounds_away  # type: ignore[attr-defined]
-    try:
-        engine = engine_of(stage, "fp32", state)
-    finally:
-        flat.scheme_of = original  # type: ignore[attr-defined]
-    # What other ranks own was rounded by a cast, before there were masters.
-    for segment in engine.segments:
-        segment.spread().wait()
-        segment.changed()
+def update_away(
+    scheme: Scheme, of: Slice, gradient: torch.Tensor, step: Step, statistics: Statistics | None
+) -> None:
+    update(scheme, of, gradient, step, statistics)
+    show_away(of)
+
+
+def with_copies(stage: int, state: str, away: bool, steps: int) -> Run:
+    """A run with fp32 copies as masters, whose visible weights are rounded to even or away from zero."""
+    engine = engine_of(stage, "fp32", state)
+    if away:
+        assert isinstance(engine.updater, FlatUpdater)
+        engine.updater._way = update_away
+        for of in engine.updater._slices.values():
+            show_away(of)
+        for segment in engine.segments:
+            segment.spread().wait()
+            segment.changed()
     run = train(engine, steps)
     engine.destroy()
     return run
@@ -70,8 +78,8 @@ def with_split(stage: int, state: str, steps: int) -> Run:
 def both(state: str, steps: int) -> tuple[list[str], list[str], float]:
     """(what differs over all stages and both masters, what differs if rounded to even, what was learned)."""
     runs = [with_split(stage, state, steps) for stage in STAGES]
-    runs += [with_copies(stage, state, Rounding.AWAY, steps) for stage in STAGES]
-    even = with_copies(3, state, Rounding.EVEN, steps)
+    runs += [with_copies(stage, state, True, steps) for stage in STAGES]
+    even = with_copies(3, state, False, steps)
     return same(runs), runs[0].differs(even), runs[0].losses[0] - runs[0].losses[-1]
 
 

@@ -52,7 +52,6 @@ class Pass:
     wanted: Tensor | None
     """fp32: receives what each weight was to change by; None where nobody asks."""
     master_kind: int
-    rounding: int
     state_kind: int
     algorithm: int
     contraction: Contraction
@@ -108,7 +107,6 @@ def update(call: Pass) -> None:
             call.numel,
             call.stochastic,
             master_kind=call.master_kind,
-            rounding=call.rounding,
             state=call.state_kind,
             algorithm=call.algorithm,
             fma_add=call.contraction.add,

@@ -1,4 +1,4 @@
-// How fp32 values rest in 16 bits: bf16 three ways, fp16, the two halves of a split master; and the random
+// How fp32 values rest in 16 bits: bf16 two ways, fp16, the two halves of a split master; and the random
 // words that round. Part of native.cpp, like the other headers here.
 //
 // The definition is `optim/rounding.py` and `optim/split.py`.
@@ -44,11 +44,6 @@ inline uint16_t bf16_even(float x) {
   return static_cast<uint16_t>(is_nan(u) ? QUIET : rounded);
 }
 
-inline uint16_t bf16_away(float x) {
-  const uint32_t u = bits(x);
-  return static_cast<uint16_t>(is_nan(u) ? QUIET : (u + 0x8000u) >> 16);
-}
-
 inline uint16_t bf16_random(float x, uint32_t random16) {
   const uint32_t u = bits(x);
   return static_cast<uint16_t>(is_nan(u) ? QUIET : (u + random16) >> 16);
@@ -60,10 +55,6 @@ INLINE void widen_bf16(float* __restrict out, const uint16_t* __restrict in, int
 
 INLINE void narrow_even(uint16_t* __restrict out, const float* __restrict in, int n) {
   for (int i = 0; i < n; ++i) out[i] = bf16_even(in[i]);
-}
-
-INLINE void narrow_away(uint16_t* __restrict out, const float* __restrict in, int n) {
-  for (int i = 0; i < n; ++i) out[i] = bf16_away(in[i]);
 }
 
 void widen_fp16(float* __restrict out, const uint16_t* __restrict in, int n) {

@@ -32,7 +32,6 @@ constexpr int STATISTICS = 6;     // numbers per block
 constexpr int64_t GRAIN = 32768;  // elements that are worth a thread
 
 enum Master : int32_t { MASTER_FP32 = 0, MASTER_SPLIT = 1, MASTER_SAME = 2 };
-enum Rounding : int32_t { EVEN = 0, AWAY = 1 };
 enum State : int32_t { STATE_FP32 = 0, STATE_BF16 = 1, STATE_STOCHASTIC = 2, STATE_8BIT = 3 };
 
 struct Update {
@@ -54,7 +53,6 @@ struct Update {
   int32_t grad_type;
   int32_t storage_type;
   int32_t master_kind;
-  int32_t rounding;
   int32_t state_kind;
   int32_t algorithm;
   int32_t threads;
@@ -81,8 +79,6 @@ INLINE float* load_master(const Update& u, float* buffer, int64_t at, int n) {
 INLINE void narrow(uint16_t* out, const Update& u, const float* p, int n) {
   if (u.storage_type == FP16) {
     narrow_fp16(out, p, n);
-  } else if (u.rounding == AWAY) {
-    narrow_away(out, p, n);
   } else {
     narrow_even(out, p, n);
   }

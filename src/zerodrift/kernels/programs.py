@@ -27,7 +27,6 @@ WIDTH = tl.constexpr(12)  # numbers per group, as in `struct Group`
 CODE = tl.constexpr(24 + 256)  # numbers per code, as in `struct Code`
 
 MASTER_FP32, MASTER_SPLIT = tl.constexpr(0), tl.constexpr(1)
-EVEN = tl.constexpr(0)
 STATE_FP32, STATE_BF16, STATE_STOCHASTIC, STATE_8BIT = (tl.constexpr(kind) for kind in range(4))
 ADAM, SGD = tl.constexpr(0), tl.constexpr(1)
 
@@ -242,7 +241,7 @@ def _load_master(storage, master, at, mask, kind: tl.constexpr):
 
 
 @triton.jit
-def _store_master(p, storage, master, at, mask, kind: tl.constexpr, rounding: tl.constexpr):
+def _store_master(p, storage, master, at, mask, kind: tl.constexpr):
     if kind == MASTER_FP32:
         tl.store(master + at, p, mask=mask)
     if kind == MASTER_SPLIT:
@@ -251,10 +250,7 @@ def _store_master(p, storage, master, at, mask, kind: tl.constexpr, rounding: tl
         tl.store(master + at, low, mask=mask)
         tl.store(storage + at, _bf16_away(p), mask=mask)
     elif storage.dtype.element_ty == tl.int16:
-        if rounding == EVEN:
-            tl.store(storage + at, _bf16_even(p), mask=mask)
-        else:
-            tl.store(storage + at, _bf16_away(p), mask=mask)
+        tl.store(storage + at, _bf16_even(p), mask=mask)
     else:
         tl.store(storage + at, p.to(storage.dtype.element_ty), mask=mask)
 
@@ -276,7 +272,6 @@ def update(
     numel,
     stochastic,  # the step's part of the random key
     master_kind: tl.constexpr,
-    rounding: tl.constexpr,
     state: tl.constexpr,
     algorithm: tl.constexpr,
     fma_add: tl.constexpr,
@@ -318,7 +313,7 @@ def update(
         _store_moment(m, moment1, scale1, codes, 0, words, block, there, at, mask, state)
     if wanted is not None:
         tl.store(wanted + at, change, mask=mask)
-    _store_master(p, storage, master, at, mask, master_kind, rounding)
+    _store_master(p, storage, master, at, mask, master_kind)
 
 
 @triton.jit

@@ -64,7 +64,6 @@ def _launch(
             table=table,
             wanted=wanted,
             master_kind=kinds.MASTERS[scheme.master],
-            rounding=kinds.ROUNDINGS[scheme.rounding],
             state_kind=kinds.state(scheme, of),
             algorithm=kinds.algorithm(step),
             contraction=contraction(),

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from zerodrift.optim.reference import Step
-from zerodrift.optim.schemes import Rounding, Scheme, Slice
+from zerodrift.optim.schemes import Scheme, Slice
 from zerodrift.optim.updates import ARITHMETIC, Coefficients, coefficients
 from zerodrift.policy.nouns import Master, State
 
 MASTERS = {Master.FP32: 0, Master.SPLIT: 1, Master.SAME: 2}
 STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2, State.EIGHT_BIT: 3}
-ROUNDINGS = {Rounding.EVEN: 0, Rounding.AWAY: 1}
 
 CPU = torch.device("cpu")
 

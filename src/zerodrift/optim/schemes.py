@@ -9,7 +9,6 @@ as a NaN), and rounded to storage for `same`.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +18,8 @@ from zerodrift.dtypes import ADMITTED, BLOCK, DType
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import random_words, round_stochastic
-from zerodrift.optim.split import join, round_away, split
+from zerodrift.optim.split import join, split
 from zerodrift.policy.nouns import Master, State
-
-
-class Rounding(enum.Enum):
-    """How an fp32 master becomes the bf16 weight that the model sees."""
-
-    EVEN = "even"
-    """To nearest, ties to even: what a cast does."""
-    AWAY = "away"
-    """To nearest, ties away from zero: what `split` must do, for runs that are compared with it."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +29,6 @@ class Scheme:
     storage: DType
     master: Master
     state: State
-    rounding: Rounding = Rounding.EVEN
-    """Read where storage is bf16 and the master is `fp32` or `same`; `split` always rounds away."""
 
     def __post_init__(self) -> None:
         where, got = "optim.Scheme", f"storage {self.storage}, master {self.master}"
@@ -166,8 +151,6 @@ def write(scheme: Scheme, of: Slice, values: Tensor, start: int = 0) -> None:
         return
     if of.master is not None and of.master.data_ptr() != values.data_ptr():
         of.master[part] = values
-    if scheme.storage is DType.BF16 and scheme.rounding is Rounding.AWAY:
-        values = round_away(values)
     of.storage[part] = values
 
 

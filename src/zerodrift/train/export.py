@@ -1,7 +1,7 @@
 """The trained model as a folder that others load, and back.
 
-A whole model is written by `io/export.py`; here is what a trainer adds: its tokenizer, adapters as `peft`
-writes them, and the way back from a folder or a checkpoint into a model to sample from.
+A whole model is written by `io/safetensors/export.py`; here is what a trainer adds: its tokenizer, adapters
+as `peft` writes them, and the way back from a folder or a checkpoint into a model to sample from.
 
 Invariant: every rank calls `export`; a folder that is there is whole.
 """
