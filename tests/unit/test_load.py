@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit.refused import problems, said, write
 from zerodrift.config import fields
-from zerodrift.config.load import MAX_UNKNOWN, load
+from zerodrift.config.load import load
+from zerodrift.config.tree import MAX_UNKNOWN
 from zerodrift.dtypes import DType
 
 

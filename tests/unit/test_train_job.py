@@ -10,7 +10,7 @@ import pytest
 
 from zerodrift.errors import ConfigError
 from zerodrift.train.folder import Folder
-from zerodrift.train.job import Job
+from zerodrift.train.job import Job, Lora
 from zerodrift.train.read import every_path, read_job
 
 
@@ -58,6 +58,27 @@ def test_what_is_missing_is_named() -> None:
         read_job({"data": {}})
     assert "`model`: must be given" in str(caught.value)
     assert "`data.train`: must be given: a string or a list of strings" in str(caught.value)
+
+
+def test_an_empty_block_is_a_block_with_defaults() -> None:
+    job, _ = read_job({"model": {"source": "x", "lora": {}}, "data": {"train": "y"}, "run": {}})
+    assert job.model.lora == Lora() and job.run.keep == 2
+    job, _ = read_job({"model": {"source": "x", "lora": None}, "data": {"train": "y"}, "run": None})
+    assert job.model.lora is None
+
+
+def test_what_to_do_about_a_value_is_what_a_config_says() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_job({"model": {"source": 3, "compile": "yes"}, "data": {"train": 5, "block": "16"}, "config": 7})
+    told = str(caught.value).splitlines()
+    for line in (
+        "`model.source`: must be a string; got 3.",
+        "`model.compile`: must be true or false; got 'yes'. Write true without quotes.",
+        "`data.train`: must be a string or a list of strings; got 5.",
+        "`data.block`: must be a whole number of at least 2; got '16'. Write it without quotes.",
+        "`config`: must be a block of keys or a string; got 7.",
+    ):
+        assert any(problem.endswith(line) for problem in told), told
 
 
 def test_overrides_reach_the_job_and_the_config() -> None:

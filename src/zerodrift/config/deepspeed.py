@@ -1,4 +1,4 @@
-"""The table of DeepSpeed's keys: what each one becomes here. Data; `load` acts on it, the docs print it.
+"""The table of DeepSpeed's keys: what each one becomes here. Data; `tree` acts on it, the docs print it.
 
 Every key that DeepSpeed 0.19.6 reads has one of three fates. *Used*: it decides something, named by our
 column or decision; its type is in `schema.py`. *Ignored*: it tunes machinery that is not here, so the same
@@ -14,6 +14,7 @@ of every key in DeepSpeed's source, and against the schema in both directions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -536,18 +537,18 @@ ENTRIES: dict[str, Entry] = {entry.key: entry for section in SECTIONS for entry 
 """Every entry by its key."""
 
 
-def find(key: str) -> Entry | None:
+def find(key: str, table: Mapping[str, Entry] = ENTRIES) -> Entry | None:
     """The entry that decides a key: its own, or that of the nearest block above it."""
-    found = ENTRIES.get(key)
+    found = table.get(key)
     while found is None and "." in key:
         key = key.rpartition(".")[0]
-        found = ENTRIES.get(f"{key}.*") or ENTRIES.get(key)
+        found = table.get(f"{key}.*") or table.get(key)
     return found
 
 
-def is_block(key: str) -> bool:
+def is_block(key: str, table: Mapping[str, Entry] = ENTRIES) -> bool:
     """Whether the table knows keys under this one."""
-    return any(known.startswith(f"{key}.") for known in ENTRIES)
+    return any(known.startswith(f"{key}.") for known in table)
 
 
 def names_in(block: str) -> set[str]:

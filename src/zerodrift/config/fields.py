@@ -1,6 +1,6 @@
 """Reads the schema: which keys there are, what each admits in words, and what its docstring says.
 
-`load` takes its messages from here and `reference` its pages, so an error and the documentation describe
+`tree` takes its messages from here and `reference` its pages, so an error and the documentation describe
 a key in the same words. What a key means is not known here.
 
 Invariant: every annotation that the schema uses has words; one that has none is an AssertionError.
@@ -84,9 +84,9 @@ def is_free(kind: Any) -> bool:
     return any(typing.get_origin(option) is dict for option, _ in _options(kind))
 
 
-def kind_at(path: Sequence[str | int]) -> Any | None:
+def kind_at(path: Sequence[str | int], root: type[Block] = Config) -> Any | None:
     """The annotation at a path, list indices included; None for a path that leaves the schema."""
-    kind: Any = Config
+    kind: Any = root
     for part in path:
         if isinstance(part, int):
             kind = item_of(kind)

@@ -1,8 +1,7 @@
-"""From a file or dict to a checked `Config`: every key used, or ignored with its reason, or an error.
+"""From a config file or dict to a checked `Config`.
 
-The text is read in `read`, made plain in `plain`; the words of a message come from `fields`, the fate of
-a DeepSpeed key from the table in `deepspeed`. Here a tree is walked once, key by key, and what the
-schema knows goes to pydantic, whose findings are told in our words. Nothing is decided: see `policy`.
+How a tree is read is `tree`'s business. Here is what only a config has: DeepSpeed's keys with their fates,
+and rules, which must have what types cannot say. Nothing is decided: see `policy`.
 
 Invariant: one ConfigError tells everything that is wrong, and no key of the file is missing from
 `Config.keys`.
@@ -10,24 +9,15 @@ Invariant: one ConfigError tells everything that is wrong, and no key of the fil
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
-from zerodrift import dtypes
 from zerodrift.config import deepspeed, fields, known
-from zerodrift.config.plain import Tree, join, override, plain, shown
-from zerodrift.config.read import read
-from zerodrift.config.schema import Block, Config, KeyUse, Rule
-from zerodrift.errors import ConfigError, Problem, Problems, did_you_mean
-
-NULL = "null is the same as leaving it out"
-EMPTY = "an empty block says nothing"
-MAX_UNKNOWN = 20
-"""Unknown keys that are named: a file with more of them is another kind of file."""
+from zerodrift.config.plain import Tree, override
+from zerodrift.config.schema import Block, Config, Rule
+from zerodrift.config.tree import Keys, TreeReader, tree_of
+from zerodrift.errors import ConfigError, Problem, Problems
 
 _REMEDIES = {
     "zero_optimization": 'Write `{"stage": 1}` for true, `{"stage": 0}` for false.',
@@ -36,7 +26,21 @@ _REMEDIES = {
     "communication_data_type": "Leave it out for the dtype of the mode.",
     "precision.rules[].pin": "For another dtype, set the columns one by one.",
 }
-"""What to do about a value that is not accepted, where more can be said than what is."""
+
+
+def _suggestion(key: str, block: type[Block] | None, name: str) -> str:
+    return known.suggestion(key, block, name) or "docs/config.md and docs/deepspeed.md list every key."
+
+
+KEYS = Keys(
+    "config",
+    Config,
+    "zerodrift or DeepSpeed",
+    _suggestion,
+    deepspeed.ENTRIES,
+    _REMEDIES,
+    empty_is_absent=True,
+)
 
 
 def load(
@@ -51,292 +55,26 @@ def load(
     if isinstance(overrides, str):
         overrides = [overrides]
     override(tree, overrides, problems)
-    walk = _Walk(problems)
-    used = walk.block(tree, Config, "", "")
-    walk.count_the_rest()
-    _check_rules(used, walk, problems)
-    config = _validated(used, walk, problems)
+    walk = TreeReader(KEYS, problems)
+    used = walk.used(tree)
+    _check_rules(used, walk.doubtful, problems)
+    config = walk.validated(used)
     problems.raise_as(ConfigError, heading)
     if config is None:
         raise AssertionError("a config that is not valid must have a problem")
     return config.model_copy(update={"keys": tuple(walk.uses)})
 
 
-def tree_of(source: object, what: str) -> tuple[str, Tree, Problems]:
-    """What to call a source in messages, and its plain tree; `what` it is to be: a `config`, say."""
-    problems = Problems()
-    if isinstance(source, Mapping):
-        return what, plain(source, problems), problems
-    if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(str(Problem(what, "must be a path or a dict", shown(source))))
-    heading = os.fsdecode(source)
-    written = read(source)
-    if not isinstance(written, dict):
-        got = "nothing but comments" if written is None else shown(written)
-        raise ConfigError(str(Problem(heading, "must hold a block of keys at its top", got)))
-    return heading, plain(written, problems), problems
-
-
-# --- the walk ---------------------------------------------------------------------------------------
-
-
-class _Walk:
-    """One pass over a tree: sorts its keys by fate and keeps the tree of those that are used."""
-
-    def __init__(self, problems: Problems) -> None:
-        self.uses: list[KeyUse] = []
-        self.written: dict[str, str] = {}
-        """Path in the schema -> path as written, where an alias makes them differ."""
-        self.doubtful: set[str] = set()
-        """Blocks with an unknown key: what is missing in them was probably misspelt."""
-        self._problems = problems
-        self._unknown = 0
-
-    def block(self, tree: Tree, block: type[Block] | None, path: str, name: str) -> Tree:
-        """The used part of a block. `path` is as written, `name` as schema and table spell it."""
-        known_fields = fields.fields(block) if block is not None else {}
-        used: Tree = {}
-        for key, value in tree.items():
-            here, there, target = join(path, key), join(name, key), key
-            entry = deepspeed.find(there)
-            if entry is not None and entry.fate == "alias":
-                there = target = entry.text
-                if target in tree:
-                    self._problems.add(
-                        here, f"must not come with `{target}`, which it stands for", "both", "Keep one."
-                    )
-                    continue
-            if target in known_fields:
-                self._known(used, target, value, known_fields[target], here, there)
-            elif entry is not None or deepspeed.is_block(there):
-                self._table(entry, value, here, there)
-            else:
-                self.doubtful.add(name)
-                self._unknown_key(key, block, path, name)
-        return used
-
-    def _known(self, used: Tree, key: str, value: Any, kind: Any, path: str, name: str) -> None:
-        """A key of the schema."""
-        inner, item = fields.block_of(kind), fields.item_of(kind)
-        self.written[name] = path
-        if value is None:
-            self._ignore(path, value, NULL)
-        elif value == {} and inner is not None:
-            self._ignore(path, value, EMPTY)
-        elif isinstance(value, dict) and inner is not None:
-            below = self.block(value, inner, path, name)
-            if below:
-                used[key] = below
-        elif isinstance(value, dict) and fields.is_free(kind):
-            used[key] = self._arguments(value, path, name)
-        elif isinstance(value, list) and value and item is not None and fields.block_of(item) is not None:
-            used[key] = [self._item(part, item, join(path, i), join(name, i)) for i, part in enumerate(value)]
-        else:
-            used[key] = value
-            self._use(path, value)
-
-    def _item(self, value: Any, kind: Any, path: str, name: str) -> Any:
-        """An item of a list of blocks; a wrong one is left to the validation."""
-        self.written[name] = path
-        inner = fields.block_of(kind)
-        return self.block(value, inner, path, name) if isinstance(value, dict) else value
-
-    def _arguments(self, tree: Tree, path: str, name: str) -> Tree:
-        """Free names, such as an optimizer's arguments: all used but those the table singles out."""
-        if not tree:
-            self._ignore(path, tree, EMPTY)
-        used: Tree = {}
-        for key, value in tree.items():
-            here = join(path, key)
-            entry = deepspeed.find(join(name, key))
-            if entry is None or entry.fate == "used":
-                used[key] = value
-                self._use(here, value)
-            else:
-                self._fate(entry, value, here)
-        return used
-
-    def _table(self, entry: deepspeed.Entry | None, value: Any, path: str, name: str) -> None:
-        """A key that only the table of DeepSpeed's keys knows, or a block of such keys."""
-        own = entry is not None and entry.key == name
-        if isinstance(value, dict) and value and not own:
-            self.block(value, None, path, name)
-        elif entry is not None:
-            self._fate(entry, value, path)
-        elif value is None or value == {}:
-            self._ignore(path, value, NULL if value is None else EMPTY)
-        else:
-            self._problems.add(path, "must be a block of keys", shown(value))
-
-    def _fate(self, entry: deepspeed.Entry, value: Any, path: str) -> None:
-        if entry.fate == "ignored":
-            self._ignore(path, value, entry.text)
-        elif is_harmless(entry, value):
-            self._ignore(path, value, f"off, as here: {entry.text}")
-        else:
-            must = f"must be {off_values(entry) or 'left out'}: {entry.text}"
-            self._problems.add(path, must, shown(value), entry.instead)
-
-    def _use(self, path: str, value: Any) -> None:
-        self.uses.append(KeyUse(path=path, value=value, status="used"))
-
-    def _ignore(self, path: str, value: Any, because: str) -> None:
-        self.uses.append(KeyUse(path=path, value=value, status="ignored", because=because))
-
-    def _unknown_key(self, key: str, block: type[Block] | None, path: str, name: str) -> None:
-        self._unknown += 1
-        if self._unknown <= MAX_UNKNOWN:
-            owner = f"`{path}`" if path else "zerodrift or DeepSpeed"
-            todo = (
-                known.suggestion(key, block, name) or "docs/config.md and docs/deepspeed.md list every key."
-            )
-            self._problems.add(join(path, key), f"must be a key of {owner}", "", todo)
-
-    def count_the_rest(self) -> None:
-        """One line for the unknown keys that were not named."""
-        if self._unknown > MAX_UNKNOWN:
-            rest = f"{self._unknown - MAX_UNKNOWN:,} more unknown keys"
-            self._problems.add("config", "must hold known keys", rest, "Is it the file you meant?")
-
-
-def is_harmless(entry: deepspeed.Entry, value: Any) -> bool:
-    """Whether a refused key asks for nothing at this value. 1 and true are not the same."""
-    return value in (None, "auto") or any(
-        value == off and isinstance(value, bool) == isinstance(off, bool) for off in entry.harmless
-    )
-
-
-def off_values(entry: deepspeed.Entry) -> str:
-    """The values at which a refused key asks for nothing, in words; blocks are not worth a word."""
-    values = [each for each in entry.harmless if not isinstance(each, dict)]
-    return fields.either([json.dumps(value) for value in values])
-
-
-# --- validation, in our words -----------------------------------------------------------------------
-
-
-def _validated(used: Tree, walk: _Walk, problems: Problems) -> Config | None:
-    try:
-        return Config.model_validate(used)
-    except ValidationError as error:
-        found = [_located(used, line["loc"], line["type"]) for line in error.errors(include_url=False)]
-    for steps in _deepest(found):
-        value = _value_at(used, steps)
-        if value is _MISSING and _name(steps[:-1]) in walk.doubtful:
-            continue
-        _explain(_path(steps, walk), steps, value, problems)
-    return None
-
-
-def _name(steps: Steps) -> str:
-    """A place as schema and table spell it."""
-    name = ""
-    for step in steps:
-        name = join(name, step)
-    return name
-
-
-def _path(steps: Steps, walk: _Walk) -> str:
-    """A place as it was written."""
-    path = ""
-    for index, step in enumerate(steps):
-        path = walk.written.get(_name(steps[: index + 1]), join(path, step))
-    return path
-
-
-Steps = tuple[str | int, ...]
-_MISSING = object()
-_DOCS = {key.path: key.doc for key in fields.every_key()}
-
-
-def _located(used: Tree, location: Iterable[str | int], error: str) -> Steps:
-    """Where a finding is: pydantic's location without the names of the alternatives that it tried."""
-    location = tuple(location)
-    steps: list[str | int] = []
-    value: Any = used
-    for step in location:
-        inside_dict = isinstance(value, dict) and step in value
-        inside_list = isinstance(value, list) and isinstance(step, int) and step < len(value)
-        if inside_dict or inside_list:
-            steps.append(step)
-            value = value[step]
-    return (*steps, location[-1]) if error == "missing" else tuple(steps)
-
-
-def _deepest(found: list[Steps]) -> list[Steps]:
-    """Each place once; a place inside another tells more than the one around it."""
-    unique = list(dict.fromkeys(found))
-    return [
-        steps
-        for steps in unique
-        if not any(len(other) > len(steps) and other[: len(steps)] == steps for other in unique)
-    ]
-
-
-def _value_at(used: Tree, steps: Steps) -> Any:
-    value: Any = used
-    for step in steps:
-        if isinstance(value, dict) and step not in value:
-            return _MISSING
-        value = value[step]
-    return value
-
-
-def _explain(path: str, steps: Steps, value: Any, problems: Problems) -> None:
-    """One value that the schema does not accept."""
-    kind = fields.kind_at(steps)
-    if value is _MISSING:
-        where = ".".join(map(str, steps))
-        problems.add(path, f"must be given: {fields.admits(kind)}", "", _DOCS[where])
-        return
-    problems.add(path, fields.must(kind, value), shown(value), _remedy(steps, kind, value))
-
-
-def _remedy(steps: Steps, kind: Any, value: Any) -> str:
-    """What to do about a value that is not accepted."""
-    generic = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
-    if generic in _REMEDIES:
-        return _REMEDIES[generic]
-    if value == "auto":
-        return '"auto" has no meaning here: write the value, or leave the key out.'
-    if isinstance(value, str):
-        return _remedy_for_text(kind, value)
-    if fields.item_of(kind) is not None and not isinstance(value, (list, dict)):
-        return "Write a list, even for one item."
-    return ""
-
-
-def _remedy_for_text(kind: Any, text: str) -> str:
-    admitted = fields.admits(kind)
-    if fields.item_of(kind) is not None:
-        return f"Write `[{json.dumps(text)}]`."
-    if "true" in admitted:
-        meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(text.lower(), "")
-        meant = meant or {"no": "false", "off": "false", "0": "false", "false": "false"}.get(text.lower(), "")
-        return f"Write {meant} without quotes." if meant else ""
-    if "number" in admitted or admitted[:1].isdigit():
-        return "Write it without quotes." if _is_number(text) else ""
-    return did_you_mean(text, [*fields.choices(kind), *dtypes.spellings(fields.dtypes(kind))])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 # --- rules ------------------------------------------------------------------------------------------
 
 
-def _check_rules(used: Tree, walk: _Walk, problems: Problems) -> None:
+def _check_rules(used: Tree, doubtful: Collection[str], problems: Problems) -> None:
     """What a rule must have, which types cannot say."""
     precision = used.get("precision")
     rules = precision.get("rules") if isinstance(precision, dict) else None
     for number, rule in enumerate(rules if isinstance(rules, list) else ()):
         where = f"precision.rules[{number}]"
-        if not isinstance(rule, dict) or where in walk.doubtful:
+        if not isinstance(rule, dict) or where in doubtful:
             continue
         subjects = {"match", "class"}
         if not subjects & rule.keys():

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerodrift.config.read import Pairs, parse_yaml
+from zerodrift.config.read import WrittenBlock, parse_yaml
 from zerodrift.errors import ConfigError, Problems
 
 MAX_DEPTH = 24
@@ -80,7 +80,7 @@ class _Copier:
         return self._scalar(value, path)
 
     def _block(self, block: Mapping[Any, Any], path: str, depth: int) -> Tree:
-        for key in block.repeated if isinstance(block, Pairs) else ():
+        for key in block.repeated if isinstance(block, WrittenBlock) else ():
             self._problems.add(join(path, key), "must be written once", "it twice", "Keep one of the two.")
         made: Tree = {}
         for key, value in block.items():

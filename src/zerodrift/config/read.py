@@ -33,7 +33,7 @@ MAX_NODES = 20_000
 """Of a YAML text, keys included: as many values as a config may hold, each with a key."""
 
 
-class Pairs(dict[Any, Any]):
+class WrittenBlock(dict[Any, Any]):
     """A dict that remembers which keys were written more than once."""
 
     repeated: tuple[Any, ...] = ()
@@ -129,8 +129,8 @@ def _json(text: str, name: str) -> Any:
         _refuse(name, "must not be nested so deeply", "hundreds of levels")
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> Pairs:
-    made = Pairs(pairs)
+def _pairs(pairs: list[tuple[str, Any]]) -> WrittenBlock:
+    made = WrittenBlock(pairs)
     made.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
     return made
 
@@ -226,7 +226,7 @@ class _Builder:
         except (KeyError, ValueError):
             self._refuse(f"must hold a value of its tag {kind}", ascii(text)[:60], node)
 
-    def _mapping(self, node: yaml.MappingNode) -> Pairs:
+    def _mapping(self, node: yaml.MappingNode) -> WrittenBlock:
         written: dict[Any, Any] = {}
         merged: dict[Any, Any] = {}
         repeated = []
@@ -240,7 +240,7 @@ class _Builder:
             if key in written:
                 repeated.append(key)
             written[key] = self.value(value_node)
-        made = Pairs(merged | written)
+        made = WrittenBlock(merged | written)
         made.repeated = tuple(repeated)
         return made
 

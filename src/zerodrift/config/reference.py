@@ -13,8 +13,8 @@ from pathlib import Path
 
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.differences import GROUPS
-from zerodrift.config.load import off_values
 from zerodrift.config.schema import ColumnKeys
+from zerodrift.config.tree import off_values
 
 OURS = ("precision", "sharding", "pipeline", "experts", "backend")
 """Top-level keys of our own dialect."""

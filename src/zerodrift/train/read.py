@@ -1,7 +1,7 @@
 """A job file or dict to a checked `Job`: every wrong key at once, each with its nearest match.
 
-The text is read by `config/read.py`, overrides and messages are those of the config too, and what is under
-`config` is checked there, so one error tells all that is wrong with a file.
+It is read as a config is (`config/tree.py`), and what is under `config` is checked as one, so one error tells
+all that is wrong with a file.
 
 Invariant: nothing is started and nothing but the named files is read.
 """
@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-
 from zerodrift.config import fields
-from zerodrift.config.load import load, tree_of
-from zerodrift.config.plain import Tree, join, override, shown
+from zerodrift.config.load import load
+from zerodrift.config.plain import join, override
 from zerodrift.config.schema import Block, Config
+from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, Problems, nearest
 from zerodrift.train.job import Job
 
@@ -34,7 +33,8 @@ def read_job(
     for_config = [text for text in overrides if text.startswith(UNDER_CONFIG)]
     override(tree, [text for text in overrides if text not in for_config], problems)
     given = tree.get("config")
-    job = _job(tree, problems)
+    walk = TreeReader(KEYS, problems)
+    job = walk.validated(walk.used(tree))
     config, wrong = _config(given, [text.removeprefix(UNDER_CONFIG) for text in for_config])
     if wrong and problems:
         raise ConfigError(f"{_told(problems, heading)}\n{wrong}")
@@ -75,52 +75,12 @@ def _with_folder(job: Job, heading: str) -> Job:
     return job.model_copy(update={"run": job.run.model_copy(update={"folder": f"runs/{name}"})})
 
 
-# --- the walk -----------------------------------------------------------------------------------------
+# --- unknown keys ---------------------------------------------------------------------------------------
 
 
-def _job(tree: Tree, problems: Problems) -> Job | None:
-    made = _block(tree, Job, "", problems)
-    return made if isinstance(made, Job) else None
-
-
-def _block(tree: Tree, block: type[Block], path: str, problems: Problems) -> BaseModel | None:
-    """A block with its values checked one by one, so that each message is about one key."""
-    known = fields.fields(block)
-    unknown = [key for key in tree if key not in known]
-    for key in unknown:
-        owner = f"`{path}`" if path else "a job"
-        todo = _suggestion(key, path, known) or "docs/job.md lists every key."
-        problems.add(join(path, key), f"must be a key of {owner}", "", todo)
-    before = len(list(problems))
-    values: dict[str, Any] = {}
-    for key, kind in known.items():
-        here, value = join(path, key), tree.get(key)
-        if value is None:
-            if block.model_fields[key].is_required() and not unknown:
-                admitted = "a block of keys" if fields.block_of(kind) else fields.admits(kind)
-                problems.add(here, f"must be given: {admitted}", "", _first_sentence(block, key))
-            continue
-        inner = fields.block_of(kind)
-        if inner is not None and isinstance(value, dict):
-            values[key] = _block(value, inner, here, problems)
-            continue
-        try:
-            values[key] = TypeAdapter(kind).validate_python(value)
-        except ValidationError:
-            words = "must be a block of keys" if fields.is_free(kind) else fields.must(kind, value)
-            problems.add(here, words, shown(value), _remedy(kind, value))
-    if unknown or len(list(problems)) > before:
-        return None
-    return block.model_validate(values)
-
-
-def _first_sentence(block: type[Block], key: str) -> str:
-    text = " ".join((block.model_fields[key].description or "").split())
-    return text.partition(". ")[0].rstrip(".") + "."
-
-
-def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
+def _suggestion(key: str, block: type[Block] | None, path: str) -> str:
     """The key that was probably meant: in this block, in another, or of the engine's config."""
+    known = fields.fields(block) if block is not None else {}
     found = [join(path, word) for word in nearest(key, known)]
     found += [other for other in every_path() if other.rpartition(".")[2] == key and other not in found]
     found += [UNDER_CONFIG + key] if key in fields.fields(Config) else []
@@ -128,7 +88,9 @@ def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
         last = {other.rpartition(".")[2]: other for other in every_path()}
         found = [last[word] for word in nearest(key, last)]
         found += [UNDER_CONFIG + word for word in nearest(key, fields.fields(Config)) if not found]
-    return f"Did you mean {' or '.join(f'`{name}`' for name in found[:3])}?" if found else ""
+    if not found:
+        return "docs/job.md lists every key."
+    return f"Did you mean {' or '.join(f'`{name}`' for name in found[:3])}?"
 
 
 def every_path() -> Iterator[str]:
@@ -137,8 +99,4 @@ def every_path() -> Iterator[str]:
         yield key.path
 
 
-def _remedy(kind: Any, value: Any) -> str:
-    if isinstance(value, str):
-        close = nearest(value, fields.choices(kind))
-        return f"Did you mean `{close[0]}`?" if close else ""
-    return ""
+KEYS = Keys("job", Job, "a job", _suggestion, free="a block of keys")
