@@ -109,16 +109,16 @@ def zerodrift(folder: Path, dtype: torch.dtype, train: bool = False) -> tuple[in
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from zerodrift import empty, initialize
-    from zerodrift.io.safetensors.reader import Reader
+    from zerodrift.io.safetensors.reader import SafetensorsReader
 
-    readers: list[Reader] = []
-    made = Reader.__init__
+    readers: list[SafetensorsReader] = []
+    made = SafetensorsReader.__init__
 
-    def counted(self: Reader, *args: Any) -> None:
+    def counted(self: SafetensorsReader, *args: Any) -> None:
         made(self, *args)
         readers.append(self)
 
-    Reader.__init__ = counted  # type: ignore[method-assign]
+    SafetensorsReader.__init__ = counted  # type: ignore[method-assign]
     with empty():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model.requires_grad_(train)

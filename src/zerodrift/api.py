@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerodrift.engine.engine import Engine
-    from zerodrift.io.initial import First
+    from zerodrift.io.initial import InitialValues
     from zerodrift.io.safetensors.export import Exported
     from zerodrift.io.safetensors.weights import LoadedWeights
     from zerodrift.pipeline.cut import Parts
@@ -143,7 +143,7 @@ def initialize(
     from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start
     from zerodrift.engine.engine import Engine
-    from zerodrift.io.initial import First
+    from zerodrift.io.initial import InitialValues
 
     loaded = load(config, overrides)
     if loaded.pipeline is not None and loaded.pipeline.stages > 1:
@@ -156,7 +156,7 @@ def initialize(
     try:
         if mesh.rank() == 0:
             versions.warn()
-        first = First.begin(model, weights, strict, Collectives(mesh))
+        first = InitialValues.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         if plan.policy.backend == "fsdp2":
             from zerodrift.backends.fsdp2 import FsdpEngine
@@ -191,7 +191,7 @@ def initialize_pipeline(
     """
     from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start
-    from zerodrift.io.initial import First
+    from zerodrift.io.initial import InitialValues
     from zerodrift.pipeline.make import pipeline_engine
     from zerodrift.pipeline.schedules import timeline
 
@@ -205,7 +205,7 @@ def initialize_pipeline(
     try:
         if mesh.rank() == 0:
             versions.warn()
-        first = First.begin(model, weights, strict, Collectives(mesh))
+        first = InitialValues.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         if plan.policy.pipeline is None:
             raise ConfigError(
@@ -220,7 +220,7 @@ def initialize_pipeline(
 
 
 @contextlib.contextmanager
-def _told(first: First, plan: Plan, order: Timeline | None = None, *, shown: bool) -> Iterator[None]:
+def _told(first: InitialValues, plan: Plan, order: Timeline | None = None, *, shown: bool) -> Iterator[None]:
     """Around the making of an engine: the plan before, what was read of weights after."""
     from zerodrift.plan.cost import cost
     from zerodrift.report.rows import grouped

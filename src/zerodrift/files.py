@@ -13,13 +13,20 @@ import os
 import stat
 from typing import BinaryIO
 
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
+_KINDS = {
+    stat.S_IFREG: "",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+}
+
+
+def kind_of(mode: int) -> str:
+    """What a mode says that a path is; `""` for a regular file."""
+    return _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def kind(path: str | os.PathLike[str]) -> str:
@@ -28,7 +35,7 @@ def kind(path: str | os.PathLike[str]) -> str:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
         return ""
-    return "" if stat.S_ISREG(mode) else next((words for holds, words in _KINDS if holds(mode)), "no file")
+    return kind_of(mode)
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:

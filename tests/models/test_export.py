@@ -20,27 +20,62 @@ import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, tokens
 from tests.numerics.runs import make
 from tests.ranks.harness import run_ranks
-from zerodrift.io.safetensors.saving import layout
+from zerodrift.dtypes import DType
+from zerodrift.io.safetensors.conversions import saved_form
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_layout_is_what_save_pretrained_writes(name: str) -> None:
-    """Traced without a value, and built with values: the same tensors."""
-    loading = pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
-    model = ARCHITECTURES[name].model()
+    """Found without a value, and built with values: the same tensors."""
+    as_save_pretrained_writes(ARCHITECTURES[name].model())
+
+
+def loading() -> Any:
+    """Private to `transformers` 5."""
+    return pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
+
+
+def as_save_pretrained_writes(model: Any) -> None:
     state = model.state_dict()
-    expected = loading.revert_weight_conversion(model, dict(state))
-    laid = layout(model, {key: tuple(value.shape) for key, value in state.items()})
-    assert {tensor.name for tensor in laid} == expected.keys()
-    for tensor in laid:
-        built = torch.full(tensor.shape, float("nan"))
-        for block in tensor.blocks:
-            place = tuple(slice(low, low + n) for low, n in zip(block.low, block.shape, strict=True))
-            source = state[block.parameter][place]
-            built.view(-1).as_strided(block.shape, block.strides, block.start).copy_(source)
-        assert torch.equal(built, expected[tensor.name].float()), tensor.name
+    expected = loading().revert_weight_conversion(model, dict(state))
+    shapes = {key: tuple(value.shape) for key, value in state.items()}
+    saved = saved_form(model, shapes, dict.fromkeys(shapes, DType.FP32))
+    assert {tensor.name for tensor in saved} == expected.keys()
+    for tensor in saved:
+        built = torch.full((tensor.numel,), float("nan"))
+        for part in tensor.parts:
+            part.box.of_source(built).copy_(part.box.of_target(state[part.parameter].reshape(-1)))
+        assert torch.equal(built.view(tensor.shape), expected[tensor.name].float()), tensor.name
+
+
+def converted(operation: Any) -> Any:
+    """A llama whose files have queries in another form."""
+    model: Any = ARCHITECTURES["llama"].model()
+    model._weight_conversions = [loading().WeightConverter("query.weight", "q_proj.weight", [operation])]
+    return model
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_interleaved_elements_are_what_save_pretrained_writes(dim: int) -> None:
+    operation = getattr(loading(), "Interleave", None)
+    if operation is None:
+        pytest.skip("this version of transformers interleaves nothing")
+    as_save_pretrained_writes(converted(operation(dim)))
+
+
+def test_a_conversion_that_computes_is_refused() -> None:
+    class Doubled(loading().ConversionOps):  # type: ignore[misc]
+        def convert(self, input_dict: Any, *patterns: Any, **more: Any) -> Any:
+            return {name: 2 * tensors[0] for name, tensors in input_dict.items()}
+
+        @property
+        def reverse_op(self) -> Doubled:
+            return self
+
+    with pytest.raises(zd.UnsupportedError, match=r"`LlamaForCausalLM`: must be .* mixes elements \(`.*mul"):
+        as_save_pretrained_writes(converted(Doubled()))
 
 
 def written(name: str, mode: str, stage: int) -> dict[str, Any]:

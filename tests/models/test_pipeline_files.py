@@ -19,8 +19,8 @@ from tests.models.architectures import ARCHITECTURES, tokens
 from tests.models.test_experts import deep
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data
 from zerodrift.io.safetensors import export as exporting
-from zerodrift.io.safetensors.reader import Reader
-from zerodrift.io.safetensors.writer import Sink
+from zerodrift.io.safetensors.reader import SafetensorsReader
+from zerodrift.io.safetensors.writer import SafetensorsWriter
 
 
 def written(name: str, stage: int, mode: str, schedule: str = "", experts: int = 1) -> dict[str, Any]:
@@ -174,20 +174,20 @@ def test_training_and_exporting_is_the_same_bytes_with_buffers_on_their_stages(t
 
 def shares(folder: str) -> tuple[int, int]:
     """Bytes that this rank writes and reads."""
-    sinks: list[Sink] = []
+    writers: list[SafetensorsWriter] = []
 
-    class Watched(Sink):
+    class Watched(SafetensorsWriter):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            sinks.append(self)
+            writers.append(self)
 
-    exporting.Sink = Watched  # type: ignore[attr-defined,misc,assignment]
+    exporting.SafetensorsWriter = Watched  # type: ignore[attr-defined,misc,assignment]
     engine = own("1f1b", GPT(LAYERS, tied=False))
     done = zd.export(engine, Path(folder) / "model")
     count = zd.load_weights(engine, Path(folder) / "model", quiet=True).bytes
     engine.destroy()
     assert count == done.bytes + 4  # the one buffer, on both stages
-    return sinks[-1].written, done.bytes
+    return writers[-1].written, done.bytes
 
 
 def test_each_rank_writes_and_reads_its_own(tmp_path: Path) -> None:
@@ -203,16 +203,16 @@ def broken(folder: str) -> list[str]:
     engine = own("1f1b")
     root = Path(folder)
     zd.export(engine, root / "model")
-    write, fill = Sink.write, Reader.read
+    write, fill = SafetensorsWriter.write, SafetensorsReader.read
     if engine.mesh.rank("pipeline") == 1:
-        Sink.write = _fails  # type: ignore[method-assign,assignment]
+        SafetensorsWriter.write = _fails  # type: ignore[method-assign,assignment]
     found.append(_said(lambda: zd.export(engine, root / "other")))
-    Sink.write = write  # type: ignore[method-assign]
+    SafetensorsWriter.write = write  # type: ignore[method-assign]
     for stage in (0, 1):
         if engine.mesh.rank("pipeline") == stage:
-            Reader.read = _fails  # type: ignore[method-assign,assignment]
+            SafetensorsReader.read = _fails  # type: ignore[method-assign,assignment]
         found.append(_said(lambda: zd.load_weights(engine, root / "model", quiet=True)))
-        Reader.read = fill  # type: ignore[method-assign]
+        SafetensorsReader.read = fill  # type: ignore[method-assign]
     zd.load_weights(engine, root / "model", quiet=True)
     engine.step(data(0, engine.mesh.rank("data")))
     engine.destroy()

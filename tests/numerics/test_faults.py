@@ -23,7 +23,7 @@ from tests.numerics.runs import Run, config, finish, make
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import RankError
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.checkpoint.folder import Folder
+from zerodrift.io.checkpoint.folder import CheckpointFolder
 
 STEPS = 7
 WORLD = 2
@@ -72,7 +72,7 @@ def life(folder: str, stage: int, asynchronous: bool, kills: dict[int, tuple[str
     except RankError:
         return "missed a rank"
     left = [path.name for path in Path(folder).iterdir() if path.name[0] == "."]
-    tags = Folder(folder).tags()
+    tags = CheckpointFolder(folder).tags()
     engine.destroy()
     return run, first, left, tags
 

@@ -428,7 +428,7 @@ def slow_disk(folder: str) -> Any:
     expected = weights(engine)
     checkpoints.save("beside")
     train(engine, 2)
-    folder_of = checkpoint_folder.Folder(folder)
+    folder_of = checkpoint_folder.CheckpointFolder(folder)
     early = folder_of.tags()
     engine.comm.barrier()
     go.touch()
@@ -475,7 +475,7 @@ def only_one_sees(folder: str) -> Any:
     """Rank 1 sees another folder, as on a file system that is behind; all go by rank 0."""
     engine, checkpoints = two(folder)
     if engine.mesh.rank() == 1:
-        checkpoints._folder = checkpoint_folder.Folder(f"{folder}-not-yet")
+        checkpoints._folder = checkpoint_folder.CheckpointFolder(f"{folder}-not-yet")
     loaded = checkpoints.resume()
     found = None if loaded is None else loaded.tag
     engine.comm.barrier()

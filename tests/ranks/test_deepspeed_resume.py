@@ -15,7 +15,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.saved_by_deepspeed import BETAS, EPS, LR, STEPS, Case, Truth, groups, model, save
 from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
-from zerodrift.io.convert import Asked, convert
+from zerodrift.io.convert import ConvertOptions, convert
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is not installed"
@@ -91,7 +91,7 @@ CONFIG = {"precision": {"mode": "fp32"}, "optimizer": {"type": "AdamW", "params"
 
 def test_an_optimizer_by_name(tmp_path: Path) -> None:
     run_ranks(save, 2, Case(1, "fp32"), str(tmp_path / "ds"), timeout=90)
-    convert(tmp_path / "ds", tmp_path / "ours", Asked(optimizer="Adam"))
+    convert(tmp_path / "ds", tmp_path / "ours", ConvertOptions(optimizer="Adam"))
     engine = initialize(model(CASES[0]), None, CONFIG, device="cpu", quiet=True)
     with pytest.raises(CheckpointError, match="must be adam, as when it was saved; got adamw"):
         zd.Checkpoints(engine, tmp_path / "ours", quiet=True).load()

@@ -20,8 +20,9 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, RankError
+from zerodrift.io.atomic import new_folder
 from zerodrift.io.safetensors import export as exporting
-from zerodrift.io.safetensors.writer import Sink
+from zerodrift.io.safetensors.writer import SafetensorsWriter
 from zerodrift.model.safetensors import stored
 
 ROUTERS = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
@@ -106,16 +107,16 @@ def test_each_rank_writes_its_share(root: Path) -> None:
 
 
 def shares(root: str) -> int:
-    sinks: list[Sink] = []
+    writers: list[SafetensorsWriter] = []
 
-    class Watched(Sink):
+    class Watched(SafetensorsWriter):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            sinks.append(self)
+            writers.append(self)
 
-    exporting.Sink = Watched  # type: ignore[misc]
+    exporting.SafetensorsWriter = Watched  # type: ignore[misc]
     zd.export(trained(3), Path(root) / "model")
-    return sinks[-1].written
+    return writers[-1].written
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------
@@ -149,11 +150,11 @@ def refused(root: str) -> list[str]:
     full, os.posix_fallocate = os.posix_fallocate, _full
     attempt(folder=folder / "a")
     os.posix_fallocate = full
-    write = Sink.write
+    write = SafetensorsWriter.write
     if engine.mesh.rank() == 1:
-        Sink.write = _broken  # type: ignore[method-assign]
+        SafetensorsWriter.write = _broken  # type: ignore[method-assign]
     attempt(folder=folder / "a")
-    Sink.write = write  # type: ignore[method-assign]
+    SafetensorsWriter.write = write  # type: ignore[method-assign]
     home = Path.cwd()
     (folder / f"machine{engine.mesh.rank()}").mkdir()
     os.chdir(folder / f"machine{engine.mesh.rank()}")
@@ -194,7 +195,7 @@ def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
 def killed(root: str, dying: int) -> str:
     engine = trained(3)
     if engine.mesh.rank() == dying:
-        Sink.write = _die  # type: ignore[method-assign]
+        SafetensorsWriter.write = _die  # type: ignore[method-assign]
     try:
         zd.export(engine, Path(root) / "model")
     except RankError as error:
@@ -224,23 +225,19 @@ def again(root: str) -> None:
 
 
 def test_one_writer_at_a_time(root: Path) -> None:
-    from zerodrift.io.atomic import Staging
-
-    first = Staging(root / "model")
-    with pytest.raises(CheckpointError, match="must have one writer; got process"):
-        Staging(root / "model")
-    first.publish()
+    with new_folder(root / "model") as first:
+        with pytest.raises(CheckpointError, match="must have one writer; got process"):
+            new_folder(root / "model")
+        first.publish()
     assert left(root) == ["model"] and left(root / "model") == []
 
 
 def test_a_replacement_that_never_came_is_undone(root: Path) -> None:
-    from zerodrift.io.atomic import Staging
-
     (root / ".model.old-4f1c09ab").mkdir()
     (root / ".model.old-4f1c09ab" / "file").touch()
     (root / ".model.old-mine").mkdir()
     with pytest.raises(CheckpointError, match="must not be there"):
-        Staging(root / "model")
+        new_folder(root / "model")
     assert left(root) == [".model.old-mine", "model"], "a name that no writer gives is somebody else's"
     assert left(root / "model") == ["file"]
 

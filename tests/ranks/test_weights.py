@@ -18,7 +18,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError, ZerodriftError
-from zerodrift.io.safetensors.reader import Reader
+from zerodrift.io.safetensors.reader import SafetensorsReader
 from zerodrift.optim.split import round_away
 from zerodrift.policy.nouns import Master
 
@@ -119,11 +119,11 @@ def _count(reader: Any, stored: Any, first: int, into: torch.Tensor) -> None:
     _bytes(reader, stored, first, into)
 
 
-_bytes = Reader._bytes
+_bytes = SafetensorsReader._bytes
 
 
 def counted(folder: Path, replicate: int) -> list[tuple[str, list[str], int]]:
-    Reader._bytes = _count  # type: ignore[method-assign]
+    SafetensorsReader._bytes = _count  # type: ignore[method-assign]
     return load_everywhere(folder, replicate)
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from zerodrift.errors import CheckpointError
 from zerodrift.io import lock as checkpoint_lock
-from zerodrift.io.checkpoint.folder import Folder, automatic, check_tag
+from zerodrift.io.checkpoint.folder import CheckpointFolder, automatic, check_tag
 from zerodrift.io.checkpoint.manifest import (
     MANIFEST,
-    Entry,
     Manifest,
+    SavedParameter,
     damage,
     read_entries,
     read_manifest,
@@ -26,15 +26,15 @@ from zerodrift.io.checkpoint.manifest import (
     write_manifest,
     write_whole,
 )
-from zerodrift.io.lock import Lock, Writer
+from zerodrift.io.lock import Lock, LockOwner
 from zerodrift.mesh import MeshShape
 from zerodrift.record import encode
 
 ENTRIES = (
-    Entry(("embed.weight", "head.weight"), (61, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
-    Entry(("layers.0.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
-    Entry(("layers.1.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
-    Entry(("frozen",), (), "bf16", -1, ()),
+    SavedParameter(("embed.weight", "head.weight"), (61, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
+    SavedParameter(("layers.0.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
+    SavedParameter(("layers.1.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
+    SavedParameter(("frozen",), (), "bf16", -1, ()),
 )
 
 
@@ -62,15 +62,20 @@ def manifest(tag: str, step: int, run: str = "r1") -> Manifest:
     )
 
 
-def save(folder: Folder, step: int, tag: str = "", run: str = "r1") -> Path:
+def save(folder: CheckpointFolder, step: int, tag: str = "", run: str = "r1") -> Path:
     """A small checkpoint, the way a save makes one."""
     tag = tag or automatic(step)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    written = folder.begin(tag)
-    files = (write_entries(written, ENTRIES), write_whole(written / "__0_0.distcp", b"\1\2\3" * 1000))
-    head = manifest(tag, step, run)
-    write_manifest(written, type(head)(**{**_fields(head), "files": files}))
-    return folder.publish(written, tag)
+    new = folder.begin(tag)
+    try:
+        files = (write_entries(new.path, ENTRIES), write_whole(new.path / "__0_0.distcp", b"\1\2\3" * 1000))
+        head = manifest(tag, step, run)
+        write_manifest(new.path, type(head)(**{**_fields(head), "files": files}))
+        home = folder.publish(new)
+    except BaseException:
+        new.lock.release()  # and nothing else: what a killed save leaves stays where it is
+        raise
+    new.remove()
+    return home
 
 
 def _fields(head: Manifest) -> dict[str, object]:
@@ -81,7 +86,7 @@ def _fields(head: Manifest) -> dict[str, object]:
 
 
 def test_what_is_published_is_the_newest(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "runs" / "a")
+    folder = CheckpointFolder(tmp_path / "runs" / "a")
     assert folder.tags() == [] and folder.latest() == ""
     for step in (2, 10, 4):
         save(folder, step)
@@ -94,7 +99,7 @@ def test_what_is_published_is_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_tag_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     save(folder, 1, "best")
     save(folder, 2, "best")
     assert folder.tags() == ["best"] and read_manifest(folder.find("best")).step == 2
@@ -106,7 +111,7 @@ def test_wherever_a_publication_ends_there_is_a_checkpoint(
     point: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every system call that changes the folder fails in turn; the one that was there can be found."""
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     save(folder, 1, "best")
     left = [point]
 
@@ -138,28 +143,47 @@ def test_wherever_a_publication_ends_there_is_a_checkpoint(
 
 
 def test_the_first_is_found_before_anything_names_it(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     save(folder, 1)
     (tmp_path / "latest").unlink()
     assert folder.find("latest").name == automatic(1)
 
 
 def test_only_what_was_written_to_its_end_is_found(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     with pytest.raises(CheckpointError, match=r"must hold a checkpoint; got none\."):
         folder.find("latest")
-    folder.begin("step-00000001")
+    folder.begin("step-00000001").lock.release()
     with pytest.raises(CheckpointError, match="got none but 1 that was cut short"):
         folder.find("latest")
+    assert len(folder.unfinished()) == 1
+    assert len(folder.clean()) == 1 and folder.unfinished() == []
     save(folder, 2)
     with pytest.raises(CheckpointError, match=r"got step-00000002\. Did you mean `step-00000002`\?"):
         folder.find("step-00000003")
-    assert len(folder.unfinished()) == 1
-    assert len(folder.clean()) == 1 and folder.unfinished() == []
+
+
+def test_the_next_save_takes_away_what_a_killed_one_left(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.begin("step-00000001").lock.release()
+    with folder.begin("step-00000002") as new:
+        assert folder.unfinished() == [new.path]
+        with pytest.raises(CheckpointError, match="must have one writer"):
+            folder.begin("step-00000003")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_check_refuses_leaves_nothing(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise CheckpointError("`folder`: must not be this one.")
+
+    with pytest.raises(CheckpointError, match="not be this one"):
+        CheckpointFolder(tmp_path).begin("step-00000001", refuse)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_all_but_the_newest_go_and_chosen_tags_stay(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     for step in range(1, 6):
         save(folder, step)
     save(folder, 3, "best")
@@ -170,7 +194,7 @@ def test_all_but_the_newest_go_and_chosen_tags_stay(tmp_path: Path) -> None:
 
 def test_what_latest_names_is_never_pruned(tmp_path: Path) -> None:
     """A run that went back and saved has fewer steps than what it left behind."""
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     for step in (8, 9, 2):
         save(folder, step)
     assert folder.prune(2) == [] and folder.latest() == automatic(2)
@@ -186,7 +210,7 @@ def test_a_tag_is_a_plain_name(tag: str) -> None:
 
 
 def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
-    path = save(Folder(tmp_path), 1)
+    path = save(CheckpointFolder(tmp_path), 1)
     good = (path / MANIFEST).read_bytes()
     for place in range(0, len(good), 7):
         data = bytearray(good)
@@ -200,7 +224,7 @@ def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
 
 
 def test_damage_is_named_file_by_file(tmp_path: Path) -> None:
-    path = save(Folder(tmp_path), 1)
+    path = save(CheckpointFolder(tmp_path), 1)
     files = read_manifest(path).files
     assert damage(path, files) == []
     data = bytearray((path / "__0_0.distcp").read_bytes())
@@ -281,7 +305,7 @@ def test_a_lock_of_another_machine_is_broken_when_nobody_touches_it(tmp_path: Pa
 
 def test_a_lock_that_was_broken_is_not_taken_back(tmp_path: Path) -> None:
     lock = Lock.take(tmp_path)
-    write_lock_text = json.dumps(encode(Writer("elsewhere", 1, "", "now", "key")))
+    write_lock_text = json.dumps(encode(LockOwner("elsewhere", 1, "", "now", "key")))
     (tmp_path / checkpoint_lock.NAME).write_text(write_lock_text)
     assert not lock.held
     lock.touch()

@@ -23,10 +23,10 @@ from tests.unit.laid_out import lay_out, values
 from zerodrift.api import initialize
 from zerodrift.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.checkpoint.folder import Folder, latest_text, read_latest
+from zerodrift.io.checkpoint.folder import CheckpointFolder, latest_text, read_latest
 from zerodrift.io.checkpoint.inspect import inspect
 from zerodrift.io.checkpoint.manifest import measured, read_manifest, write_manifest
-from zerodrift.io.convert import Asked, convert
+from zerodrift.io.convert import ConvertOptions, convert
 from zerodrift.io.deepspeed.checkpoint import open_deepspeed
 
 TAG = "step-00000003"
@@ -307,7 +307,7 @@ def odd_places(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "file").write_text("text")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     return {
-        "a FIFO": fifo,
+        "a pipe": fifo,
         "a device": Path("/dev/null"),
         "a device that never ends": Path("/dev/zero"),
         "a link to itself": loop,
@@ -322,14 +322,14 @@ def odd_places(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_whatever_is_given_for_a_checkpoint_is_one_error(engine: Any, tmp_path: Path) -> None:
-    """And at once: nothing waits for the other end of a FIFO."""
+    """And at once: nothing waits for the other end of a pipe."""
     ended = threading.Event()
     threading.Timer(60, lambda: ended.is_set() or os._exit(99)).start()
     for what, path in odd_places(tmp_path).items():
         calls: list[Callable[[], object]] = [
             lambda path=path: inspect(path),
             lambda path=path: convert(path, tmp_path / "out"),
-            lambda path=path: convert(path, tmp_path / "out", Asked(tag="x")),
+            lambda path=path: convert(path, tmp_path / "out", ConvertOptions(tag="x")),
             lambda path=path: open_deepspeed(path),
             lambda path=path: get_fp32_state_dict_from_zero_checkpoint(path),
             lambda path=path: zd.Checkpoints(engine, path, quiet=True).load(),
@@ -452,7 +452,7 @@ def test_tags_are_of_a_length(engine: Any, tmp_path: Path) -> None:
             checkpoints.save(tag)
         assert len(str(error.value)) < 500
     checkpoints.save("a" * 200)
-    assert Folder(tmp_path).tags() == ["a" * 200]
+    assert CheckpointFolder(tmp_path).tags() == ["a" * 200]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -508,7 +508,7 @@ def test_pruning_follows_no_link_and_takes_checkpoints_alone(engine: Any, tmp_pa
     gone = {name for name in before if name not in after}
     assert {Path(name).parts[:2] for name in gone} == {("run", "step-00000002")}
     assert sorted(path.name for path in other.iterdir()) == ["latest", "step-00000001"]
-    assert sorted(tag for tag in Folder(run).tags() if tag > "step-00000003") == ["step-00000006"]
+    assert sorted(tag for tag in CheckpointFolder(run).tags() if tag > "step-00000003") == ["step-00000006"]
 
 
 def test_an_export_replaces_a_models_folder_alone(engine: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.unit.test_foreign_files import CONFIG, network, snapshot
 from zerodrift.api import initialize
 from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.checkpoint.folder import Folder
+from zerodrift.io.checkpoint.folder import CheckpointFolder
 from zerodrift.io.checkpoint.manifest import verified
 from zerodrift.io.convert import convert
 from zerodrift.train.folder import Folder as RunFolder
@@ -143,8 +143,8 @@ def test_a_save(again: bool, asynchronous: bool, engine: Any, disk: Disk, tmp_pa
 
     took = every_write(disk, save, lambda: snapshot(tmp_path), names(tmp_path / "run"))
     assert took > 8
-    assert Folder(tmp_path / "run").latest() == ("first" if again else "second")
-    for tag in Folder(tmp_path / "run").tags():
+    assert CheckpointFolder(tmp_path / "run").latest() == ("first" if again else "second")
+    for tag in CheckpointFolder(tmp_path / "run").tags():
         verified(tmp_path / "run" / tag)
 
 
@@ -226,7 +226,7 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
             train(str(file), (f"run.folder={small}/run", "run.device=cpu"), 1)
         places.add(str(error.value).partition("`: must")[0])
         big.unlink()
-        for tag in Folder(small / "run" / "checkpoints").tags():
+        for tag in CheckpointFolder(small / "run" / "checkpoints").tags():
             verified(small / "run" / "checkpoints" / tag)
         shutil.rmtree(small / "run", ignore_errors=True)
         shutil.rmtree(small / "cache", ignore_errors=True)

@@ -33,19 +33,14 @@ FROM_THE_ROOT = {"cli", "comm.watch", "io.checkpoint.contents"}
 SEVERAL = {
     **dict.fromkeys(
         (
-            *("Absent", "Arrival", "Attached", "Axis", "Block", "Call", "Cell", "Converted", "Cut"),
-            *("Difference", "Entry", "File", "Files", "Job", "Late", "Numbers", "Owner", "Pairs"),
-            *("Pass", "Precision", "Reader", "Recipe", "Reduce", "Rest", "Rule", "Sampler", "Sharding"),
-            *("Staging", "Step", "Subject", "Written"),
+            *("Absent", "Arrival", "Attached", "Call", "Cell", "Cut", "Folder", "Late", "Numbers"),
+            *("Owner", "Pass", "Piece", "Precision", "Recipe", "Reduce", "Rest", "Rule", "Sampler"),
+            *("Sharding", "Source", "Step", "Subject"),
         ),
         2,
     ),
-    "Wanted": 3,
-    "Slice": 3,
     "Held": 3,
-    "Source": 3,
-    "Piece": 3,
-    "Folder": 3,
+    "Slice": 3,
     "Place": 4,
 }
 """Names that more than one class has: how many."""

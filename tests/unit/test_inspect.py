@@ -12,8 +12,14 @@ import pytest
 from tests import commands
 from tests.unit.test_checkpoint_folder import save
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint.folder import Folder
-from zerodrift.io.checkpoint.inspect import Inspection, Shelf, inspect, inspection_json, inspection_text
+from zerodrift.io.checkpoint.folder import CheckpointFolder
+from zerodrift.io.checkpoint.inspect import (
+    FolderInspection,
+    Inspection,
+    inspect,
+    inspection_json,
+    inspection_text,
+)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_one_checkpoint(tmp_path: Path) -> None:
-    path = save(Folder(tmp_path), 7)
+    path = save(CheckpointFolder(tmp_path), 7)
     found = inspect(path)
     assert isinstance(found, Inspection) and found.complete
     text = inspection_text(found, color=False)
@@ -42,19 +48,19 @@ def test_one_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_them(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     save(folder, 1)
     save(folder, 2)
-    folder.begin("step-00000003")
+    folder.begin("step-00000003").lock.release()
     found = inspect(tmp_path)
-    assert isinstance(found, Shelf) and found.complete and len(found.unfinished) == 1
+    assert isinstance(found, FolderInspection) and found.complete and len(found.unfinished) == 1
     text = inspection_text(found, color=False)
     assert "step-00000002 (latest)" in text and "no: under way" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_damage_is_an_exit_code(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     save(folder, 1)
     path = save(folder, 2)
     data = (path / "__0_0.distcp").read_bytes()
@@ -72,7 +78,7 @@ def test_damage_is_an_exit_code(tmp_path: Path) -> None:
 
 
 def test_json_has_what_the_text_has(tmp_path: Path) -> None:
-    save(Folder(tmp_path), 1)
+    save(CheckpointFolder(tmp_path), 1)
     document = json.loads(inspection_json(inspect(tmp_path)))
     (one,) = document["inspections"]
     assert document["complete"] and document["latest"] == "step-00000001"
@@ -88,7 +94,7 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_neither_torch_nor_ranks_are_needed(tmp_path: Path) -> None:
-    save(Folder(tmp_path), 1)
+    save(CheckpointFolder(tmp_path), 1)
     code = (
         "import sys; from zerodrift.io.checkpoint.inspect import inspect; inspect(sys.argv[1], verify=True)\n"
         "assert 'torch' not in sys.modules"

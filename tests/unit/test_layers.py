@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
     "io": {
         *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "mesh", "optimizers", "record"},
+        *{"dtypes", "errors", "files", "mesh", "optimizers", "record"},
     },
     "audit": {"backends", "engine", "comm", "plan", "policy", "dtypes", "errors"},
     "api": {

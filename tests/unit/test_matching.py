@@ -14,9 +14,9 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.io.safetensors import reader
 from zerodrift.io.safetensors.boxes import Layout, within
-from zerodrift.io.safetensors.matching import Strict, dtypes, wanted
-from zerodrift.io.safetensors.reader import Reader
-from zerodrift.io.safetensors.weights import Files
+from zerodrift.io.safetensors.matching import Strict, dtypes, expected
+from zerodrift.io.safetensors.reader import SafetensorsReader
+from zerodrift.io.safetensors.weights import SafetensorsWeights
 from zerodrift.model.module import from_module
 from zerodrift.model.safetensors import stored
 
@@ -49,10 +49,10 @@ def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def open_(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> Files:
+def open_(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> SafetensorsWeights:
     model = model or Small()
     spec = from_module(model)
-    return Files.open(folder, model, wanted(spec.parameters, spec.buffers, model), strict)
+    return SafetensorsWeights.open(folder, model, expected(spec.parameters, spec.buffers, model), strict)
 
 
 def refusal(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> str:
@@ -61,7 +61,9 @@ def refusal(folder: Path, strict: Strict = True, model: nn.Module | None = None)
     return str(caught.value)
 
 
-def whole(files: Files, name: str, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def whole(
+    files: SafetensorsWeights, name: str, numel: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     out = torch.empty(numel, dtype=dtype)
     files.fill(name, 0, out)
     return out
@@ -182,10 +184,10 @@ def test_transposed_and_chunked_reads(
     layout = Layout.of(0, (5, 12, 7)).permute((0, 2, 1))
     flat = tensor.transpose(1, 2).reshape(-1).to(dtype)
     for start, stop in [(0, 420), (13, 14), (50, 333), (84, 168)]:
-        read = Reader()
+        read = SafetensorsReader()
         out = torch.full((420,), 99.0, dtype=dtype)
-        for piece in within(layout.pieces(), start, stop):
-            read.read(found, piece, out)
+        for box in within(layout.boxes(), start, stop):
+            read.read(found, box, out)
         assert torch.equal(out[start:stop], flat[start:stop])
         assert bool((out[:start] == 99).all()) and bool((out[stop:] == 99).all())
         assert read.count >= 4 * (stop - start)
@@ -199,14 +201,14 @@ def test_a_plain_read_counts_what_it_reads_and_holds_no_more_than_a_chunk(
     tensor = torch.randn(1000)
     write(tmp_path, {"x": tensor})
     (found,) = stored(tmp_path)
-    pieces = Layout.of(0, (1000,)).pieces()
+    boxes = Layout.of(0, (1000,)).boxes()
     seen: list[int] = []
-    read = Reader(seen.append)
+    read = SafetensorsReader(seen.append)
     same, cast = torch.empty(1000), torch.empty(1000, dtype=torch.bfloat16)
-    read.read(found, pieces[0], same)
+    read.read(found, boxes[0], same)
     assert torch.equal(same, tensor) and read.count == sum(seen) == 4000
     assert read._buffer.numel() == 0  # straight to its place
-    read.read(found, pieces[0], cast)
+    read.read(found, boxes[0], cast)
     assert torch.equal(cast, tensor.bfloat16()) and read.count == 8000
     assert 0 < read._buffer.numel() <= 256
 
@@ -216,6 +218,6 @@ def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path: Path) -> N
     (found,) = stored(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    read = Reader()
+    read = SafetensorsReader()
     with pytest.raises(ModelError, match="an end at byte"):
-        read.read(found, Layout.of(0, (1000,)).pieces()[0], torch.empty(1000))
+        read.read(found, Layout.of(0, (1000,)).boxes()[0], torch.empty(1000))

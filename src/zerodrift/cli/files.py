@@ -50,11 +50,11 @@ def convert(
     with streams.errors(debug):
         if to not in (None, "safetensors", "checkpoint"):
             raise ConfigError(f"`--to`: must be safetensors or checkpoint; got {to!r}.")
-        from zerodrift.io.convert import Asked
+        from zerodrift.io.convert import ConvertOptions
         from zerodrift.io.convert import convert as run
 
         kind: Literal["safetensors", "checkpoint"] | None = None
         if to is not None:
             kind = "checkpoint" if to == "checkpoint" else "safetensors"
-        asked = Asked(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
+        asked = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
         streams.emit(str(run(source, target, asked, model, shown=True)))

@@ -20,10 +20,10 @@ from zerodrift.comm.together import together
 from zerodrift.deepspeed.foreign import Foreign, as_ours, is_foreign
 from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import UnsupportedError
+from zerodrift.io.atomic import new_file
 from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded, Part
 from zerodrift.io.checkpoint.differences import Allowed
-from zerodrift.io.checkpoint.folder import LATEST, Folder
-from zerodrift.io.paths import writing
+from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 
 if TYPE_CHECKING:
     from zerodrift.deepspeed.engine import DeepSpeedEngine
@@ -92,11 +92,9 @@ def _write_script(path: Path) -> None:
     """Beside the checkpoints, unless it is there."""
     if os.path.lexists(path):
         return
-    partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
+    with new_file(path) as partial:
         partial.write_text(SCRIPT, encoding="utf-8")
         partial.chmod(0o755)
-        partial.replace(path)
 
 
 def load(
@@ -109,7 +107,7 @@ def load(
     looked: list[tuple[bool, str]] = []
     with together(below.comm):
         if lead:
-            there = Folder(path)
+            there = CheckpointFolder(path)
             looked.append((is_foreign(path, tag), "" if tag is not None else there.latest()))
             if tag is None and looked[0] == (False, "") and there.halves():
                 there.newest()  # which says what is missing

@@ -9,7 +9,6 @@ collectives, whoever keeps what they bring.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from zerodrift.comm.together import together
 from zerodrift.engine.engine import Engine
-from zerodrift.io.paths import writing
+from zerodrift.io.atomic import new_file
 from zerodrift.plan.table import Row
 
 
@@ -75,16 +74,9 @@ def save(engine: Engine, folder: str | os.PathLike[str], filename: str, without_
     path = Path(folder) / filename
     with together(engine.comm):
         if engine.mesh.rank() == 0:
-            # Under another name first: a file of this name is always complete.
-            partial = path.with_name(path.name + ".partial")
-            try:
-                with writing(path):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write(found, partial, path.suffix == ".safetensors")
-                    os.replace(partial, path)
-            finally:
-                with contextlib.suppress(OSError):
-                    partial.unlink(missing_ok=True)
+            with new_file(path) as partial:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(found, partial, path.suffix == ".safetensors")
     return True
 
 

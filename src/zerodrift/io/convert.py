@@ -23,28 +23,35 @@ from torch import nn
 
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError
-from zerodrift.io.atomic import Staging
+from zerodrift.io.atomic import new_folder
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.contents import VERSIONS
-from zerodrift.io.checkpoint.folder import Folder, automatic
+from zerodrift.io.checkpoint.folder import CheckpointFolder, automatic
 from zerodrift.io.checkpoint.index import write_index
 from zerodrift.io.checkpoint.items import Item, moment_key, weight_key, write_items
 from zerodrift.io.checkpoint.manifest import (
     SHARED,
-    Entry,
     Manifest,
+    SavedParameter,
     write_entries,
     write_manifest,
     write_whole,
 )
-from zerodrift.io.lock import Lock
 from zerodrift.io.paths import look, writing
 from zerodrift.io.progress import Bar
-from zerodrift.io.safetensors.export import exported_dtype, laid_out, main_dtype, write_config
-from zerodrift.io.safetensors.files import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
-from zerodrift.io.safetensors.saving import Shape, plain
-from zerodrift.io.safetensors.writer import Sink
-from zerodrift.io.sources import Source, Trained, open_source
+from zerodrift.io.safetensors.boxes import Shape
+from zerodrift.io.safetensors.conversions import saved_form
+from zerodrift.io.safetensors.export import exported_dtype, main_dtype, write_config
+from zerodrift.io.safetensors.files import (
+    INDEX,
+    SHARD_SIZE,
+    TensorFile,
+    index_text,
+    pack,
+    size_in_bytes,
+)
+from zerodrift.io.safetensors.writer import SafetensorsWriter
+from zerodrift.io.sources import ConvertSource, Trained, open_source
 from zerodrift.mesh import MeshShape
 from zerodrift.model.module import transient
 
@@ -54,7 +61,7 @@ ALIKE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ConvertOptions:
     """How to convert."""
 
     to: Target | None = None
@@ -90,12 +97,16 @@ class Converted:
 
 
 def convert(
-    source: Path, target: Path, asked: Asked | None = None, model: str | None = None, shown: bool = False
+    source: Path,
+    target: Path,
+    asked: ConvertOptions | None = None,
+    model: str | None = None,
+    shown: bool = False,
 ) -> Converted:
     """Convert whatever is at `source`. `model` is a folder with a `transformers` config, or such a file: with
     it, names and layout are those of the architecture's checkpoints on one side, of its module on the other.
     """
-    asked = asked or Asked()
+    asked = asked or ConvertOptions()
     module, folder = _model(model, source)
     found = open_source(source, module, asked.tag, asked.trust, asked.optimizer)
     ours = found.kind.startswith("a zerodrift")
@@ -131,7 +142,7 @@ def _model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | No
     return huggingface.build(file), file.parent
 
 
-def _check(source: Source, model: nn.Module) -> None:
+def _check(source: ConvertSource, model: nn.Module) -> None:
     """The source must be of this model."""
     here = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
     there = {name: entry.shape for entry in source.entries for name in entry.names}
@@ -156,25 +167,22 @@ def _check(source: Source, model: nn.Module) -> None:
 
 
 def _to_safetensors(
-    source: Source, target: Path, asked: Asked, model: nn.Module | None, folder: Path | None, shown: bool
+    source: ConvertSource,
+    target: Path,
+    asked: ConvertOptions,
+    model: nn.Module | None,
+    folder: Path | None,
+    shown: bool,
 ) -> Converted:
     names, shapes, dtypes = _chosen(source, model, exported_dtype(asked.dtype))
     size = size_in_bytes(asked.max_shard_size, "--max-shard-size")
-    if model is None:
-        files = pack([Written(plain(name, shape), dtypes[name]) for name, shape in shapes.items()], size)
-    else:
-        files = laid_out(model, shapes, dtypes, size)
-    staging = Staging(target, asked.overwrite)
-    try:
-        with writing(target):
-            sink = Sink(staging.path, files)
-            sink.create()
-            _documents(staging.path, files, model, folder)
-            _pour(source, names, sink, files, shown)
-        staging.publish()
-    except BaseException:
-        staging.remove()
-        raise
+    files = pack(saved_form(nn.Module() if model is None else model, shapes, dtypes), size)
+    with new_folder(target, asked.overwrite) as new, writing(target):
+        writer = SafetensorsWriter(new.path, files)
+        writer.create()
+        _documents(new.path, files, model, folder)
+        _pour(source, names, writer, files, shown)
+        new.publish()
     notes = list(source.notes)
     if model is None:
         notes.append(
@@ -184,13 +192,13 @@ def _to_safetensors(
     if source.trained is not None and source.trained.optimizer:
         notes.append("Moments and counters were left out: safetensors files hold weights alone.")
     return Converted(
-        source.kind, "safetensors files", target, len(names), source.elements, sink.written, tuple(notes)
+        source.kind, "safetensors files", target, len(names), source.elements, writer.written, tuple(notes)
     )
 
 
 def _chosen(
-    source: Source, model: nn.Module | None, dtype: DType | None
-) -> tuple[dict[str, Entry], dict[str, Shape], dict[str, DType]]:
+    source: ConvertSource, model: nn.Module | None, dtype: DType | None
+) -> tuple[dict[str, SavedParameter], dict[str, Shape], dict[str, DType]]:
     """What is written, under which name, shape and dtype, in the order of the model."""
     tied = getattr(model, "all_tied_weights_keys", None) or ()
     names = {next((n for n in entry.names if n not in tied), entry.name): entry for entry in source.entries}
@@ -205,7 +213,7 @@ def _chosen(
     return names, shapes, dtypes
 
 
-def _dtype(source: Source, entry: Entry, dtype: DType | None) -> DType:
+def _dtype(source: ConvertSource, entry: SavedParameter, dtype: DType | None) -> DType:
     """As asked, unless a plan pins it; else what the plan exports; else what is there."""
     row = None if source.plan is None else source.plan.row(entry.name)
     held = DType(entry.dtype)
@@ -223,24 +231,32 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return found.value
 
 
-def _pour(source: Source, names: dict[str, Entry], sink: Sink, files: tuple[File, ...], shown: bool) -> None:
+def _pour(
+    source: ConvertSource,
+    names: dict[str, SavedParameter],
+    writer: SafetensorsWriter,
+    files: tuple[TensorFile, ...],
+    shown: bool,
+) -> None:
     bar = Bar(f"writing {len(files)} files", sum(t.nbytes for file in files for t in file.tensors), shown)
     try:
         for name, entry in names.items():
             for start, values in source.weight(entry):
-                before = sink.written
-                sink.write(name, entry.shape, start, values)
-                bar(sink.written - before)
+                before = writer.written
+                writer.write(name, start, values)
+                bar(writer.written - before)
         for name, buffer in source.buffers.items():
-            if name in sink:
-                sink.write(name, tuple(buffer.shape), 0, buffer.reshape(-1))
-        sink.close()
+            if name in writer:
+                writer.write(name, 0, buffer.reshape(-1))
+        writer.close()
     finally:
         bar.close()
-        sink.close(sync=False)
+        writer.close(sync=False)
 
 
-def _documents(path: Path, files: tuple[File, ...], model: nn.Module | None, folder: Path | None) -> None:
+def _documents(
+    path: Path, files: tuple[TensorFile, ...], model: nn.Module | None, folder: Path | None
+) -> None:
     if len(files) > 1:
         (path / INDEX).write_text(index_text(files), encoding="utf-8")
     if model is not None:
@@ -254,30 +270,13 @@ def _documents(path: Path, files: tuple[File, ...], model: nn.Module | None, fol
 # --- to our checkpoint ------------------------------------------------------------------------------------
 
 
-def to_checkpoint(source: Source, target: Path, shown: bool = False) -> Converted:
+def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> Converted:
     """A source as a checkpoint of ours, in a folder that holds none yet."""
     trained = source.trained or Trained(0, 0, "", 0, (), None, "", None, "fp32", 0, 1, None)
-    folder, tag = Folder(target), automatic(trained.step)
-    with writing(target):
-        target.mkdir(parents=True, exist_ok=True)
-        lock = Lock.take(target)
-    try:
-        folder.clean()
-        if folder.tags():
-            raise CheckpointError(
-                f"`{target}`: must hold no checkpoint yet; got {', '.join(folder.tags()[:5])}. Choose "
-                f"another folder."
-            )
-        with writing(target):
-            path = folder.begin(tag)
-            try:
-                size = _write_checkpoint(source, trained, path, tag, shown)
-                home = folder.publish(path, tag)
-            except BaseException:
-                shutil.rmtree(path, ignore_errors=True)
-                raise
-    finally:
-        lock.release()
+    folder, tag = CheckpointFolder(target), automatic(trained.step)
+    with writing(target), folder.begin(tag, lambda: _require_none(folder)) as new:
+        size = _write_checkpoint(source, trained, new.path, tag, shown)
+        home = folder.publish(new)
     notes = list(source.notes)
     if not trained.optimizer:
         notes.append(
@@ -288,7 +287,15 @@ def to_checkpoint(source: Source, target: Path, shown: bool = False) -> Converte
     )
 
 
-def _write_checkpoint(source: Source, trained: Trained, path: Path, tag: str, shown: bool) -> int:
+def _require_none(folder: CheckpointFolder) -> None:
+    tags = folder.tags()
+    if tags:
+        raise CheckpointError(
+            f"`{folder.path}`: must hold no checkpoint yet; got {', '.join(tags[:5])}. Choose another folder."
+        )
+
+
+def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: str, shown: bool) -> int:
     entries = tuple(_saved(entry) for entry in source.entries)
     bar = Bar(
         f"writing {path.parent}", 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries), shown
@@ -336,14 +343,14 @@ def _write_checkpoint(source: Source, trained: Trained, path: Path, tag: str, sh
     return sum(file.bytes for file in files)
 
 
-def _saved(entry: Entry) -> Entry:
+def _saved(entry: SavedParameter) -> SavedParameter:
     """Weights of trained parameters rest in fp32 in a checkpoint."""
     floating = DType(entry.dtype).is_floating
     dtype = DType.FP32.value if floating and DType.FP32.holds(DType(entry.dtype)) else entry.dtype
-    return Entry(entry.names, entry.shape, dtype, entry.group, entry.moments)
+    return SavedParameter(entry.names, entry.shape, dtype, entry.group, entry.moments)
 
 
-def _items(source: Source, bar: Callable[[int], None]) -> Iterator[Item]:
+def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[Item]:
     for entry in source.entries:
         numel, dtype = math.prod(entry.shape), DType(_saved(entry).dtype).torch
         for start, values in source.weight(entry):

@@ -20,8 +20,8 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.engine.place import Source, Sources
 from zerodrift.errors import ModelError, Problem, RankError
-from zerodrift.io.safetensors.matching import Strict, dtypes, wanted
-from zerodrift.io.safetensors.weights import Files, LoadedWeights
+from zerodrift.io.safetensors.matching import Strict, dtypes, expected
+from zerodrift.io.safetensors.weights import LoadedWeights, SafetensorsWeights
 from zerodrift.model import recipe
 from zerodrift.model.document import listed
 from zerodrift.model.sources import describe
@@ -36,28 +36,30 @@ TODO = (
 
 
 @dataclass(slots=True)
-class First:
+class InitialValues:
     """The first values of one model."""
 
     model: nn.Module
     spec: ModelSpec
     """The model, and the dtypes of the checkpoint where there is one."""
-    files: Files | None
+    files: SafetensorsWeights | None
     comm: Collectives
 
     @staticmethod
     def begin(
         model: nn.Module, weights: str | os.PathLike[str] | None, strict: Strict, comm: Collectives
-    ) -> First:
+    ) -> InitialValues:
         """Look at the model, and at the headers of the files. A call of all ranks."""
-        found: list[First] = []
+        found: list[InitialValues] = []
         with together(comm):
             spec, files = describe(model), None
             if weights is not None:
                 _require_plain(model)
-                files = Files.open(weights, model, wanted(spec.parameters, spec.buffers, model), strict)
+                files = SafetensorsWeights.open(
+                    weights, model, expected(spec.parameters, spec.buffers, model), strict
+                )
                 spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
-            found.append(First(model, spec, files, comm))
+            found.append(InitialValues(model, spec, files, comm))
         return found[0]
 
     def show(self, shown: bool) -> None:

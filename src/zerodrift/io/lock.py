@@ -27,7 +27,7 @@ STALE = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class LockOwner:
     """Who holds a lock."""
 
     host: str
@@ -46,14 +46,14 @@ class Writer:
 class Lock:
     """The lock of one folder, held by this process."""
 
-    def __init__(self, path: Path, writer: Writer) -> None:
+    def __init__(self, path: Path, writer: LockOwner) -> None:
         self._path, self._writer = path, writer
 
     @staticmethod
     def take(folder: Path) -> Lock:
         """The lock, or CheckpointError with the name of who has it. A lock whose owner is gone is broken."""
         path = folder / NAME
-        writer = Writer(socket.gethostname(), os.getpid(), _born(os.getpid()), _now(), uuid.uuid4().hex)
+        writer = LockOwner(socket.gethostname(), os.getpid(), _born(os.getpid()), _now(), uuid.uuid4().hex)
         text = json.dumps(encode(writer))
         for _ in range(8):
             if _create(path, text):
@@ -95,14 +95,14 @@ def _create(path: Path, text: str) -> bool:
     return True
 
 
-def _read(path: Path) -> Writer | None:
+def _read(path: Path) -> LockOwner | None:
     try:
-        return decode(Writer, json.loads(path.read_text()))
+        return decode(LockOwner, json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _alive(writer: Writer, path: Path) -> bool:
+def _alive(writer: LockOwner, path: Path) -> bool:
     if writer.host == socket.gethostname():
         return writer.born == _born(writer.pid)
     try:
@@ -111,7 +111,7 @@ def _alive(writer: Writer, path: Path) -> bool:
         return False
 
 
-def _break(path: Path, seen: Writer | None) -> None:
+def _break(path: Path, seen: LockOwner | None) -> None:
     """Take a dead owner's lock away, and no other's: between the look and this, somebody may have been
     quicker and hold a new one."""
     aside = path.with_name(f"{NAME}-{uuid.uuid4().hex}")

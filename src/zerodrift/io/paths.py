@@ -1,6 +1,6 @@
 """Paths that somebody else names or shares: looked at before they are opened, and what the system says no to.
 
-Opening a FIFO waits for ever, reading a device never ends, and a link leads anywhere. What is no plain file
+Opening a pipe waits for ever, reading a device never ends, and a link leads anywhere. What is no plain file
 or folder is refused before it is opened, and whatever the operating system refuses becomes one sentence.
 
 Invariant: nothing is opened that is not a regular file, and no OSError leaves here as itself.
@@ -12,24 +12,17 @@ import errno
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
 from zerodrift.errors import CheckpointError, ZerodriftError, said
+from zerodrift.files import kind_of
 
 Kind = Literal["file", "folder", "nothing"]
 SHOWN = 200
 """Letters of a path or name that an error shows."""
-_ODD = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFLNK: "a link",
-}
 
 
 def short(text: object) -> str:
@@ -50,12 +43,10 @@ def look(path: Path) -> Kind:
         return "nothing"
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-    if stat.S_ISDIR(mode):
-        return "folder"
-    if stat.S_ISREG(mode):
-        return "file"
-    odd = _ODD.get(stat.S_IFMT(mode), "something else")
-    raise CheckpointError(f"`{short(path)}`: must be a file or folder; got {odd}.")
+    found = kind_of(mode)
+    if found not in ("", "a folder"):
+        raise CheckpointError(f"`{short(path)}`: must be a file or folder; got {found}.")
+    return "folder" if found else "file"
 
 
 def is_folder(path: Path, must: str) -> bool:
@@ -64,6 +55,11 @@ def is_folder(path: Path, must: str) -> bool:
     if kind == "file":
         raise CheckpointError(f"`{short(path)}`: {must}; got a file.")
     return kind == "folder"
+
+
+def exists(path: Path) -> bool:
+    """Whether anything has the name, a link to nothing too."""
+    return os.path.lexists(path)
 
 
 def listed(folder: Path) -> list[Path]:
@@ -80,11 +76,10 @@ def own_file(folder: Path, name: str) -> Path:
     path = folder / name
     if not name or name in (".", "..") or "/" in name or "\0" in name or os.sep in name:
         raise CheckpointError(f"`{short(folder)}`: must name files that are in it; got {short(repr(name))}.")
-    mode = path.lstat().st_mode
-    if not stat.S_ISREG(mode):
-        odd = "a folder" if stat.S_ISDIR(mode) else _ODD.get(stat.S_IFMT(mode), "something else")
+    found = kind_of(path.lstat().st_mode)
+    if found:
         raise CheckpointError(
-            f"`{short(path)}`: must be a file of the checkpoint itself; got {odd}. Copy the checkpoint "
+            f"`{short(path)}`: must be a file of the checkpoint itself; got {found}. Copy the checkpoint "
             f"as files."
         )
     return path

@@ -22,14 +22,13 @@ from zerodrift import optimizers
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.folder import LATEST, Folder
-from zerodrift.io.checkpoint.items import CHUNK, Reader, moment_key, weight_key
-from zerodrift.io.checkpoint.items import Wanted as Item
+from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.io.checkpoint.items import CHUNK, CheckpointReader, Destination, moment_key, weight_key
 from zerodrift.io.checkpoint.manifest import (
     MANIFEST,
     SHARED,
-    Entry,
     Manifest,
+    SavedParameter,
     read_entries,
     read_plan,
     verified,
@@ -38,8 +37,8 @@ from zerodrift.io.deepspeed.checkpoint import DeepSpeedCheckpoint, open_deepspee
 from zerodrift.io.deepspeed.files import is_deepspeed
 from zerodrift.io.deepspeed.parts import Run
 from zerodrift.io.paths import look, short
-from zerodrift.io.safetensors.matching import Wanted, wanted
-from zerodrift.io.safetensors.weights import Files
+from zerodrift.io.safetensors.matching import Expected, expected
+from zerodrift.io.safetensors.weights import SafetensorsWeights
 from zerodrift.model import safetensors
 from zerodrift.model.sources import describe
 from zerodrift.plan.table import Plan
@@ -66,15 +65,15 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConvertSource:
     """Something that can be converted."""
 
     kind: str
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[SavedParameter, ...]
     buffers: Mapping[str, torch.Tensor]
-    weight: Callable[[Entry], Iterator[Run]]
-    moment: Callable[[Entry, str], Iterator[Run]]
+    weight: Callable[[SavedParameter], Iterator[Run]]
+    moment: Callable[[SavedParameter, str], Iterator[Run]]
     trained: Trained | None = None
     plan: Plan | None = None
     notes: tuple[str, ...] = field(default=())
@@ -86,7 +85,7 @@ class Source:
 
 def open_source(
     path: Path, model: nn.Module | None = None, tag: str = "", trust: bool = False, optimizer: str = ""
-) -> Source:
+) -> ConvertSource:
     """Whatever is at `path`."""
     kind = look(path)
     if kind == "nothing":
@@ -102,11 +101,13 @@ def open_source(
         ) from error
 
 
-def _open(path: Path, folder: bool, model: nn.Module | None, tag: str, trust: bool, optimizer: str) -> Source:
+def _open(
+    path: Path, folder: bool, model: nn.Module | None, tag: str, trust: bool, optimizer: str
+) -> ConvertSource:
     if folder and (path / MANIFEST).is_file():
         return _ours(path)
-    if folder and (Folder(path).tags() or Folder(path).halves()):
-        return _ours(Folder(path).find(tag or LATEST))
+    if folder and (CheckpointFolder(path).tags() or CheckpointFolder(path).halves()):
+        return _ours(CheckpointFolder(path).find(tag or LATEST))
     if folder and (tag or is_deepspeed(path)):
         return from_deepspeed(open_deepspeed(path, tag, trust), optimizer)
     if not folder or safetensors.holds(path):
@@ -120,12 +121,12 @@ def _open(path: Path, folder: bool, model: nn.Module | None, tag: str, trust: bo
 # --- our own ----------------------------------------------------------------------------------------------
 
 
-def _ours(path: Path) -> Source:
+def _ours(path: Path) -> ConvertSource:
     manifest, table = verified(path), read_entries(path)
-    reader, shared = Reader(path), states.read_state(path, SHARED)
+    reader, shared = CheckpointReader(path), states.read_state(path, SHARED)
     reader.check(table)
     document = read_plan(path)
-    return Source(
+    return ConvertSource(
         f"a zerodrift checkpoint, step {manifest.step}",
         path,
         table,
@@ -155,21 +156,21 @@ def _trained(manifest: Manifest, shared: Mapping[str, Any]) -> Trained:
     )
 
 
-def _chunks(reader: Reader, key: str) -> Iterator[Run]:
+def _chunks(reader: CheckpointReader, key: str) -> Iterator[Run]:
     total, dtype = reader.numel(key), reader.dtype(key)
     for start in range(0, total, CHUNK):
         into = torch.empty(min(CHUNK, total - start), dtype=dtype)
-        reader.read([Item(key, start, into)])
+        reader.read([Destination(key, start, into)])
         yield start, into
 
 
 # --- DeepSpeed's ------------------------------------------------------------------------------------------
 
 
-def from_deepspeed(found: DeepSpeedCheckpoint, optimizer: str = "") -> Source:
+def from_deepspeed(found: DeepSpeedCheckpoint, optimizer: str = "") -> ConvertSource:
     """`optimizer` is what the moments mean, where the checkpoint does not say it rightly."""
     entries = tuple(
-        Entry(
+        SavedParameter(
             (saved.name, *saved.aliases),
             saved.shape,
             _name(saved.dtype),
@@ -200,7 +201,7 @@ def from_deepspeed(found: DeepSpeedCheckpoint, optimizer: str = "") -> Source:
         found.ranks,
         dict(found.client),
     )
-    return Source(
+    return ConvertSource(
         f"a DeepSpeed {found.version} checkpoint of stage {found.stage}, {found.ranks} ranks, "
         f"{found.dtype}, step {found.counters.step}",
         found.folder,
@@ -260,17 +261,17 @@ def _name(dtype: torch.dtype) -> str:
 # --- safetensors ------------------------------------------------------------------------------------------
 
 
-def _safetensors(path: Path, model: nn.Module | None) -> Source:
+def _safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
     """Files as they are, or with a `model` in the names and layout of its module."""
     where = path.expanduser()
     module = nn.Module() if model is None else model
     spec = describe(str(path)) if model is None else describe(model)
     if model is None:
         tensors = safetensors.stored(where)
-        want = tuple(Wanted((tensor.name,), tensor.shape, tensor.dtype) for tensor in tensors)
+        want = tuple(Expected((tensor.name,), tensor.shape, tensor.dtype) for tensor in tensors)
     else:
-        want = wanted(spec.parameters, spec.buffers, model)
-    files = Files.open(where, module, want, True)
+        want = expected(spec.parameters, spec.buffers, model)
+    files = SafetensorsWeights.open(where, module, want, True)
     buffers = {}
     for item in want:
         if item.is_buffer and files.holds(item.name):
@@ -278,9 +279,11 @@ def _safetensors(path: Path, model: nn.Module | None) -> Source:
             files.fill(item.name, 0, flat)
             buffers[item.name] = flat.view(item.shape)
     parameters = [item for item in want if not item.is_buffer]
-    entries = tuple(Entry(item.names, item.shape, _held(files, item).value, -1, ()) for item in parameters)
+    entries = tuple(
+        SavedParameter(item.names, item.shape, _held(files, item).value, -1, ()) for item in parameters
+    )
     kind = "safetensors files" if model is None else f"safetensors files of a {type(model).__name__}"
-    return Source(
+    return ConvertSource(
         kind,
         path,
         entries,
@@ -290,12 +293,12 @@ def _safetensors(path: Path, model: nn.Module | None) -> Source:
     )
 
 
-def _held(files: Files, item: Wanted) -> DType:
+def _held(files: SafetensorsWeights, item: Expected) -> DType:
     found = from_torch(files.exact(item.name))
     return item.dtype if found is None else found
 
 
-def _filled(files: Files, entry: Entry) -> Iterator[Run]:
+def _filled(files: SafetensorsWeights, entry: SavedParameter) -> Iterator[Run]:
     total, dtype = math.prod(entry.shape), DType(entry.dtype).torch
     for start in range(0, total, CHUNK):
         into = torch.empty(min(CHUNK, total - start), dtype=dtype)

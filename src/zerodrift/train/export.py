@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.comm.together import together
 from zerodrift.engine.engine import Engine
-from zerodrift.io.checkpoint.folder import LATEST
-from zerodrift.io.checkpoint.folder import Folder as Saved
-from zerodrift.io.checkpoint.items import Reader, weight_key
+from zerodrift.io.atomic import new_folder
+from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.io.checkpoint.items import CheckpointReader, weight_key
 from zerodrift.io.checkpoint.manifest import verified
 from zerodrift.io.safetensors.export import export as export_model
 from zerodrift.model.factory import make
@@ -48,13 +49,12 @@ def _write_adapters(engine: Engine, folder: Path) -> None:
     for row in engine.plan.rows:
         if row.columns.update is not None:
             tensors[row.name] = engine.full_master(row.name).to("cpu", row.columns.export.torch)
-    if engine.mesh.rank() == 0:
-        beside = folder.with_name(f"{folder.name}.writing")
-        shutil.rmtree(beside, ignore_errors=True)
-        module: Any = engine.module
-        module.save_pretrained(str(beside), state_dict=tensors, save_embedding_layers=False)
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
+    module: Any = engine.module
+    with together(engine.comm):
+        if engine.mesh.rank() == 0:
+            with new_folder(folder, overwrite=True) as new:
+                module.save_pretrained(str(new.path), state_dict=tensors, save_embedding_layers=False)
+                new.publish()
 
 
 def read(folder: Path, job: Job) -> nn.Module:
@@ -82,9 +82,9 @@ def read(folder: Path, job: Job) -> nn.Module:
 
 def read_checkpoint(model: nn.Module, checkpoints: Path) -> None:
     """The weights of the newest checkpoint into a model that has memory for them."""
-    place = Saved(checkpoints).find(LATEST)
+    place = CheckpointFolder(checkpoints).find(LATEST)
     verified(place)
-    found = Reader(place)
+    found = CheckpointReader(place)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(found.whole(weight_key(name)).view(parameter.shape))

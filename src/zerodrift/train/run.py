@@ -22,7 +22,7 @@ from zerodrift.config.schema import Config
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problem, Problems
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.checkpoint.folder import Folder as Saved
+from zerodrift.io.checkpoint.folder import CheckpointFolder
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.policy.nouns import Policy
@@ -94,7 +94,7 @@ class Session:
 
     def _require_none(self) -> None:
         """Before the first step, and not when the first checkpoint is to be saved."""
-        there = self.engine.comm.broadcast_object(Saved(self.folder.checkpoints).tags(), 0)
+        there = self.engine.comm.broadcast_object(CheckpointFolder(self.folder.checkpoints).tags(), 0)
         if there:
             raise CheckpointError(
                 f"`run.resume`: never needs a folder without checkpoints; got {', '.join(there)} in "

@@ -8,7 +8,6 @@ Invariant: names, shapes and order are those of the model's parameters, tied one
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -18,9 +17,10 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed.consolidated import write
+from zerodrift.io.atomic import new_file
 from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.folder import LATEST, Folder
-from zerodrift.io.checkpoint.items import Reader, weight_key
+from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.io.checkpoint.items import CheckpointReader, weight_key
 from zerodrift.io.checkpoint.manifest import SHARED, read_entries, verified
 from zerodrift.io.deepspeed.checkpoint import open_deepspeed
 from zerodrift.io.deepspeed.files import is_deepspeed
@@ -48,9 +48,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     folder = Path(checkpoint_dir)
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         return _of_deepspeed(folder, tag or "", exclude_frozen_parameters)
-    found = Folder(folder).find(tag or LATEST)
+    found = CheckpointFolder(folder).find(tag or LATEST)
     verified(found)
-    reader = Reader(found)
+    reader = CheckpointReader(found)
     state: StateDict = {}
     for entry in read_entries(found):
         if exclude_frozen_parameters and entry.group < 0:
@@ -91,7 +91,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         place = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         name = f"{stem}{place}.{ending}"
         homes |= dict.fromkeys(shard, name)
-        _write(shard, folder / name, safe_serialization)
+        with new_file(folder / name) as partial:
+            write(shard, partial, safe_serialization)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(map(_size, unique.values()))}, "weight_map": homes}
         with writing(folder):
@@ -135,17 +136,6 @@ def _shards(state: StateDict, limit: int | None) -> list[StateDict]:
 
 def _size(value: torch.Tensor) -> int:
     return value.numel() * value.element_size()
-
-
-def _write(shard: StateDict, path: Path, safe: bool) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with writing(path):
-            write(shard, partial, safe)
-            os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def main(arguments: list[str] | None = None) -> Any:

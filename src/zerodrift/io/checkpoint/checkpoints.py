@@ -24,26 +24,26 @@ from zerodrift.io.checkpoint import contents
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.differences import (
     Allowed,
-    Difference,
+    CheckpointDifference,
     check_allowed,
     check_buffers,
     check_meaning,
     check_model,
     differences,
 )
-from zerodrift.io.checkpoint.folder import LATEST, Folder, automatic, check_tag
-from zerodrift.io.checkpoint.items import Reader
+from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder, automatic, check_tag
+from zerodrift.io.checkpoint.items import CheckpointReader
 from zerodrift.io.checkpoint.manifest import (
     SHARED,
-    Entry,
     Manifest,
+    SavedParameter,
     damage,
     raise_damage,
     read_entries,
     read_manifest,
     read_plan,
 )
-from zerodrift.io.checkpoint.writing import Head, Job, Save
+from zerodrift.io.checkpoint.writing import Head, RankContents, Save
 
 if TYPE_CHECKING:
     from zerodrift.comm.collectives import Collectives
@@ -66,7 +66,7 @@ class Loaded:
     client: Any
     """What this rank gave to `save`. On another number of ranks what all of them gave, None where they
     differed."""
-    differences: tuple[Difference, ...]
+    differences: tuple[CheckpointDifference, ...]
     """What is not as it was when the checkpoint was saved; empty for an exact continuation."""
 
     def client_of(self, rank: int) -> Any:
@@ -80,15 +80,15 @@ class _Found:
 
     path: Path
     manifest: Manifest
-    table: tuple[Entry, ...]
-    reader: Reader
+    table: tuple[SavedParameter, ...]
+    reader: CheckpointReader
     shared: dict[str, Any]
     own: dict[str, Any] | None
     """Of this rank; None on another number of ranks."""
     client: Any
     without: frozenset[Allowed]
     """What stays as the run has it."""
-    differences: tuple[Difference, ...]
+    differences: tuple[CheckpointDifference, ...]
 
 
 class Checkpoints:
@@ -111,7 +111,7 @@ class Checkpoints:
             raise CheckpointError(f"`keep`: must be at least 0; got {keep}.")
         self._engine = engine
         self._comm: Collectives = engine.comm
-        self._folder = Folder(folder)
+        self._folder = CheckpointFolder(folder)
         self._keep = keep
         self._asynchronous = asynchronous
         self._quiet = quiet
@@ -141,7 +141,7 @@ class Checkpoints:
             return contents.own_state(engine, client, apart), counters
 
         own, counters = everywhere(comm, prepare)
-        ranks = comm.gather_object(contents.told(engine, counters, mine[1] == first, digests))
+        ranks = comm.gather_object(contents.summary(engine, counters, mine[1] == first, digests))
         head = None
 
         def summarize() -> Head | None:
@@ -155,9 +155,9 @@ class Checkpoints:
         if self._asynchronous:
             self._pending = (under_way, head)
             engine.course.beside = self
-            under_way.start(lambda: Job(contents.copied(engine, frozen), name, own))
+            under_way.start(lambda: RankContents(contents.copied(engine, frozen), name, own))
         else:
-            under_way.write(Job(contents.items(engine, frozen), name, own))
+            under_way.write(RankContents(contents.items(engine, frozen), name, own))
             self._say_saved(under_way.finish(head, self._keep))
 
     def wait(self) -> None:
@@ -272,7 +272,7 @@ class Checkpoints:
     ) -> _Found:
         """Everything but the tensors, compared with the run."""
         engine, now = self._engine, contents.running(self._engine)
-        table, plan, reader = read_entries(path), read_plan(path), Reader(path)
+        table, plan, reader = read_entries(path), read_plan(path), CheckpointReader(path)
         strict = "model" not in without
         apart = check_model(table, engine.plan, str(path), strict)
         if not strict:
@@ -303,12 +303,14 @@ class Checkpoints:
         raise_damage(problems)
         said = [*apart, *differences(manifest, table, plan, now)]
         if own is None:
-            said.append(Difference("random numbers", f"of {manifest.ranks} ranks", "as they are"))
+            said.append(CheckpointDifference("random numbers", f"of {manifest.ranks} ranks", "as they are"))
             if not shared["alike"]:
                 said.append(
-                    Difference("client state", f"of {manifest.ranks} ranks", "none", "see `client_of`")
+                    CheckpointDifference(
+                        "client state", f"of {manifest.ranks} ranks", "none", "see `client_of`"
+                    )
                 )
-        said += [Difference(word, "as saved", "as this run has it") for word in sorted(without)]
+        said += [CheckpointDifference(word, "as saved", "as this run has it") for word in sorted(without)]
         client = self._client(path, shared, own)
         found = _Found(path, manifest, table, reader, shared, own, client, without, tuple(said))
         if _takes(found, parts):

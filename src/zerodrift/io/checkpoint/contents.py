@@ -22,8 +22,8 @@ from zerodrift.engine.shards import Held, Part, Shards
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.differences import Running
-from zerodrift.io.checkpoint.items import Item, Reader, Wanted, moment_key, weight_key
-from zerodrift.io.checkpoint.manifest import Entry, Manifest
+from zerodrift.io.checkpoint.items import CheckpointReader, Destination, Item, moment_key, weight_key
+from zerodrift.io.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.io.checkpoint.writing import Head
 from zerodrift.optim.schedules import SCHEDULES
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankSummary:
     """What a rank tells rank 0 for the head."""
 
     counters: Counters
@@ -79,14 +79,16 @@ def _item(key: str, part: Part) -> Item:
     return Item(key, part.numel, part.start, part.values)
 
 
-def told(engine: Engine, counters: Counters, alike: bool, known: Collection[str]) -> Told:
+def summary(engine: Engine, counters: Counters, alike: bool, known: Collection[str]) -> RankSummary:
     """By this rank; `known` are the buffers that rank 0 has."""
     if engine.held is None or engine.mesh.rank("data"):
-        return Told(counters, alike, {}, {})
+        return RankSummary(counters, alike, {}, {})
     updater, rows = engine.updater, [row for row in engine.part.rows if row.columns.update is not None]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
     found = states.buffers(engine.module)
-    return Told(counters, alike, moments, {name: buffer.cpu() for name, buffer in found if name not in known})
+    return RankSummary(
+        counters, alike, moments, {name: buffer.cpu() for name, buffer in found if name not in known}
+    )
 
 
 def entries(
@@ -94,7 +96,7 @@ def entries(
     counters: Counters,
     frozen: bool = True,
     elsewhere: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-) -> tuple[Entry, ...]:
+) -> tuple[SavedParameter, ...]:
     """The table of parameters; of `frozen` ones too. `elsewhere` has the moments of those on other stages."""
     updater, group_of = engine.updater, engine.group_of
     found = []
@@ -104,11 +106,11 @@ def entries(
         group = group_of.get(row.name, -1) if trained else -1
         moments = updater.moment_names(row.name, counters) if updater is not None and trained else ()
         moments = elsewhere.get(row.name, moments)
-        found.append(Entry(row.names, row.whole_shape, dtype.value, group, moments))
+        found.append(SavedParameter(row.names, row.whole_shape, dtype.value, group, moments))
     return tuple(found)
 
 
-def head(engine: Engine, run: str, tag: str, ranks: Sequence[Told], frozen: bool = True) -> Head:
+def head(engine: Engine, run: str, tag: str, ranks: Sequence[RankSummary], frozen: bool = True) -> Head:
     """What rank 0 adds, of what all ranks told; with `frozen` parameters or without."""
     counters, alike = merged([each.counters for each in ranks]), all(each.alike for each in ranks)
     moments = {name: names for each in ranks for name, names in each.moments.items()}
@@ -177,7 +179,7 @@ def merged(ranks: Sequence[Counters]) -> Counters:
 # --- in ---------------------------------------------------------------------------------------------------
 
 
-def check_moments(engine: Engine, table: Sequence[Entry], counters: Counters) -> None:
+def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Counters) -> None:
     """That this run's optimizer has every moment that it would be given."""
     updater = engine.updater
     by_name = {name: entry for entry in table for name in entry.names}
@@ -200,7 +202,9 @@ def check_moments(engine: Engine, table: Sequence[Entry], counters: Counters) ->
                 )
 
 
-def fill(engine: Engine, reader: Reader, table: Sequence[Entry], counters: Counters | None) -> None:
+def fill(
+    engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter], counters: Counters | None
+) -> None:
     """Weights, and with `counters` the optimizer's state, into what this rank owns. `Shards.spread` is still
     to be called. What is not in the table keeps its values, and its moments begin at zero."""
     by_name = {name: entry for entry in table for name in entry.names}
@@ -212,7 +216,8 @@ def fill(engine: Engine, reader: Reader, table: Sequence[Entry], counters: Count
         if len(there) < len(piece.held):
             values.copy_(piece.weights())
         wanted = [
-            Wanted(weight_key(by_name[span.row.name].name), span.start, values[span.place]) for span in there
+            Destination(weight_key(by_name[span.row.name].name), span.start, values[span.place])
+            for span in there
         ]
         reader.read(wanted)
         piece.set_weights(values)
@@ -221,14 +226,14 @@ def fill(engine: Engine, reader: Reader, table: Sequence[Entry], counters: Count
             _fill_moments(piece, reader, by_name)
 
 
-def _fill_moments(piece: Held, reader: Reader, by_name: Mapping[str, Entry]) -> None:
+def _fill_moments(piece: Held, reader: CheckpointReader, by_name: Mapping[str, SavedParameter]) -> None:
     there = [span for span in piece.held if span.row.name in by_name]
     keys = dict.fromkeys(key for span in there for key in by_name[span.row.name].moments)
     for key in keys:
         values = piece.zeros()
         reader.read(
             [
-                Wanted(moment_key(key, entry.name), span.start, values[span.place])
+                Destination(moment_key(key, entry.name), span.start, values[span.place])
                 for span in there
                 if key in (entry := by_name[span.row.name]).moments
             ]

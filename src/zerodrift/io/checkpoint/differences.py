@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean
-from zerodrift.io.checkpoint.manifest import Entry, Manifest
+from zerodrift.io.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.plan.table import Boundary, Plan, Row
 
 Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buffers"]
@@ -29,7 +29,7 @@ _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CheckpointDifference:
     """One thing that is not as it was when the checkpoint was saved."""
 
     what: str
@@ -69,7 +69,9 @@ def check_allowed(allow: Collection[Allowed]) -> frozenset[Allowed]:
 # --- the model --------------------------------------------------------------------------------------------
 
 
-def check_model(entries: Sequence[Entry], plan: Plan, where: str, strict: bool = True) -> list[Difference]:
+def check_model(
+    entries: Sequence[SavedParameter], plan: Plan, where: str, strict: bool = True
+) -> list[CheckpointDifference]:
     """The checkpoint must be of this model: the same parameters, shapes and ties. Unless `strict`, those
     that only one side has are returned."""
     problems = Problems()
@@ -94,7 +96,7 @@ def check_model(entries: Sequence[Entry], plan: Plan, where: str, strict: bool =
     problems.raise_as(CheckpointError, f"`{where}` is of another model")
     told = (("missing", missing, "they stay as they are"), ("more", extra, "they are not read"))
     return [
-        Difference("model", f"{len(names)} parameters {what}", _list(names), effect)
+        CheckpointDifference("model", f"{len(names)} parameters {what}", _list(names), effect)
         for what, names, effect in told
         if names
     ]
@@ -124,7 +126,7 @@ def check_buffers(
 
 
 def check_meaning(
-    manifest: Manifest, entries: Sequence[Entry], state: Mapping[str, Any], now: Running
+    manifest: Manifest, entries: Sequence[SavedParameter], state: Mapping[str, Any], now: Running
 ) -> dict[Allowed, list[Problem]]:
     """What would change the meaning of the optimizer's state, by the word that allows it."""
     found: dict[Allowed, list[Problem]] = {"optimizer": [], "groups": [], "schedule": [], "loss_scale": []}
@@ -148,7 +150,9 @@ def check_meaning(
     return found
 
 
-def _groups(entries: Sequence[Entry], saved: Sequence[Mapping[str, Any]], now: Running) -> list[Problem]:
+def _groups(
+    entries: Sequence[SavedParameter], saved: Sequence[Mapping[str, Any]], now: Running
+) -> list[Problem]:
     todo = "Build the same groups, or `allow=('groups',)` to take those of this run."
     if len(saved) != len(now.groups):
         return [Problem("parameter groups", f"must be {len(saved)}", str(len(now.groups)), todo)]
@@ -174,7 +178,7 @@ def _groups(entries: Sequence[Entry], saved: Sequence[Mapping[str, Any]], now: R
     return found
 
 
-def _group(now: Running, entry: Entry) -> int:
+def _group(now: Running, entry: SavedParameter) -> int:
     return next((now.group_of[name] for name in entry.names if name in now.group_of), -1)
 
 
@@ -182,14 +186,14 @@ def _group(now: Running, entry: Entry) -> int:
 
 
 def differences(
-    manifest: Manifest, entries: Sequence[Entry], plan: dict[str, Any] | None, now: Running
-) -> list[Difference]:
+    manifest: Manifest, entries: Sequence[SavedParameter], plan: dict[str, Any] | None, now: Running
+) -> list[CheckpointDifference]:
     """Everything else that is not as it was."""
-    found: list[Difference] = []
+    found: list[CheckpointDifference] = []
 
     def compare(what: str, saved: object, here: object, effect: str = "") -> None:
         if saved != here:
-            found.append(Difference(what, str(saved), str(here), effect))
+            found.append(CheckpointDifference(what, str(saved), str(here), effect))
 
     versions = dict(now.versions)
     for package, version in manifest.versions:
@@ -197,7 +201,10 @@ def differences(
     if manifest.digest and manifest.digest == now.plan.digest:
         return found
     if not manifest.digest:
-        return [*found, Difference("plan", "none", now.plan.digest[:12], "converted from elsewhere")]
+        return [
+            *found,
+            CheckpointDifference("plan", "none", now.plan.digest[:12], "converted from elsewhere"),
+        ]
     compare("ranks", manifest.mesh, now.plan.mesh, "sums have another order")
     compare("stage", manifest.stage, now.plan.policy.sharding.stage)
     compare("mode", manifest.mode, now.plan.policy.mode.value)
@@ -211,7 +218,7 @@ def differences(
         found += _decisions(before, now.plan)
     if not found:
         effect = "layout alone" if known else "layout, or boundaries, which it does not hold"
-        found.append(Difference("plan", manifest.digest[:12], now.plan.digest[:12], effect))
+        found.append(CheckpointDifference("plan", manifest.digest[:12], now.plan.digest[:12], effect))
     return found
 
 
@@ -223,22 +230,24 @@ def _readable(plan: dict[str, Any]) -> Plan | None:
         return None
 
 
-def _trained(entries: Sequence[Entry], plan: Plan) -> list[Difference]:
+def _trained(entries: Sequence[SavedParameter], plan: Plan) -> list[CheckpointDifference]:
     found = []
     rows = {name: row for row in plan.rows for name in row.names}
     entries = [entry for entry in entries if entry.name in rows]
     kept = [e.name for e in entries if e.moments and rows[e.name].columns.update is None]
     if kept:
-        found.append(Difference("trained", f"{len(kept)} parameters", "frozen", "their moments are dropped"))
+        found.append(
+            CheckpointDifference("trained", f"{len(kept)} parameters", "frozen", "their moments are dropped")
+        )
     some = any(entry.moments for entry in entries)
     fresh = [e.name for e in entries if some and not e.moments and rows[e.name].columns.update is not None]
     if fresh:
         what = f"{len(fresh)} parameters such as {fresh[0]}"
-        found.append(Difference("moments", f"none of {what}", "zero", "they begin to be trained"))
+        found.append(CheckpointDifference("moments", f"none of {what}", "zero", "they begin to be trained"))
     return found
 
 
-def _columns(before: Plan, now: Plan) -> list[Difference]:
+def _columns(before: Plan, now: Plan) -> list[CheckpointDifference]:
     """Columns that changed: how often, and the first by name."""
     rows: dict[str, Row] = {row.name: row for row in before.rows}
     changed: dict[tuple[str, str, str], list[str]] = {}
@@ -251,12 +260,12 @@ def _columns(before: Plan, now: Plan) -> list[Difference]:
             if theirs.get(column) != cell:
                 changed.setdefault((column, theirs.get(column, "-"), cell), []).append(row.name)
     return [
-        Difference(column, old, new, f"{len(names)} parameters, first {names[0]}")
+        CheckpointDifference(column, old, new, f"{len(names)} parameters, first {names[0]}")
         for (column, old, new), names in changed.items()
     ]
 
 
-def _boundaries(before: Plan, now: Plan) -> list[Difference]:
+def _boundaries(before: Plan, now: Plan) -> list[CheckpointDifference]:
     """Modules that computed in another dtype or returned another, the first by name."""
     old, new = ({each.path: replace(each, why=()) for each in plan.boundaries} for plan in (before, now))
     changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
@@ -264,19 +273,19 @@ def _boundaries(before: Plan, now: Plan) -> list[Difference]:
         return []
     count = "1 module" if len(changed) == 1 else f"{len(changed)} modules"
     theirs, mine = (_casts(boundaries.get(changed[0])) for boundaries in (old, new))
-    return [Difference("boundary", theirs, mine, f"{count}, first {changed[0]}")]
+    return [CheckpointDifference("boundary", theirs, mine, f"{count}, first {changed[0]}")]
 
 
 def _casts(boundary: Boundary | None) -> str:
     return "none" if boundary is None else f"{boundary.dtype}, returns {boundary.output}"
 
 
-def _decisions(before: Plan, now: Plan) -> list[Difference]:
+def _decisions(before: Plan, now: Plan) -> list[CheckpointDifference]:
     """Choices that are no column: batch sizes, clipping, the optimizer's numbers."""
     old = {decision.key: decision.value for decision in before.policy.decisions}
     new = {decision.key: decision.value for decision in now.policy.decisions}
     found = [
-        Difference(key, old.get(key, "none"), new.get(key, "none"))
+        CheckpointDifference(key, old.get(key, "none"), new.get(key, "none"))
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and key not in ("zero_optimization.stage", "precision.mode")
     ]
@@ -286,6 +295,8 @@ def _decisions(before: Plan, now: Plan) -> list[Difference]:
     ):
         if theirs is not None and mine is not None and theirs != mine:
             found.append(
-                Difference(what, f"{theirs.type} {theirs.params}", f"{mine.type} {mine.params}", effect)
+                CheckpointDifference(
+                    what, f"{theirs.type} {theirs.params}", f"{mine.type} {mine.params}", effect
+                )
             )
     return found

@@ -22,11 +22,14 @@ import re
 import shutil
 import uuid
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from zerodrift.errors import CheckpointError, did_you_mean
+from zerodrift.io.atomic import NewFolder, sync_folder
 from zerodrift.io.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, read_manifest
-from zerodrift.io.paths import is_folder, listed, look, read_file, short
+from zerodrift.io.lock import Lock
+from zerodrift.io.paths import exists, is_folder, listed, look, read_file, short
 
 LATEST = "latest"
 LONGEST = 200
@@ -93,7 +96,7 @@ def _no_tag(path: Path, got: str) -> CheckpointError:
     )
 
 
-class Folder:
+class CheckpointFolder:
     """The checkpoints below one path. Whoever changes anything holds the folder's lock."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -195,7 +198,7 @@ class Folder:
                 path.unlink()
             elif found is None or not _is_own_folder(path):
                 continue
-            elif found[1] == _OLD and not _exists(self.path / found[2]) and _has_manifest(path):
+            elif found[1] == _OLD and not exists(self.path / found[2]) and _has_manifest(path):
                 path.rename(self.path / found[2])
                 continue
             else:
@@ -203,17 +206,27 @@ class Folder:
             gone.append(path.name)
         return gone
 
-    def begin(self, tag: str) -> Path:
-        """A new folder to write a checkpoint into."""
-        self.require_free(tag)
-        path = self.path / f"{_WRITING}{tag}@{uuid.uuid4().hex[:8]}"
-        path.mkdir()
-        return path
+    def begin(self, tag: str, check: Callable[[], None] = lambda: None) -> NewFolder:
+        """A new folder to write a checkpoint into, and the lock. `check` may refuse, under the lock and
+        before anything is made."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = Lock.take(self.path)
+        try:
+            self.clean()
+            check()
+            self.require_free(tag)
+            key = uuid.uuid4().hex[:8]
+            path = self.path / f"{_WRITING}{tag}@{key}"
+            path.mkdir()
+        except BaseException:
+            lock.release()
+            raise
+        return NewFolder(path, self.path / tag, self.path / f"{_OLD}{tag}@{key}", lock)
 
     def require_free(self, tag: str) -> None:
         """That a checkpoint can have the tag without anything else being lost."""
         home = self.path / tag
-        if not _exists(home):
+        if not exists(home):
             return
         got = "a link" if home.is_symlink() else "" if home.is_dir() else "a file"
         if not got and not _is_checkpoint(home) and any(home.iterdir()):
@@ -224,31 +237,20 @@ class Folder:
                 f"Choose another tag, or move it away."
             )
 
-    def publish(self, written: Path, tag: str, latest: bool = True) -> Path:
-        """Make what was written the checkpoint of a tag, and, with `latest`, the newest."""
-        home, aside = self.path / tag, self._aside(tag)
-        self.require_free(tag)
-        sync_folder(written)
+    def publish(self, new: NewFolder, latest: bool = True) -> Path:
+        """Make what was written the checkpoint of its tag, and, with `latest`, the newest."""
+        self.require_free(new.home.name)
         draft = self.path / f"{_WRITING}{LATEST}"
         try:
             if latest:
-                self._write_latest(draft, tag)  # all that needs room comes before what others can see
-            if home.exists():
-                home.rename(aside)
-            try:
-                written.rename(home)
-            except BaseException:
-                if _exists(aside):
-                    aside.rename(home)
-                raise
-            sync_folder(self.path)
+                self._write_latest(draft, new.home.name)  # what needs room comes before what others can see
+            new.publish()
             if latest:
                 draft.replace(self.path / LATEST)
                 sync_folder(self.path)
         finally:
             draft.unlink(missing_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        return home
+        return new.home
 
     def _write_latest(self, draft: Path, tag: str) -> None:
         """The next `latest`, under another name."""
@@ -269,14 +271,11 @@ class Folder:
         gone = [tag for tag in tags[:-keep] if tag != latest]
         for tag in gone:
             # Renamed first: a removal that is cut short must not look like a checkpoint.
-            aside = self._aside(tag)
+            aside = self.path / f"{_OLD}{tag}@{uuid.uuid4().hex[:8]}"
             (self.path / tag).rename(aside)
             (aside / MANIFEST).unlink()
             shutil.rmtree(aside, ignore_errors=True)
         return gone
-
-    def _aside(self, tag: str) -> Path:
-        return self.path / f"{_OLD}{tag}@{uuid.uuid4().hex[:8]}"
 
     def _is_there(self) -> bool:
         return is_folder(self.path, "must be a folder of checkpoints")
@@ -284,11 +283,6 @@ class Folder:
     def _children(self, hidden: bool = False) -> list[Path]:
         found = listed(self.path) if self._is_there() else []
         return [path for path in found if path.name.startswith(".") == hidden]
-
-
-def _exists(path: Path) -> bool:
-    """Whether anything has the name, a link to nothing too."""
-    return os.path.lexists(path)
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -312,12 +306,3 @@ def _step(path: Path) -> int:
         return read_manifest(path).step
     except CheckpointError:
         return -1
-
-
-def sync_folder(path: Path) -> None:
-    """What was created in or renamed into a folder is on the disk when this returns."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -39,7 +39,7 @@ OTHER = "Load another checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Chunk:
     """A chunk in a file."""
 
     key: str
@@ -61,14 +61,14 @@ class Tensor:
 
     numel: int
     dtype: torch.dtype
-    chunks: tuple[Written, ...]
+    chunks: tuple[Chunk, ...]
     """By their first element."""
 
 
 Index = Mapping[str, Tensor]
 
 
-def write_index(folder: Path, written: Iterable[Written]) -> File:
+def write_index(folder: Path, written: Iterable[Chunk]) -> File:
     """DCP's own metadata over the files of all ranks."""
     tensors: dict[str, TensorStorageMetadata] = {}
     results = []
@@ -172,7 +172,7 @@ def _tensors(metadata: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
                     f"`{short(folder)}`: must hold {short(repr(name))} as it is; got it packed. {OTHER}"
                 )
             file, offset, length = str(place["relative_path"]), int(place["offset"]), int(place["length"])
-            chunks.append(Written(str(name), numel, start, count, dtype, file, offset, length))
+            chunks.append(Chunk(str(name), numel, start, count, dtype, file, offset, length))
         chunks.sort(key=lambda chunk: chunk.start)
         ends = [0, *(chunk.start + chunk.count for chunk in chunks)]
         if any(end != chunk.start or chunk.count < 0 for end, chunk in zip(ends, chunks, strict=False)) or (

@@ -20,8 +20,15 @@ from rich.console import RenderableType
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint.folder import LATEST, Folder
-from zerodrift.io.checkpoint.manifest import MANIFEST, Entry, Manifest, damage, read_entries, read_manifest
+from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.io.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedParameter,
+    damage,
+    read_entries,
+    read_manifest,
+)
 from zerodrift.io.paths import look
 from zerodrift.record import encode
 from zerodrift.report import figures
@@ -43,7 +50,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Kin:
+class AlikeParameters:
     """Parameters whose names differ in numbers alone."""
 
     pattern: str
@@ -66,7 +73,7 @@ class Inspection:
     verified: bool
     """Whether checksums were compared, or sizes only."""
     holdings: tuple[Holding, ...]
-    kin: tuple[Kin, ...]
+    kin: tuple[AlikeParameters, ...]
 
     @property
     def complete(self) -> bool:
@@ -74,7 +81,7 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class FolderInspection:
     """A folder of checkpoints."""
 
     path: str
@@ -91,12 +98,12 @@ class Shelf:
         return not self.unreadable and all(one.complete for one in self.inspections)
 
 
-def inspect(path: str | Path, *, verify: bool = False) -> Inspection | Shelf:
+def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderInspection:
     """A checkpoint, or a folder of them."""
     place = Path(path)
     if look(place) == "folder" and (place / MANIFEST).is_file():
         return _one(place, verify)
-    folder = Folder(place)
+    folder = CheckpointFolder(place)
     try:
         latest, odd = folder.latest(), ""
     except CheckpointError as error:
@@ -117,21 +124,21 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection | Shelf:
     must = f"must hold a `{MANIFEST}`; got other files of a checkpoint: it was copied in part."
     unreadable += [(tag, f"`{place / tag}`: {must}") for tag in halves]
     names = tuple(path.name for path in unfinished)
-    return Shelf(str(place), latest, tuple(found), tuple(unreadable), names)
+    return FolderInspection(str(place), latest, tuple(found), tuple(unreadable), names)
 
 
 def _one(path: Path, verify: bool) -> Inspection:
     manifest = read_manifest(path)
     problems = [str(problem) for problem in damage(path, manifest.files, content=verify)]
     try:
-        table: Sequence[Entry] = read_entries(path)
+        table: Sequence[SavedParameter] = read_entries(path)
     except CheckpointError:
         table = ()  # which is among the problems, or will be when checksums are compared
         problems = problems or [f"`{path}`: must hold a table of parameters; got one that cannot be read."]
-    return Inspection(str(path), manifest, tuple(problems), verify, _holdings(table), _kin(table))
+    return Inspection(str(path), manifest, tuple(problems), verify, _holdings(table), _alike(table))
 
 
-def _holdings(table: Iterable[Entry]) -> tuple[Holding, ...]:
+def _holdings(table: Iterable[SavedParameter]) -> tuple[Holding, ...]:
     counts: dict[tuple[str, str, int], list[int]] = {}
     for entry in table:
         kinds = [("weights", entry.dtype, DType(entry.dtype).size)]
@@ -146,13 +153,15 @@ def _holdings(table: Iterable[Entry]) -> tuple[Holding, ...]:
     )
 
 
-def _kin(table: Iterable[Entry]) -> tuple[Kin, ...]:
-    groups: dict[tuple[Any, ...], list[Entry]] = {}
+def _alike(table: Iterable[SavedParameter]) -> tuple[AlikeParameters, ...]:
+    groups: dict[tuple[Any, ...], list[SavedParameter]] = {}
     for entry in table:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
         groups.setdefault((pattern, entry.shape, entry.dtype, entry.moments), []).append(entry)
     return tuple(
-        Kin(pattern if len(of) > 1 else of[0].name, len(of), shape, dtype, moments, of[0].names[1:])
+        AlikeParameters(
+            pattern if len(of) > 1 else of[0].name, len(of), shape, dtype, moments, of[0].names[1:]
+        )
         for (pattern, shape, dtype, moments), of in groups.items()
     )
 
@@ -160,15 +169,15 @@ def _kin(table: Iterable[Entry]) -> tuple[Kin, ...]:
 # --- shown ------------------------------------------------------------------------------------------------
 
 
-def inspection_json(found: Inspection | Shelf) -> str:
+def inspection_json(found: Inspection | FolderInspection) -> str:
     """The same for machines."""
     document = encode(found) | {"complete": found.complete}
     return json.dumps(document, indent=1) + "\n"
 
 
-def inspection_text(found: Inspection | Shelf, color: bool) -> str:
+def inspection_text(found: Inspection | FolderInspection, color: bool) -> str:
     """As a page of text, 100 columns wide."""
-    return printed(_one_text(found) if isinstance(found, Inspection) else _shelf_text(found), color)
+    return printed(_one_text(found) if isinstance(found, Inspection) else _folder_text(found), color)
 
 
 def _one_text(found: Inspection) -> list[RenderableType]:
@@ -197,19 +206,19 @@ def _one_text(found: Inspection) -> list[RenderableType]:
     rows = [("name", "", "shape", "dtype", "moments")]
     rows += [
         (
-            kin.pattern,
-            f"x{kin.count}" if kin.count > 1 else "",
-            figures.shape(kin.shape),
-            kin.dtype,
-            ", ".join(kin.moments) + (f"  (tied to {', '.join(kin.tied)})" if kin.tied else ""),
+            alike.pattern,
+            f"x{alike.count}" if alike.count > 1 else "",
+            figures.shape(alike.shape),
+            alike.dtype,
+            ", ".join(alike.moments) + (f"  (tied to {', '.join(alike.tied)})" if alike.tied else ""),
         )
-        for kin in found.kin
+        for alike in found.kin
     ]
     parts.append(grid(rows, (44, 6, 18, 8), ("", "dim", "", "")))
     return parts
 
 
-def _shelf_text(found: Shelf) -> list[RenderableType]:
+def _folder_text(found: FolderInspection) -> list[RenderableType]:
     rows = [("tag", "step", "saved", "ranks", "size", "complete")]
     for one in found.inspections:
         head = one.manifest

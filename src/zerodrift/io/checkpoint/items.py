@@ -25,8 +25,8 @@ from typing import IO, Any, cast
 import torch
 
 from zerodrift.errors import CheckpointError, said
-from zerodrift.io.checkpoint.index import OTHER, Tensor, Written, read_index
-from zerodrift.io.checkpoint.manifest import Entry, File
+from zerodrift.io.checkpoint.index import OTHER, Chunk, Tensor, read_index
+from zerodrift.io.checkpoint.manifest import File, SavedParameter
 from zerodrift.io.paths import open_own
 
 CHUNK = 8 << 20
@@ -55,7 +55,7 @@ class Item:
 # --- writing ------------------------------------------------------------------------------------------
 
 
-def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Written]]:
+def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:
     """A DCP file; it is on the disk when this returns."""
     found = []
     with path.open("wb") as raw:
@@ -68,7 +68,7 @@ def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Written]]
                 offset = stream.count
                 torch.save(values, cast(IO[bytes], stream))
                 found.append(
-                    Written(
+                    Chunk(
                         item.key,
                         item.numel,
                         item.start + low,
@@ -110,7 +110,7 @@ class _Hashed(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Destination:
     """A run of elements of one DCP tensor, and where they are to go."""
 
     key: str
@@ -119,7 +119,7 @@ class Wanted:
     """`[elements]`, in any dtype and on any device."""
 
 
-class Reader:
+class CheckpointReader:
     """The DCP files of one checkpoint, of which every rank reads what it wants."""
 
     def __init__(self, folder: Path) -> None:
@@ -144,7 +144,7 @@ class Reader:
             raise CheckpointError(f"`{self._folder}`: must hold the tensor {key!r}; got none. {OTHER}")
         return found
 
-    def check(self, entries: Iterable[Entry]) -> None:
+    def check(self, entries: Iterable[SavedParameter]) -> None:
         """That every tensor of a table of parameters is there, in its length."""
         for entry in entries:
             numel = math.prod(entry.shape)
@@ -155,9 +155,9 @@ class Reader:
                         f"{self.numel(key):,}. {OTHER}"
                     )
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, wanted: Sequence[Destination]) -> None:
         """Fill every `into`."""
-        parts: list[tuple[Written, Wanted]] = []
+        parts: list[tuple[Chunk, Destination]] = []
         for want in wanted:
             stop = want.start + want.into.numel()
             chunks = self._tensor(want.key).chunks
@@ -179,7 +179,7 @@ class Reader:
                 into.copy_(values[low - chunk.start : high - chunk.start])
             del values
 
-    def _chunk(self, chunk: Written) -> torch.Tensor:
+    def _chunk(self, chunk: Chunk) -> torch.Tensor:
         """One chunk, in memory of its own."""
         try:
             with open_own(self._folder, chunk.file) as stream:
@@ -202,5 +202,5 @@ class Reader:
     def whole(self, key: str) -> torch.Tensor:
         """A tensor in full, flat, in its own dtype: for tools that work on one parameter at a time."""
         into = torch.empty(self.numel(key), dtype=self.dtype(key))
-        self.read([Wanted(key, 0, into)])
+        self.read([Destination(key, 0, into)])
         return into

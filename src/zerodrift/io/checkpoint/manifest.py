@@ -41,7 +41,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SavedParameter:
     """One parameter in a checkpoint."""
 
     names: tuple[str, ...]
@@ -116,7 +116,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_entries(folder: Path, entries: Iterable[Entry]) -> File:
+def write_entries(folder: Path, entries: Iterable[SavedParameter]) -> File:
     """The table of parameters, one per line."""
     rows = ",\n".join(
         json.dumps([e.names, e.shape, e.dtype, e.group, e.moments], separators=(",", ":")) for e in entries
@@ -187,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, f"other fields ({error})") from None
 
 
-def read_entries(folder: Path) -> tuple[Entry, ...]:
+def read_entries(folder: Path) -> tuple[SavedParameter, ...]:
     """The table of parameters; verify the folder first."""
     with open_own(folder, PARAMETERS) as stream:
         data = stream.read()
@@ -200,13 +200,13 @@ def read_entries(folder: Path) -> tuple[Entry, ...]:
         ) from error
 
 
-def _entry(names: list[str], shape: list[int], dtype: str, group: int, moments: list[str]) -> Entry:
+def _entry(names: list[str], shape: list[int], dtype: str, group: int, moments: list[str]) -> SavedParameter:
     texts, numbers = [dtype, *names, *moments], [group + 1, *shape]
     if not names or not all(isinstance(text, str) for text in texts):
         raise ValueError("a row without names")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("a row with a shape that is none")
-    return Entry(tuple(names), tuple(shape), DType(dtype).value, group, tuple(moments))
+    return SavedParameter(tuple(names), tuple(shape), DType(dtype).value, group, tuple(moments))
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:

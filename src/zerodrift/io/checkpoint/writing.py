@@ -9,7 +9,6 @@ Invariant: a tag appears in the folder if and only if every rank has written all
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,20 +17,20 @@ from typing import Any
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError, said
-from zerodrift.io.checkpoint.folder import Folder
-from zerodrift.io.checkpoint.index import Written, write_index
+from zerodrift.io.atomic import NewFolder
+from zerodrift.io.checkpoint.folder import CheckpointFolder
+from zerodrift.io.checkpoint.index import Chunk, write_index
 from zerodrift.io.checkpoint.items import Item, write_items
 from zerodrift.io.checkpoint.manifest import (
     SHARED,
-    Entry,
     File,
     Manifest,
+    SavedParameter,
     write_entries,
     write_manifest,
     write_plan,
     write_whole,
 )
-from zerodrift.io.lock import Lock
 from zerodrift.io.paths import refusal, unwritable
 
 
@@ -41,14 +40,14 @@ class Head:
 
     manifest: Manifest
     """Without its files."""
-    entries: tuple[Entry, ...]
+    entries: tuple[SavedParameter, ...]
     plan: dict[str, Any] | None
     shared: bytes
     """The state that is the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RankContents:
     """What one rank writes."""
 
     items: Iterable[Item]
@@ -61,21 +60,23 @@ class Job:
 @dataclass(slots=True)
 class _Outcome:
     files: list[File]
-    written: list[Written]
+    written: list[Chunk]
     error: str = ""
 
 
 class Save:
     """A save under way."""
 
-    def __init__(self, comm: Collectives, folder: Folder, tag: str, run: str, latest: bool = True) -> None:
+    def __init__(
+        self, comm: Collectives, folder: CheckpointFolder, tag: str, run: str, latest: bool = True
+    ) -> None:
         """Collective: rank 0 takes the lock and makes a folder to write into, or all raise. Without `latest`
         the file of that name goes on naming another."""
         self._comm, self._folder, self._tag = comm, folder, tag
         self._latest = latest
         self._rank = comm.mesh.rank()
-        self._lock: Lock | None = None
-        self._path = Path()
+        self._new: NewFolder | None = None
+        """On rank 0 alone."""
         self._outcome = _Outcome([], [])
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -92,9 +93,10 @@ class Save:
         self._path = Path(found)
 
     def _begin(self, run: str) -> Path:
-        self._folder.path.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock.take(self._folder.path)
-        self._folder.clean()
+        self._new = self._folder.begin(self._tag, lambda: self._require_own(run))
+        return self._new.path
+
+    def _require_own(self, run: str) -> None:
         others = [tag for tag, owner in self._folder.runs().items() if owner not in ("", run)]
         if others:
             raise CheckpointError(
@@ -102,11 +104,10 @@ class Save:
                 f"{', '.join(others[:5])} of another. Load one of them first to go on with it, or save to "
                 f"another folder."
             )
-        return self._folder.begin(self._tag)
 
     # --- alone --------------------------------------------------------------------------------------------
 
-    def write(self, job: Job) -> None:
+    def write(self, job: RankContents) -> None:
         """Write this rank's files. Never raises: what went wrong is in the outcome."""
         try:
             file, written = write_items(
@@ -123,7 +124,7 @@ class Save:
                 raise CheckpointError(f"`{self._path}`: must be written to its end; got a run that ended.")
             yield item
 
-    def start(self, make: Callable[[], Job]) -> None:
+    def start(self, make: Callable[[], RankContents]) -> None:
         """The same beside training, but for `make`, which copies what is to be written."""
         try:
             job = make()
@@ -141,8 +142,8 @@ class Save:
 
     def done(self) -> bool:
         """Collective: whether every rank has written its files."""
-        if self._lock is not None:
-            self._lock.touch()
+        if self._new is not None:
+            self._new.lock.touch()
         return not any(self._comm.all_gather_object(self._running))
 
     def finish(self, head: Head | None, keep: int) -> Path:
@@ -169,7 +170,7 @@ class Save:
             if failed:
                 ranks = ", ".join(str(rank) for rank, _ in failed)
                 raise CheckpointError(f"{failed[0][1]} (rank {ranks})")
-            if self._lock is None or not self._lock.held:
+            if self._new is None or not self._new.lock.held:
                 raise CheckpointError(
                     f"`{self._folder.path}`: must stay locked by this run while it saves; got another lock. "
                     f"Two runs save here: give each a folder of its own."
@@ -184,7 +185,7 @@ class Save:
                 files.append(write_plan(self._path, head.plan))
             ordered = tuple(sorted(files, key=lambda file: file.name))
             write_manifest(self._path, replace(head.manifest, files=ordered))
-            home = self._folder.publish(self._path, self._tag, self._latest)
+            home = self._folder.publish(self._new, self._latest)
             if keep:
                 self._folder.prune(keep)
             return str(home), ""
@@ -201,11 +202,9 @@ class Save:
         self._drop()
 
     def _drop(self) -> None:
-        if self._rank == 0 and self._path != Path():
-            shutil.rmtree(self._path, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        if self._new is not None:
+            self._new.remove()
+            self._new = None
 
 
 def _text(error: BaseException, where: Path) -> str:

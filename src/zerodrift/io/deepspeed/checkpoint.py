@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from zerodrift.errors import CheckpointError, ZerodriftError, said
-from zerodrift.io.deepspeed.files import Files, find_tag, is_tried, read_files
-from zerodrift.io.deepspeed.parts import Run, Saved
+from zerodrift.io.deepspeed.files import DeepSpeedFiles, find_tag, is_tried, read_files
+from zerodrift.io.deepspeed.parts import DeepSpeedParameter, Run
 from zerodrift.io.deepspeed.sharded import stage_1_or_2, stage_3
 from zerodrift.io.deepspeed.whole import stage_0
 
@@ -83,7 +83,7 @@ class DeepSpeedCheckpoint:
     version: str
     dtype: str
     """What the model computed in, by the config: `bf16`, `fp16` or `fp32`."""
-    parameters: tuple[Saved, ...]
+    parameters: tuple[DeepSpeedParameter, ...]
     """In the order of the model."""
     buffers: Mapping[str, torch.Tensor]
     counters: Counters
@@ -101,7 +101,7 @@ class DeepSpeedCheckpoint:
     def names(self) -> tuple[str, ...]:
         return tuple(saved.name for saved in self.parameters)
 
-    def find(self, name: str) -> Saved:
+    def find(self, name: str) -> DeepSpeedParameter:
         found = next((p for p in self.parameters if name == p.name or name in p.aliases), None)
         if found is None:
             raise CheckpointError(f"`{self.folder}`: must hold the parameter {name!r}; got none of the name.")
@@ -142,7 +142,7 @@ def open_deepspeed(path: Path, tag: str = "", trust: bool = False) -> DeepSpeedC
         ) from error
 
 
-def _read(files: Files) -> DeepSpeedCheckpoint:
+def _read(files: DeepSpeedFiles) -> DeepSpeedCheckpoint:
     model = files.models[0]
     if model.get("ds_autoep_layers") or model.get("autoep_layers"):
         raise CheckpointError(f"`{files.folder}`: must be without expert parallelism; got AutoEP layers.")
@@ -191,7 +191,7 @@ def _read(files: Files) -> DeepSpeedCheckpoint:
     )
 
 
-def stage_of(files: Files) -> int:
+def stage_of(files: DeepSpeedFiles) -> int:
     stage = files.optimizers[0]["optimizer_state_dict"].get("zero_stage")
     number = getattr(stage, "values", (stage,))[0]
     if number not in (1, 2, 3):
@@ -218,7 +218,7 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return "fp32"
 
 
-def _ordered(found: Sequence[Saved], module: Mapping[str, Any]) -> list[Saved]:
+def _ordered(found: Sequence[DeepSpeedParameter], module: Mapping[str, Any]) -> list[DeepSpeedParameter]:
     """In the order of the model's own state dict, which optimizer groups shuffle."""
     place = {name: number for number, name in enumerate(module)}
     return sorted(found, key=lambda saved: place.get(saved.name, len(place)))

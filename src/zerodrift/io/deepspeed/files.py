@@ -61,7 +61,7 @@ _CLASSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class DeepSpeedFiles:
     """The files of one tag, loaded."""
 
     folder: Path
@@ -113,7 +113,7 @@ def find_tag(path: Path, tag: str = "") -> Path:
     return path / tag
 
 
-def read_files(folder: Path, trust: bool = False) -> Files:
+def read_files(folder: Path, trust: bool = False) -> DeepSpeedFiles:
     """Every file of one tag. `trust` unpickles whatever they hold, which runs code that they name."""
     problems = Problems()
     names = [entry.name for entry in paths.listed(folder)]
@@ -140,7 +140,7 @@ def read_files(folder: Path, trust: bool = False) -> Files:
             _check_ranks(folder, models, ranks, "_model_states.pt", problems)
     problems.raise_as(CheckpointError)
     _check_one_save(folder, found_models, found)
-    return Files(folder, tuple(found_models), tuple(found))
+    return DeepSpeedFiles(folder, tuple(found_models), tuple(found))
 
 
 def _check_one_save(

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from zerodrift.errors import CheckpointError
-from zerodrift.io.deepspeed.files import Files
+from zerodrift.io.deepspeed.files import DeepSpeedFiles
 
 Run = tuple[int, torch.Tensor]
 """(first element in the row-major flattening, values)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class DeepSpeedParameter:
     """One parameter of the checkpoint."""
 
     name: str
@@ -44,10 +44,10 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class StageContents:
     """What the reader of a stage found."""
 
-    parameters: list[Saved]
+    parameters: list[DeepSpeedParameter]
     groups: Sequence[Mapping[str, Any]]
     updates: int
     scaler: Any
@@ -61,9 +61,9 @@ def aliases_of(model: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def frozen_one(name: str, value: torch.Tensor, aliases: Mapping[str, tuple[str, ...]]) -> Saved:
+def frozen_one(name: str, value: torch.Tensor, aliases: Mapping[str, tuple[str, ...]]) -> DeepSpeedParameter:
     runs = ((0, value.detach().reshape(-1)),) if value.numel() else ()
-    return Saved(name, aliases.get(name, ()), tuple(value.shape), False, -1, runs, {})
+    return DeepSpeedParameter(name, aliases.get(name, ()), tuple(value.shape), False, -1, runs, {})
 
 
 def updates_of(bases: Iterable[Mapping[int, Mapping[str, Any]]], groups: Sequence[Mapping[str, Any]]) -> int:
@@ -73,7 +73,7 @@ def updates_of(bases: Iterable[Mapping[int, Mapping[str, Any]]], groups: Sequenc
     return max((int(step) for step in steps), default=0)
 
 
-def does_not_fit(files: Files, what: str, wanted: int, have: int) -> CheckpointError:
+def does_not_fit(files: DeepSpeedFiles, what: str, wanted: int, have: int) -> CheckpointError:
     return CheckpointError(
         f"`{files.folder}`: must hold {wanted:,} elements for {what}, as its shapes say; got {have:,}. The "
         f"files are of different saves, or of a DeepSpeed that lays them out in another way."

@@ -16,8 +16,16 @@ from typing import Any
 import torch
 
 from zerodrift.errors import CheckpointError
-from zerodrift.io.deepspeed.files import Files
-from zerodrift.io.deepspeed.parts import Read, Run, Saved, aliases_of, does_not_fit, frozen_one, updates_of
+from zerodrift.io.deepspeed.files import DeepSpeedFiles
+from zerodrift.io.deepspeed.parts import (
+    DeepSpeedParameter,
+    Run,
+    StageContents,
+    aliases_of,
+    does_not_fit,
+    frozen_one,
+    updates_of,
+)
 
 GLANCE = 4096
 """Elements of each run that are compared with the model's weights, spread over it."""
@@ -26,10 +34,10 @@ GLANCE = 4096
 # --- stages 1 and 2 -------------------------------------------------------------------------------------
 
 
-def stage_1_or_2(files: Files) -> Read:
+def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
     model, states = files.models[0], [state["optimizer_state_dict"] for state in files.optimizers]
     aliases = aliases_of(model)
-    found: list[Saved] = []
+    found: list[DeepSpeedParameter] = []
     bases = [_base(state["base_optimizer_state"]) for state in states]
     for state in states:
         have = len(state["single_partition_of_fp32_groups"])
@@ -49,7 +57,9 @@ def stage_1_or_2(files: Files) -> Read:
             weight = tuple(_cut(pieces, end, numel))
             _check_values(files, name, model["module"].get(name), weight)
             own = {key: tuple(_cut(flats, end, numel)) for key, flats in moments.items()}
-            found.append(Saved(name, aliases.get(name, ()), tuple(shape), True, group, weight, own))
+            found.append(
+                DeepSpeedParameter(name, aliases.get(name, ()), tuple(shape), True, group, weight, own)
+            )
             end += numel
         have = sum(piece.numel() for piece in pieces)
         if not end <= have < end + 2 * len(pieces):
@@ -63,7 +73,7 @@ def stage_1_or_2(files: Files) -> Read:
     found += [frozen_one(name, model["module"][name], aliases) for name in rest]
     base = states[0]["base_optimizer_state"]
     groups = base.get("param_groups", ()) if isinstance(base, dict) else ()
-    return Read(found, groups, updates_of(bases, groups), states[0].get("loss_scaler"))
+    return StageContents(found, groups, updates_of(bases, groups), states[0].get("loss_scaler"))
 
 
 def _base(state: Any) -> Mapping[int, Mapping[str, Any]]:
@@ -72,7 +82,7 @@ def _base(state: Any) -> Mapping[int, Mapping[str, Any]]:
 
 
 def _moments(
-    states: Sequence[Mapping[str, Any]], lengths: Sequence[int], files: Files
+    states: Sequence[Mapping[str, Any]], lengths: Sequence[int], files: DeepSpeedFiles
 ) -> dict[str, list[torch.Tensor]]:
     """Key -> the flat piece of each rank, without what was only padding."""
     keys = [k for k, value in states[0].items() if isinstance(value, torch.Tensor) and value.dim() == 1]
@@ -95,7 +105,9 @@ def _cut(pieces: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[Run
         begin += piece.numel()
 
 
-def _check_values(files: Files, name: str, shown: torch.Tensor | None, weight: Sequence[Run]) -> None:
+def _check_values(
+    files: DeepSpeedFiles, name: str, shown: torch.Tensor | None, weight: Sequence[Run]
+) -> None:
     """The weights that the model computed with were saved too, and are the masters rounded. One look at each
     run finds files of different saves, and any other order of the parameters than the one taken here."""
     if shown is None or not shown.is_floating_point():
@@ -115,7 +127,7 @@ def _check_values(files: Files, name: str, shown: torch.Tensor | None, weight: S
 # --- stage 3 ----------------------------------------------------------------------------------------------
 
 
-def stage_3(files: Files) -> Read:
+def stage_3(files: DeepSpeedFiles) -> StageContents:
     model, states = files.models[0], [state["optimizer_state_dict"] for state in files.optimizers]
     aliases, ranks = aliases_of(model), len(states)
     bases = [state["optimizer_state_dict"] for state in states]
@@ -136,7 +148,9 @@ def stage_3(files: Files) -> Read:
         weight = tuple(_shares(flats, end, share, numel))
         own_moments = {key: tuple(_shares(kept, end, share, numel)) for key, kept in moments.items()}
         group = group_of.get(sub, 0)
-        found.append(Saved(name, aliases.get(name, ()), tuple(shape), True, group, weight, own_moments))
+        found.append(
+            DeepSpeedParameter(name, aliases.get(name, ()), tuple(shape), True, group, weight, own_moments)
+        )
         end += share
     for rank, kept in enumerate(flats):
         if _ends(kept)[-1] != end:
@@ -146,10 +160,10 @@ def stage_3(files: Files) -> Read:
         parts = [[state["frozen_param_fragments"][name]] for state in files.models]
         numel = math.prod(shape)
         runs = tuple(_shares(parts, 0, -(-numel // ranks), numel))
-        found.append(Saved(name, aliases.get(name, ()), tuple(shape), False, -1, runs, {}))
+        found.append(DeepSpeedParameter(name, aliases.get(name, ()), tuple(shape), False, -1, runs, {}))
     groups = bases[0]["param_groups"]
     updates = updates_of([base["state"] for base in bases], groups)
-    return Read(found, groups, updates, states[0].get("loss_scaler"))
+    return StageContents(found, groups, updates, states[0].get("loss_scaler"))
 
 
 def _ends(flats: Sequence[torch.Tensor]) -> list[int]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from zerodrift.io.deepspeed.files import Files
-from zerodrift.io.deepspeed.parts import Read, Saved, updates_of
+from zerodrift.io.deepspeed.files import DeepSpeedFiles
+from zerodrift.io.deepspeed.parts import DeepSpeedParameter, StageContents, updates_of
 
 
-def stage_0(files: Files) -> Read:
+def stage_0(files: DeepSpeedFiles) -> StageContents:
     """Weights by name, and an optimizer's state by its own numbers. Which parameter a number is, was not
     saved; it is taken from the shapes where those leave no choice."""
     model = files.models[0]
@@ -40,7 +40,7 @@ def stage_0(files: Files) -> Read:
         group, weight, moments = held.get(name, (-1, None, {}))
         values = value if weight is None else weight
         found.append(
-            Saved(
+            DeepSpeedParameter(
                 name,
                 aliases.get(name, ()),
                 tuple(value.shape),
@@ -57,7 +57,7 @@ def stage_0(files: Files) -> Read:
             "masters and moments were left out. Save once at stage 1 to keep them.",
         )
     scaler = saved if "cur_scale" in saved else None
-    return Read(found, groups, updates_of([state], groups), scaler, notes)
+    return StageContents(found, groups, updates_of([state], groups), scaler, notes)
 
 
 _Held = dict[str, tuple[int, "torch.Tensor | None", dict[str, torch.Tensor]]]

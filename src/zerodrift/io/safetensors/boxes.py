@@ -1,11 +1,11 @@
 """Where the elements of a tensor lie in the tensors of files: pure arithmetic on offsets and strides.
 
-A `Piece` says that some elements of a target are some elements of one source, as a copy between two
-strided views. A target that is stored as it is has one piece; an experts' tensor that the files hold expert
-by expert has one for each of their tensors. What a piece is made of is `conversions.py`'s business, how its
-bytes are read is `reader.py`'s.
+A `Box` says that some elements of a target are some elements of one source, as two strided views of equal
+shape. A parameter that is stored as it is has one box; an experts' parameter that the files hold expert by
+expert has one for each of their tensors. Reading and writing use the same boxes: the target is a parameter,
+the source a tensor of a file. `conversions.py` finds them, `reader.py` and `writer.py` copy along them.
 
-Invariant: cut to any range of the target, pieces give every element of the range once and no other.
+Invariant: cut to any range of the target, boxes give every element of the range once and no other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
 
 Shape: TypeAlias = "tuple[int, ...]"
 
@@ -23,7 +26,7 @@ class NoStridesError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class BoxAxis:
     """A run of equal steps through the target and the source at once."""
 
     size: int
@@ -34,14 +37,14 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Box:
     """`target[start + sum(i * axis.target)] = source[origin + sum(i * axis.source)]`, all flat."""
 
     number: int
     """Which source."""
     start: int
     origin: int
-    axes: tuple[Axis, ...]
+    axes: tuple[BoxAxis, ...]
     """Largest step through the target first; each step is beyond the span of those that follow."""
 
     @property
@@ -53,61 +56,87 @@ class Piece:
         """The last element of the target."""
         return self.start + sum((axis.size - 1) * axis.target for axis in self.axes)
 
+    def of_target(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The view of its elements in flat memory that begins at element `first` of the target."""
+        return flat.as_strided(
+            [axis.size for axis in self.axes],
+            [axis.target for axis in self.axes],
+            flat.storage_offset() + self.start - first,
+        )
+
+    def of_source(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The same of the source, in the same shape."""
+        return flat.as_strided(
+            [axis.size for axis in self.axes],
+            [axis.source for axis in self.axes],
+            flat.storage_offset() + self.origin - first,
+        )
+
+    @property
+    def span(self) -> int:
+        """Elements of the source from its first to its last."""
+        return 1 + sum((axis.size - 1) * axis.source for axis in self.axes)
+
+    def reversed(self) -> Box:
+        """The same with the sides changed."""
+        axes = tuple(BoxAxis(axis.size, axis.source, axis.target) for axis in self.axes)
+        return simplified(Box(0, self.origin, self.start, axes))
+
     @property
     def is_run(self) -> bool:
         """Whether both sides are contiguous."""
         return all(axis.target == axis.source == 1 for axis in self.axes) and len(self.axes) <= 1
 
-    def at(self, axis: int, first: int, count: int) -> Piece:
-        """The piece with `count` steps of one axis, from step `first` on."""
+    def at(self, axis: int, first: int, count: int) -> Box:
+        """The box with `count` steps of one axis, from step `first` on."""
         taken = self.axes[axis]
         axes = (*self.axes[:axis], replace(taken, size=count), *self.axes[axis + 1 :])
         start = self.start + first * taken.target
-        return Piece(self.number, start, self.origin + first * taken.source, axes)
+        return Box(self.number, start, self.origin + first * taken.source, axes)
 
 
-def simplified(piece: Piece) -> Piece:
+def simplified(box: Box) -> Box:
     """The same elements with the fewest axes."""
-    merged: list[Axis] = []
-    for axis in sorted((a for a in piece.axes if a.size != 1), key=lambda a: -a.target):
+    merged: list[BoxAxis] = []
+    for axis in sorted((a for a in box.axes if a.size != 1), key=lambda a: -a.target):
         outer = merged[-1] if merged else None
         if outer and outer.target == axis.target * axis.size and outer.source == axis.source * axis.size:
-            merged[-1] = Axis(outer.size * axis.size, axis.target, axis.source)
+            merged[-1] = BoxAxis(outer.size * axis.size, axis.target, axis.source)
         else:
             merged.append(axis)
-    return Piece(piece.number, piece.start, piece.origin, tuple(merged))
+    return Box(box.number, box.start, box.origin, tuple(merged))
 
 
-def within(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """The pieces of the elements `start` to `stop` of the flat target."""
-    for piece in pieces:
-        yield from _cut(piece, start, stop)
+def within(boxes: Sequence[Box], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of the elements `start` to `stop` of the flat target."""
+    for box in boxes:
+        yield from _cut(box, start, stop)
 
 
-def _cut(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
-    first, last = piece.start, piece.last
-    if not piece.numel or last < start or first >= stop:
+def _cut(box: Box, start: int, stop: int) -> Iterator[Box]:
+    first, last = box.start, box.last
+    if not box.numel or last < start or first >= stop:
         return
     if start <= first and last < stop:
-        yield piece
+        yield box
         return
-    # The step is larger than 0 and there are two of it, or the piece would be inside or outside as a whole.
-    number = next(n for n, axis in enumerate(piece.axes) if axis.size > 1)
-    step = piece.axes[number].target
-    span = last - first - (piece.axes[number].size - 1) * step
+    # The step is larger than 0 and there are two of it, or the box would be inside or outside as a whole.
+    number = next(n for n, axis in enumerate(box.axes) if axis.size > 1)
+    step = box.axes[number].target
+    span = last - first - (box.axes[number].size - 1) * step
     """How far the inner axes reach beyond the start of a step."""
-    size = piece.axes[number].size
+    size = box.axes[number].size
     whole_from = min(size, max(0, -(-(start - first) // step)))
     whole_to = min(size, max(whole_from, (stop - 1 - span - first) // step + 1))
     for index in range(max(0, (start - first - span + step - 1) // step), whole_from):
-        yield from _cut(piece.at(number, index, 1), start, stop)
+        yield from _cut(box.at(number, index, 1), start, stop)
     if whole_to > whole_from:
-        yield piece.at(number, whole_from, whole_to - whole_from)
+        yield box.at(number, whole_from, whole_to - whole_from)
     for index in range(whole_to, min(size, -(-(stop - first) // step))):
-        yield from _cut(piece.at(number, index, 1), start, stop)
+        yield from _cut(box.at(number, index, 1), start, stop)
 
 
-# --- a shape around pieces ------------------------------------------------------------------------------
+# --- a shape around boxes ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +151,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """A piece by dimensions: where it begins in each, and its axes."""
+    """A box by dimensions: where it begins in each, and its axes."""
 
     number: int
     origin: int
@@ -147,15 +176,15 @@ class Layout:
         patch = _Patch(number, 0, (0,) * len(shape), tuple(reversed(steps)))
         return Layout(shape, (patch,) if math.prod(shape) else ())
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def boxes(self) -> tuple[Box, ...]:
         """Flat, in the order of the target."""
         strides = _strides(self.shape)
         found = []
         for patch in self.patches:
-            axes = tuple(Axis(s.size, s.step * strides[s.dim], s.source) for s in patch.steps)
+            axes = tuple(BoxAxis(s.size, s.step * strides[s.dim], s.source) for s in patch.steps)
             start = sum(base * stride for base, stride in zip(patch.base, strides, strict=True))
-            found.append(simplified(Piece(patch.number, start, patch.origin, axes)))
-        return tuple(sorted(found, key=lambda piece: piece.start))
+            found.append(simplified(Box(patch.number, start, patch.origin, axes)))
+        return tuple(sorted(found, key=lambda box: box.start))
 
     def permute(self, dims: Sequence[int]) -> Layout:
         place = {old: new for new, old in enumerate(dims)}

@@ -2,16 +2,16 @@
 
 Some architectures hold their weights in another form than their checkpoints do: experts stacked, gate and up
 joined, names changed. `transformers` declares how, as patterns and operations on whole tensors. Here its own
-functions choose names and run, and what they are given are `Traced` tensors: without memory, each with a
-`Layout` that follows every view, stack, concatenation and transposition. What comes out says which bytes of
-which files a parameter is, so a slice of it can be read as one. `saving.py` goes the other way, from
-parameters to the files that `save_pretrained` would write.
+functions choose names and run, in both directions, and what they are given are `SymbolicTensor`s: without
+memory, each with a `Layout` that follows every view, stack, concatenation and transposition. What comes out
+says which elements of which files a parameter is, so a slice of it can be read and written as one.
 
 Invariant: an operation that does more than move elements is refused by name; nothing is approximated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,20 +20,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.io.safetensors.boxes import Layout, NoStridesError, concatenate
+from zerodrift.dtypes import DType, from_torch, widest
+from zerodrift.errors import UnsupportedError
+from zerodrift.io.safetensors.boxes import Layout, NoStridesError, Shape, concatenate
+from zerodrift.io.safetensors.files import SavedPart, SavedTensor
 from zerodrift.model.header import Stored
+from zerodrift.model.safetensors import natural
 
 
-class Traced(torch.Tensor):
+class SymbolicTensor(torch.Tensor):
     """A tensor of shape and dtype alone. A subclass, because operations ask what they are given."""
 
-    layout_: Layout
+    elements: Layout
 
     @staticmethod
-    def make(layout: Layout, dtype: torch.dtype) -> Traced:
+    def make(layout: Layout, dtype: torch.dtype) -> SymbolicTensor:
         plain = torch.empty(layout.shape, dtype=dtype, device="meta")
-        made = torch.Tensor._make_subclass(Traced, plain)
-        made.layout_ = layout
+        made = torch.Tensor._make_subclass(SymbolicTensor, plain)
+        made.elements = layout
         return made
 
     @classmethod
@@ -57,113 +61,115 @@ _QUESTIONS |= {"is_floating_point", "is_contiguous"}
 """What may be asked of a tensor; `__get__` is every attribute: shape, dtype, device."""
 
 
-def _like(tensor: Traced, layout: Layout) -> Traced:
-    return Traced.make(layout, tensor.dtype)
+def _like(tensor: SymbolicTensor, layout: Layout) -> SymbolicTensor:
+    return SymbolicTensor.make(layout, tensor.dtype)
 
 
-def _dim(tensor: Traced, dim: int, more: int = 0) -> int:
-    return dim % (len(tensor.layout_.shape) + more)
+def _dim(tensor: SymbolicTensor, dim: int, more: int = 0) -> int:
+    return dim % (len(tensor.elements.shape) + more)
 
 
-def _same(tensor: Traced, *args: Any, **kwargs: Any) -> Traced:
+def _same(tensor: SymbolicTensor, *args: Any, **kwargs: Any) -> SymbolicTensor:
     return tensor
 
 
-def _cast(tensor: Traced, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Traced:
+def _cast(
+    tensor: SymbolicTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
+) -> SymbolicTensor:
     asked = dtype or next((arg for arg in args if isinstance(arg, torch.dtype)), tensor.dtype)
     if asked is not tensor.dtype:
         raise NotTraceableError(f"a cast to {asked}")
     return tensor
 
 
-def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    return _like(tensors[0], concatenate([t.layout_ for t in tensors], _dim(tensors[0], dim)))
+def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
+    return _like(tensors[0], concatenate([t.elements for t in tensors], _dim(tensors[0], dim)))
 
 
-def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     place = _dim(tensors[0], dim, 1)
-    return _like(tensors[0], concatenate([t.layout_.unsqueeze(place) for t in tensors], place))
+    return _like(tensors[0], concatenate([t.elements.unsqueeze(place) for t in tensors], place))
 
 
-def _split(tensor: Traced, sizes: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
+def _split(tensor: SymbolicTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[SymbolicTensor, ...]:
     place = _dim(tensor, dim)
-    length = tensor.layout_.shape[place]
+    length = tensor.elements.shape[place]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     found, start = [], 0
     for size in sizes:
-        found.append(_like(tensor, tensor.layout_.narrow(place, start, size)))
+        found.append(_like(tensor, tensor.elements.narrow(place, start, size)))
         start += size
     return tuple(found)
 
 
-def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
-    length = tensor.layout_.shape[_dim(tensor, dim)]
+def _chunk(tensor: SymbolicTensor, chunks: int, dim: int = 0) -> tuple[SymbolicTensor, ...]:
+    length = tensor.elements.shape[_dim(tensor, dim)]
     return _split(tensor, max(1, -(-length // chunks)), dim)
 
 
-def _narrow(tensor: Traced, dim: int, start: int, length: int) -> Traced:
-    return _like(tensor, tensor.layout_.narrow(_dim(tensor, dim), start, length))
+def _narrow(tensor: SymbolicTensor, dim: int, start: int, length: int) -> SymbolicTensor:
+    return _like(tensor, tensor.elements.narrow(_dim(tensor, dim), start, length))
 
 
-def _select(tensor: Traced, dim: int, index: int) -> Traced:
-    return _squeeze(_narrow(tensor, dim, index % tensor.layout_.shape[_dim(tensor, dim)], 1), dim)
+def _select(tensor: SymbolicTensor, dim: int, index: int) -> SymbolicTensor:
+    return _squeeze(_narrow(tensor, dim, index % tensor.elements.shape[_dim(tensor, dim)], 1), dim)
 
 
-def _unbind(tensor: Traced, dim: int = 0) -> tuple[Traced, ...]:
-    return tuple(_select(tensor, dim, n) for n in range(tensor.layout_.shape[_dim(tensor, dim)]))
+def _unbind(tensor: SymbolicTensor, dim: int = 0) -> tuple[SymbolicTensor, ...]:
+    return tuple(_select(tensor, dim, n) for n in range(tensor.elements.shape[_dim(tensor, dim)]))
 
 
-def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
-    dims = list(range(len(tensor.layout_.shape)))
+def _transpose(tensor: SymbolicTensor, dim0: int, dim1: int) -> SymbolicTensor:
+    dims = list(range(len(tensor.elements.shape)))
     a, b = _dim(tensor, dim0), _dim(tensor, dim1)
     dims[a], dims[b] = b, a
-    return _like(tensor, tensor.layout_.permute(dims))
+    return _like(tensor, tensor.elements.permute(dims))
 
 
-def _permute(tensor: Traced, *dims: Any) -> Traced:
+def _permute(tensor: SymbolicTensor, *dims: Any) -> SymbolicTensor:
     asked = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    return _like(tensor, tensor.layout_.permute([_dim(tensor, dim) for dim in asked]))
+    return _like(tensor, tensor.elements.permute([_dim(tensor, dim) for dim in asked]))
 
 
-def _t(tensor: Traced) -> Traced:
-    return _transpose(tensor, 0, 1) if len(tensor.layout_.shape) == 2 else tensor
+def _t(tensor: SymbolicTensor) -> SymbolicTensor:
+    return _transpose(tensor, 0, 1) if len(tensor.elements.shape) == 2 else tensor
 
 
-def _reshape(tensor: Traced, *shape: Any) -> Traced:
+def _reshape(tensor: SymbolicTensor, *shape: Any) -> SymbolicTensor:
     asked = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     with torch._C.DisableTorchFunctionSubclass():
         # What -1 stands for, and whether it fits, is torch's to say.
-        full = tuple(torch.empty(tensor.layout_.shape, device="meta").reshape(asked).shape)
-    return _like(tensor, tensor.layout_.reshape(full))
+        full = tuple(torch.empty(tensor.elements.shape, device="meta").reshape(asked).shape)
+    return _like(tensor, tensor.elements.reshape(full))
 
 
-def _flatten(tensor: Traced, start_dim: int = 0, end_dim: int = -1) -> Traced:
-    shape, first, last = tensor.layout_.shape, _dim(tensor, start_dim), _dim(tensor, end_dim)
+def _flatten(tensor: SymbolicTensor, start_dim: int = 0, end_dim: int = -1) -> SymbolicTensor:
+    shape, first, last = tensor.elements.shape, _dim(tensor, start_dim), _dim(tensor, end_dim)
     return _reshape(tensor, [*shape[:first], -1, *shape[last + 1 :]])
 
 
-def _squeeze(tensor: Traced, dim: int | None = None) -> Traced:
-    shape = tensor.layout_.shape
+def _squeeze(tensor: SymbolicTensor, dim: int | None = None) -> SymbolicTensor:
+    shape = tensor.elements.shape
     gone = range(len(shape)) if dim is None else (_dim(tensor, dim),)
     kept = tuple(size for place, size in enumerate(shape) if place not in gone or size != 1)
-    return _like(tensor, tensor.layout_.reshape(kept))
+    return _like(tensor, tensor.elements.reshape(kept))
 
 
-def _unsqueeze(tensor: Traced, dim: int) -> Traced:
-    return _like(tensor, tensor.layout_.unsqueeze(_dim(tensor, dim, 1)))
+def _unsqueeze(tensor: SymbolicTensor, dim: int) -> SymbolicTensor:
+    return _like(tensor, tensor.elements.unsqueeze(_dim(tensor, dim, 1)))
 
 
-def _getitem(tensor: Traced, index: Any) -> Traced:
+def _getitem(tensor: SymbolicTensor, index: Any) -> SymbolicTensor:
     asked = index if isinstance(index, tuple) else (index,)
     dim = 0
     for part in asked:
         if part is Ellipsis:
-            dim = len(tensor.layout_.shape) - (len(asked) - asked.index(Ellipsis) - 1)
+            dim = len(tensor.elements.shape) - (len(asked) - asked.index(Ellipsis) - 1)
         elif isinstance(part, int):
             tensor = _select(tensor, dim, part)
         elif isinstance(part, slice) and part.step in (None, 1):
-            start, stop, _ = part.indices(tensor.layout_.shape[dim])
+            start, stop, _ = part.indices(tensor.elements.shape[dim])
             tensor, dim = _narrow(tensor, dim, start, max(0, stop - start)), dim + 1
         else:
             raise NotTraceableError(f"an index {part!r}")
@@ -202,7 +208,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
 
 
 @dataclass(slots=True)
-class Converted:
+class ModelTensors:
     """What the tensors of files are in the model."""
 
     found: dict[str, Layout] = field(default_factory=dict)
@@ -215,10 +221,10 @@ class Converted:
     """The conversions that matched a name."""
 
 
-def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[Stored]) -> Converted:
+def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[Stored]) -> ModelTensors:
     """Which tensors make which of the model's `names`, as `from_pretrained` would have it."""
     names_of = _library(model)
-    result = Converted()
+    result = ModelTensors()
     known = dict.fromkeys(names, True)
     if names_of is None:
         for number, tensor in enumerate(tensors):
@@ -255,7 +261,7 @@ class _Library:
         self._converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
         self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
 
-    def run(self, known: Mapping[str, bool], tensors: Sequence[Stored], result: Converted) -> None:
+    def run(self, known: Mapping[str, bool], tensors: Sequence[Stored], result: ModelTensors) -> None:
         pending: dict[str, Any] = {}
         order = sorted(range(len(tensors)), key=lambda n: self._loading.dot_natural_key(tensors[n].name))
         for number in order:
@@ -271,7 +277,9 @@ class _Library:
             else:
                 if name not in pending:
                     pending[name] = deepcopy(self._by_pattern[pattern])
-                pending[name].add_tensor(name, tensor.name, pattern, Traced.make(layout, tensor.dtype.torch))
+                pending[name].add_tensor(
+                    name, tensor.name, pattern, SymbolicTensor.make(layout, tensor.dtype.torch)
+                )
         for name, converter in pending.items():
             self._converted(name, converter, result)
         names = [tensor.name for tensor in tensors]
@@ -284,7 +292,7 @@ class _Library:
             return rename(name, [], [], prefix, known)
         return found, pattern
 
-    def _converted(self, name: str, converter: Any, result: Converted) -> None:
+    def _converted(self, name: str, converter: Any, result: ModelTensors) -> None:
         operations = ", ".join(type(operation).__name__ for operation in converter.operations)
         try:
             made = converter.convert(name, model=self._model, config=self._model.config)
@@ -292,7 +300,7 @@ class _Library:
                 made, _ = made
             for target, value in made.items():
                 tensor = value[0] if isinstance(value, list) else value
-                result.found[target] = tensor.layout_
+                result.found[target] = tensor.elements
         except (NotTraceableError, NoStridesError) as error:
             why = f"{operations} of `transformers` is not a move of elements: {error}"
             result.refused.append((name, why))
@@ -306,3 +314,83 @@ def _was_used(transform: Any, names: Sequence[str]) -> bool:
     if hasattr(transform, "was_used"):
         return bool(transform.was_used())
     return any(transform.rename_source_key(name)[1] is not None for name in names)
+
+
+# --- from names in the model to names in files ----------------------------------------------------------
+
+
+def saved_form(
+    model: nn.Module, shapes: Mapping[str, Shape], dtypes: Mapping[str, DType]
+) -> tuple[SavedTensor, ...]:
+    """The tensors that a checkpoint of `model` holds for parameters and buffers of these names, shapes and
+    dtypes, in the form that `from_pretrained` reads; for any other module just those names. A tensor of
+    several parameters has the widest of their dtypes."""
+    revert = _revert(model)
+    if revert is None:
+        return tuple(SavedTensor.of(name, shape, dtypes[name]) for name, shape in shapes.items())
+    names, where = list(shapes), type(model).__name__
+    state = {
+        name: SymbolicTensor.make(Layout.of(number, shapes[name]), dtypes[name].torch)
+        for number, name in enumerate(names)
+    }
+    try:
+        made = revert(model, dict(state))
+    except (NotTraceableError, NoStridesError) as error:
+        raise _refused(where, str(error)) from error
+    saved = []
+    for name, tensor in made.items():
+        if not isinstance(tensor, SymbolicTensor):
+            raise _refused(where, f"`{name}` is made of something else")
+        parts = tuple(SavedPart(names[box.number], box.reversed()) for box in tensor.elements.boxes())
+        saved.append(SavedTensor(name, tensor.elements.shape, _dtype(tensor, parts, dtypes), parts))
+    _check(saved, shapes, where)
+    # `transformers` sorts or does not, depending on where the model came from.
+    order = {name: number for number, name in enumerate(names)}
+
+    def place(tensor: SavedTensor) -> Any:
+        last = order.get(tensor.name, len(order))  # of a tensor without elements
+        return min((order[part.parameter] for part in tensor.parts), default=last), natural(tensor.name)
+
+    return tuple(sorted(saved, key=place))
+
+
+def _dtype(tensor: SymbolicTensor, parts: Sequence[SavedPart], dtypes: Mapping[str, DType]) -> DType:
+    """That of its parameters; the widest where they differ, its own where it has no elements."""
+    found = tuple(dict.fromkeys(dtypes[part.parameter] for part in parts))
+    if len(found) > 1:
+        return widest(found)
+    return found[0] if found else from_torch(tensor.dtype) or DType.FP32
+
+
+def _revert(model: nn.Module) -> Any:
+    """The function of `transformers` that takes a state dict to the checkpoint's form, None where there is
+    nothing of the kind. It has no public name; tested with transformers 5.23."""
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        return None
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 keeps one form
+        return None
+    return revert_weight_conversion
+
+
+def _check(saved: Sequence[SavedTensor], shapes: Mapping[str, Shape], where: str) -> None:
+    """That nothing was lost or doubled on the way. Counting is enough: a conversion that moves every element
+    gives as many as there are, and one that does not, does not."""
+    counted = dict.fromkeys(shapes, 0)
+    for tensor in saved:
+        for part in tensor.parts:
+            counted[part.parameter] += part.box.numel
+        if sum(part.box.numel for part in tensor.parts) != math.prod(tensor.shape):
+            raise _refused(where, f"`{tensor.name}` is not filled")
+    apart = [name for name, shape in shapes.items() if counted[name] != math.prod(shape)]
+    if apart:
+        raise _refused(where, f"`{apart[0]}` does not leave as it is")
+
+
+def _refused(where: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"`{where}`: must be stored in blocks of its parameters to be read and written in slices; got a "
+        f"weight conversion of `transformers` that mixes elements ({why}). Save it with `save_pretrained` on "
+        "one rank."
+    )

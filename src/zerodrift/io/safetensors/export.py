@@ -3,7 +3,7 @@
 Every rank writes its own slices at their places (`writer.py`) in files whose layout follows from the plan
 (`files.py`), so a model of any size leaves without being whole anywhere. Values are those of the `export`
 column: the bits of storage where that has the same dtype, otherwise the master, rounded once. Names and
-layout are those of the architecture's own checkpoints (`saving.py`).
+layout are those of the architecture's own checkpoints (`conversions.py`).
 
 Invariant: the folder is whole or not there, and a pinned parameter is in it with every bit.
 """
@@ -11,12 +11,11 @@ Invariant: the folder is whole or not there, and a pinned parameter is in it wit
 from __future__ import annotations
 
 import copy
-import math
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +23,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerodrift.dtypes import ADMITTED, DType, parse, widest
+from zerodrift.dtypes import ADMITTED, DType, parse
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, ConfigError
-from zerodrift.io.atomic import Staging
+from zerodrift.io.atomic import NewFolder, new_folder
 from zerodrift.io.checkpoint.checkpoints import everywhere
 from zerodrift.io.paths import writing
 from zerodrift.io.progress import Bar
-from zerodrift.io.safetensors.files import INDEX, SHARD_SIZE, File, Written, index_text, pack, size_in_bytes
-from zerodrift.io.safetensors.saving import Shape, layout
-from zerodrift.io.safetensors.writer import Sink
+from zerodrift.io.safetensors.boxes import Shape
+from zerodrift.io.safetensors.conversions import saved_form
+from zerodrift.io.safetensors.files import INDEX, SHARD_SIZE, TensorFile, index_text, pack, size_in_bytes
+from zerodrift.io.safetensors.writer import SafetensorsWriter
 from zerodrift.plan.stages import named
 from zerodrift.plan.table import Plan, Row
 
@@ -78,13 +78,13 @@ def export(
     target = Path(folder).expanduser()
     files = everywhere(comm, lambda: _files(engine, dtype, max_shard_size))
     buffers = _buffers(engine)
-    started: list[Staging] = []
+    started: list[NewFolder] = []
 
     def start() -> str:
         if rank == 0:
-            started.append(Staging(target, overwrite))
+            started.append(new_folder(target, overwrite))
             with writing(target):
-                Sink(started[0].path, files).create()
+                SafetensorsWriter(started[0].path, files).create()
                 _write_documents(started[0].path, engine.whole, files)
         return str(started[0].path) if started else ""
 
@@ -92,11 +92,10 @@ def export(
         path = Path(comm.broadcast_object(everywhere(comm, start), 0))
         everywhere(comm, lambda: _must_see(path, files, rank))
         everywhere(comm, lambda: _write(engine, path, files, buffers))
-        everywhere(comm, lambda: started[0].publish() if started else None)
-    except BaseException:
-        for staging in started:
-            staging.remove()
-        raise
+        everywhere(comm, lambda: _publish(started, target))
+    finally:
+        for new in started:
+            new.remove()
     tensors = [tensor for file in files for tensor in file.tensors]
     counts = Counter(str(tensor.dtype) for tensor in tensors)
     return Exported(
@@ -119,9 +118,9 @@ def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: boo
 # --- what goes where --------------------------------------------------------------------------------------
 
 
-def _files(engine: Engine, dtype: str | None, max_shard_size: int | str) -> tuple[File, ...]:
+def _files(engine: Engine, dtype: str | None, max_shard_size: int | str) -> tuple[TensorFile, ...]:
     shapes, dtypes = contents(engine.plan, engine.whole, exported_dtype(dtype))
-    return laid_out(engine.whole, shapes, dtypes, size_in_bytes(max_shard_size))
+    return pack(saved_form(engine.whole, shapes, dtypes), size_in_bytes(max_shard_size))
 
 
 def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
@@ -142,17 +141,6 @@ def exported_dtype(text: str | None) -> DType | None:
     if found not in ADMITTED["export"]:
         raise ConfigError(f"`dtype`: must be fp32, bf16 or fp16; got {text!r}.")
     return found
-
-
-def laid_out(
-    model: nn.Module, shapes: dict[str, Shape], dtypes: dict[str, DType], shard_size: int
-) -> tuple[File, ...]:
-    """The files for tensors of these names, in the layout of the model's own checkpoints."""
-    tensors = []
-    for laid in layout(model, shapes):
-        found = tuple(dict.fromkeys(dtypes[block.parameter] for block in laid.blocks))
-        tensors.append(Written(laid, found[0] if len(found) == 1 else widest(found)))
-    return pack(tensors, shard_size)
 
 
 def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[str, Shape], dict[str, DType]]:
@@ -196,10 +184,16 @@ def saved_name(row: Row, model: nn.Module) -> str:
     return (own or list(row.names))[0]
 
 
+def _publish(started: Sequence[NewFolder], target: Path) -> None:
+    for new in started:
+        with writing(target):
+            new.publish()
+
+
 # --- writing ----------------------------------------------------------------------------------------------
 
 
-def _must_see(path: Path, files: tuple[File, ...], rank: int) -> None:
+def _must_see(path: Path, files: tuple[TensorFile, ...], rank: int) -> None:
     """Files that rank 0 has made must be there for every other."""
     for file in files:
         there = path / file.name
@@ -211,9 +205,11 @@ def _must_see(path: Path, files: tuple[File, ...], rank: int) -> None:
             )
 
 
-def _write(engine: Engine, path: Path, files: tuple[File, ...], buffers: Mapping[str, torch.Tensor]) -> None:
+def _write(
+    engine: Engine, path: Path, files: tuple[TensorFile, ...], buffers: Mapping[str, torch.Tensor]
+) -> None:
     """What this rank owns."""
-    sink = Sink(path, files)
+    writer = SafetensorsWriter(path, files)
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     bar = Bar(f"exporting to {path.parent}", total // engine.mesh.size("world"), engine.mesh.rank() == 0)
     try:
@@ -223,27 +219,27 @@ def _write(engine: Engine, path: Path, files: tuple[File, ...], buffers: Mapping
                 stored = piece.stored()
                 for span in piece.share:
                     name = saved_name(named(engine.plan, span.row), engine.whole)
-                    if name not in sink:
+                    if name not in writer:
                         continue
                     flat = stored
-                    if sink.dtype(name) is not span.row.columns.storage.dtype:
+                    if writer.dtype(name) is not span.row.columns.storage.dtype:
                         flat = wide = piece.weights() if wide is None else wide
-                    before = sink.written
-                    sink.write(name, span.row.whole_shape, span.start, span.part(flat).values)
-                    bar(sink.written - before)
+                    before = writer.written
+                    writer.write(name, span.start, span.part(flat).values)
+                    bar(writer.written - before)
             for name, buffer in buffers.items():
-                if name in sink:
-                    sink.write(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
+                if name in writer:
+                    writer.write(name, 0, buffer.detach().reshape(-1))
     except BaseException:
-        sink.close(sync=False)
+        writer.close(sync=False)
         raise
     finally:
         bar.close()
     with writing(path):
-        sink.close()
+        writer.close()
 
 
-def _write_documents(path: Path, model: nn.Module, files: tuple[File, ...]) -> None:
+def _write_documents(path: Path, model: nn.Module, files: tuple[TensorFile, ...]) -> None:
     """The index, and what `transformers` needs to build the model."""
     if len(files) > 1:
         (path / INDEX).write_text(index_text(files), encoding="utf-8")
@@ -266,11 +262,11 @@ def write_config(path: Path, model: Any, dtype: DType) -> None:
         generation.save_pretrained(path)
 
 
-def main_dtype(files: tuple[File, ...]) -> DType:
+def main_dtype(files: tuple[TensorFile, ...]) -> DType:
     """The floating dtype that most elements have: what a loader takes for all where nobody says."""
     counts: Counter[DType] = Counter()
     for file in files:
         for tensor in file.tensors:
             if tensor.dtype.is_floating:
-                counts[tensor.dtype] += math.prod(tensor.laid.shape)
+                counts[tensor.dtype] += tensor.numel
     return counts.most_common(1)[0][0] if counts else DType.FP32

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError
-from zerodrift.io.safetensors.saving import Laid, Shape
+from zerodrift.io.safetensors.boxes import Box, Layout, Shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -25,23 +25,45 @@ SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """One tensor of a folder that is to be written."""
+class SavedPart:
+    """Elements of a parameter in a tensor of a file."""
 
-    laid: Laid
-    dtype: DType
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.laid.shape) * self.dtype.size
+    parameter: str
+    box: Box
+    """The target is the parameter, the source the tensor, as in reading."""
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class SavedTensor:
+    """One tensor that is to be written."""
+
+    name: str
+    shape: Shape
+    dtype: DType
+    parts: tuple[SavedPart, ...]
+    """Each element once; none of a tensor without elements."""
+
+    @staticmethod
+    def of(name: str, shape: Shape, dtype: DType) -> SavedTensor:
+        """A parameter as it is."""
+        parts = tuple(SavedPart(name, box) for box in Layout.of(0, shape).boxes())
+        return SavedTensor(name, shape, dtype, parts)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.size
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
     """One file."""
 
     name: str
-    tensors: tuple[Written, ...]
+    tensors: tuple[SavedTensor, ...]
     """In the order of their bytes."""
     header: bytes
     """With its length, as it stands at the head of the file."""
@@ -54,13 +76,13 @@ class File:
 
 
 def pack(
-    tensors: Sequence[Written], shard_size: int, single: str = SINGLE, note: dict[str, str] | None = None
-) -> tuple[File, ...]:
+    tensors: Sequence[SavedTensor], shard_size: int, single: str = SINGLE, note: dict[str, str] | None = None
+) -> tuple[TensorFile, ...]:
     """Tensors in their order into files of at most `shard_size` bytes of data; a larger one has its own.
     Files are cut and named as huggingface_hub does."""
     _check_names(tensors)
-    groups: list[list[Written]] = []
-    open_one: list[Written] = []
+    groups: list[list[SavedTensor]] = []
+    open_one: list[SavedTensor] = []
     used = 0
     for tensor in tensors:
         if tensor.nbytes > shard_size:
@@ -80,10 +102,10 @@ def pack(
     return tuple(_file(name, group, note) for name, group in zip(names, groups, strict=True))
 
 
-def _check_names(tensors: Iterable[Written]) -> None:
+def _check_names(tensors: Iterable[SavedTensor]) -> None:
     """A name is a key of JSON in UTF-8, and one key is taken."""
     for tensor in tensors:
-        name = tensor.laid.name
+        name = tensor.name
         try:
             name.encode()
             got = f"{name!r}, which is the format's own" if name == _NOTE else ""
@@ -99,7 +121,7 @@ def _check_names(tensors: Iterable[Written]) -> None:
 _NOTE = "__metadata__"
 
 
-def _file(name: str, tensors: Iterable[Written], note: dict[str, str] | None) -> File:
+def _file(name: str, tensors: Iterable[SavedTensor], note: dict[str, str] | None) -> TensorFile:
     # Wide dtypes first, so that every tensor starts at a multiple of its element.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.size)
     entries: dict[str, object] = {_NOTE: {"format": "pt", **(note or {})}}
@@ -107,25 +129,25 @@ def _file(name: str, tensors: Iterable[Written], note: dict[str, str] | None) ->
     for tensor in ordered:
         begin, end = end, end + tensor.nbytes
         offsets.append(begin)
-        entries[tensor.laid.name] = {
+        entries[tensor.name] = {
             "dtype": tensor.dtype.safetensors,
-            "shape": list(tensor.laid.shape),
+            "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return File(name, tuple(ordered), header, tuple(len(header) + begin for begin in offsets))
+    return TensorFile(name, tuple(ordered), header, tuple(len(header) + begin for begin in offsets))
 
 
-def index_text(files: Sequence[File]) -> str:
+def index_text(files: Sequence[TensorFile]) -> str:
     """The index of a folder with several files."""
     tensors = [tensor for file in files for tensor in file.tensors]
     total = {
-        "total_parameters": sum(math.prod(tensor.laid.shape) for tensor in tensors),
+        "total_parameters": sum(tensor.numel for tensor in tensors),
         "total_size": sum(tensor.nbytes for tensor in tensors),
     }
-    weight_map = {tensor.laid.name: file.name for file in files for tensor in file.tensors}
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
     return json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
 
 
@@ -142,60 +164,3 @@ def size_in_bytes(size: int | str, where: str = "max_shard_size") -> int:
             f"`{where}`: must be a number of bytes or a size such as 5GB or 500MB; got {size!r}."
         )
     return int(float(found[1]) * unit)
-
-
-# --- runs and boxes -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor."""
-
-    low: Shape
-    shape: Shape
-    offset: int
-    """Where its elements begin in the run that it is cut from."""
-
-
-def boxes(start: int, stop: int, shape: Shape) -> Iterator[Box]:
-    """The elements `[start, stop)` of the row-major flattening of `shape`, cut into boxes in their order.
-
-    There are at most two per dimension, less one: a ragged head, whole rows, a ragged tail.
-    """
-    if start >= stop:
-        return
-    yield from _boxes(start, stop, shape, (), 0)
-
-
-def _boxes(start: int, stop: int, shape: Shape, prefix: Shape, offset: int) -> Iterator[Box]:
-    if not shape:
-        yield Box(prefix, (1,) * len(prefix), offset)
-        return
-    inner = math.prod(shape[1:])
-    head, tail = -(-start // inner), stop // inner
-    if head > tail:  # within one row
-        yield from _row(start, stop, shape, prefix, offset)
-        return
-    if start < head * inner:
-        yield from _row(start, head * inner, shape, prefix, offset)
-    if head < tail:
-        low = (*prefix, head, *(0 for _ in shape[1:]))
-        sizes = (*(1 for _ in prefix), tail - head, *shape[1:])
-        yield Box(low, sizes, offset + head * inner - start)
-    if tail * inner < stop:
-        yield from _row(tail * inner, stop, shape, prefix, offset + tail * inner - start)
-
-
-def _row(start: int, stop: int, shape: Shape, prefix: Shape, offset: int) -> Iterator[Box]:
-    """A run within one row of the first dimension."""
-    inner = math.prod(shape[1:])
-    row = start // inner
-    yield from _boxes(start - row * inner, stop - row * inner, shape[1:], (*prefix, row), offset)
-
-
-def overlap(box: Box, low: Shape, shape: Shape) -> tuple[Shape, Shape] | None:
-    """(first index, elements) of what a box shares with another one; None for nothing."""
-    first = tuple(max(a, b) for a, b in zip(box.low, low, strict=True))
-    ends = [min(a + n, b + m) for a, n, b, m in zip(box.low, box.shape, low, shape, strict=True)]
-    sizes = tuple(end - begin for begin, end in zip(first, ends, strict=True))
-    return None if any(size <= 0 for size in sizes) else (first, sizes)

@@ -20,8 +20,8 @@ from torch import nn
 
 from zerodrift.dtypes import DType, widest
 from zerodrift.errors import ModelError, Problems, did_you_mean
-from zerodrift.io.safetensors.boxes import Piece
-from zerodrift.io.safetensors.conversions import Converted, convert
+from zerodrift.io.safetensors.boxes import Box
+from zerodrift.io.safetensors.conversions import ModelTensors, convert
 from zerodrift.model.document import listed, read
 from zerodrift.model.header import Stored
 from zerodrift.model.module import transient
@@ -32,7 +32,7 @@ CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Expected:
     """A parameter or a buffer that a checkpoint may have values for."""
 
     names: tuple[str, ...]
@@ -45,21 +45,21 @@ class Wanted:
         return self.names[0]
 
 
-def wanted(
+def expected(
     parameters: Iterable[ParameterSpec | Row], buffers: Iterable[BufferSpec | BufferRow], model: nn.Module
-) -> tuple[Wanted, ...]:
+) -> tuple[Expected, ...]:
     """What a state dict of the model would hold, tied parameters once."""
     left_out = transient(model)
     found = []
     for parameter in parameters:
         if isinstance(parameter, Row):
-            found.append(Wanted(parameter.names, parameter.whole_shape, parameter.source))
+            found.append(Expected(parameter.names, parameter.whole_shape, parameter.source))
         else:
-            found.append(Wanted(parameter.names, parameter.shape, parameter.dtype))
+            found.append(Expected(parameter.names, parameter.shape, parameter.dtype))
     for buffer in buffers:
         if buffer.name not in left_out:
             dtype = buffer.storage if isinstance(buffer, BufferRow) else buffer.dtype
-            found.append(Wanted((buffer.name,), buffer.shape, dtype, is_buffer=True))
+            found.append(Expected((buffer.name,), buffer.shape, dtype, is_buffer=True))
     return tuple(found)
 
 
@@ -67,11 +67,11 @@ def wanted(
 class Filled:
     """Where the values of one parameter or buffer are."""
 
-    pieces: tuple[Piece, ...]
+    boxes: tuple[Box, ...]
     """Sources are numbered as in `Match.tensors`."""
     exact: DType
     """Holds every value of every source."""
-    again: tuple[tuple[Piece, ...], ...] = ()
+    again: tuple[tuple[Box, ...], ...] = ()
     """The same values under other names that the model ties to it."""
 
 
@@ -101,7 +101,7 @@ Strict = bool | Sequence[str]
 
 
 def match(
-    path: str | Path, tensors: tuple[Stored, ...], model: nn.Module, want: Sequence[Wanted], strict: Strict
+    path: str | Path, tensors: tuple[Stored, ...], model: nn.Module, want: Sequence[Expected], strict: Strict
 ) -> Match:
     """Every value that the checkpoint has for the model; one ModelError with all that is wrong."""
     names = [name for entry in want for name in entry.names]
@@ -114,41 +114,43 @@ def match(
     for entry in want:
         _fill(entry, converted, refused, result, problems)
     placed = set(names)
-    strays = [name for name in converted.found if name not in placed]
+    unplaced = [name for name in converted.found if name not in placed]
     allowed = _Allowed(model, strict, [*names, *(tensor.name for tensor in tensors)], problems)
-    _judge(result, [*converted.unexpected, *strays], allowed, problems)
+    _judge(result, [*converted.unexpected, *unplaced], allowed, problems)
     if problems:
         _explain(Path(path), problems)
     problems.raise_as(ModelError, f"weights of {path}")
     return result
 
 
-def _fill(entry: Wanted, converted: Converted, refused: set[str], result: Match, problems: Problems) -> None:
+def _fill(
+    entry: Expected, converted: ModelTensors, refused: set[str], result: Match, problems: Problems
+) -> None:
     here = [(name, converted.found[name]) for name in entry.names if name in converted.found]
     if not here:
         if not refused & set(entry.names):
             result.missing.append(entry.name)
         return
-    kept: list[tuple[Piece, ...]] = []
+    kept: list[tuple[Box, ...]] = []
     for name, layout in here:
         if layout.shape != entry.shape:
             problems.add(name, f"must have shape {list(entry.shape)}", f"{list(layout.shape)} in the files")
             continue
-        pieces = layout.pieces()
-        _check_dtypes(name, entry, pieces, result, problems)
-        kept.append(pieces)
+        boxes = layout.boxes()
+        _check_dtypes(name, entry, boxes, result, problems)
+        kept.append(boxes)
     if kept:
-        sources = tuple({result.tensors[piece.number].dtype for piece in kept[0]}) or (entry.dtype,)
+        sources = tuple({result.tensors[box.number].dtype for box in kept[0]}) or (entry.dtype,)
         exact = widest(sources) if sources[0].is_floating else sources[0]
         result.found[entry.name] = Filled(kept[0], exact, tuple(kept[1:]))
 
 
 def _check_dtypes(
-    name: str, entry: Wanted, pieces: Sequence[Piece], result: Match, problems: Problems
+    name: str, entry: Expected, boxes: Sequence[Box], result: Match, problems: Problems
 ) -> None:
     """What may be converted on the way in: floating values of at most 32 bits."""
     tensors, known = result.tensors, result.known
-    for stored in {piece.number: tensors[piece.number] for piece in pieces}.values():
+    for stored in {box.number: tensors[box.number] for box in boxes}.values():
         got, todo = f"{stored.dtype} of `{stored.name}`", ""
         if not entry.dtype.is_floating:
             fine = stored.dtype is entry.dtype

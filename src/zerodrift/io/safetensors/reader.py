@@ -1,6 +1,6 @@
 """Bytes out of files into tensors: positioned reads, a bounded buffer, a count of every byte.
 
-Which bytes are wanted is decided by whoever calls; here a `Piece` is read with as few calls as its strides
+Which bytes are wanted is decided by whoever calls; here a `Box` is read with as few calls as its strides
 allow and put where it belongs. A run goes straight to its place where the dtypes agree and the place is in
 host memory. Anything else passes through one buffer of CHUNK bytes.
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from zerodrift.errors import ModelError, Problem
-from zerodrift.io.safetensors.boxes import Piece, simplified
+from zerodrift.io.safetensors.boxes import Box, simplified
 from zerodrift.io.safetensors.pages import Pages
 from zerodrift.model.header import Stored
 
@@ -30,7 +30,7 @@ SEEK = 4096
 """Bytes below which leaving some out costs more than reading them."""
 
 
-class Reader:
+class SafetensorsReader:
     """Reads tensors of files. Not safe for several threads."""
 
     def __init__(self, progress: Callable[[int], None] = lambda count: None) -> None:
@@ -47,14 +47,17 @@ class Reader:
         self._open.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, stored: Stored, piece: Piece, out: torch.Tensor) -> None:
-        """The elements of one piece of a tensor into flat `out`, which begins where the target does."""
-        piece = simplified(piece)
-        if piece.is_run:
-            self._run(stored, piece.origin, out[piece.start : piece.start + piece.numel])
+    def read(self, stored: Stored, box: Box, out: torch.Tensor, first: int = 0) -> None:
+        """The elements of one box of a tensor into flat `out`, which begins at element `first` of the
+        target."""
+        box = simplified(box)
+        if box.is_run:
+            start = box.start - first
+            self._run(stored, box.origin, out[start : start + box.numel])
         else:
-            for part in _spans(piece, stored.dtype.size):
-                self._strided(stored, part, out)
+            for part in _spans(box, stored.dtype.size):
+                values = self._staged(stored, part.origin, part.span)
+                part.of_target(out, first).copy_(part.of_source(values, part.origin))
 
     def _run(self, stored: Stored, origin: int, out: torch.Tensor) -> None:
         dtype = stored.dtype.torch
@@ -68,15 +71,6 @@ class Reader:
                 self._bytes(stored, origin + first, part)
             else:
                 part.copy_(self._staged(stored, origin + first, part.numel()))
-
-    def _strided(self, stored: Stored, piece: Piece, out: torch.Tensor) -> None:
-        span = 1 + sum((axis.size - 1) * axis.source for axis in piece.axes)
-        values = self._staged(stored, piece.origin, span)
-        sizes = [axis.size for axis in piece.axes]
-        place = out.as_strided(
-            sizes, [axis.target for axis in piece.axes], out.storage_offset() + piece.start
-        )
-        place.copy_(values.as_strided(sizes, [axis.source for axis in piece.axes]))
 
     def _staged(self, stored: Stored, first: int, count: int) -> torch.Tensor:
         """Elements of a tensor in the buffer, until the next call."""
@@ -117,27 +111,27 @@ class Reader:
         return found
 
 
-def _spans(piece: Piece, size: int) -> Iterator[Piece]:
-    """Parts of a piece that are each read at once: short enough, and with little that is not wanted."""
-    reach = [(axis.size - 1) * axis.source for axis in piece.axes]
-    span = 1 + sum(reach)
-    if span * size <= CHUNK and (span <= SPARSE * piece.numel or span * size <= SEEK):
-        yield piece
+def _spans(box: Box, size: int) -> Iterator[Box]:
+    """Parts of a box that are each read at once: short enough, and with little that is not wanted."""
+    reach = [(axis.size - 1) * axis.source for axis in box.axes]
+    span = box.span
+    if span * size <= CHUNK and (span <= SPARSE * box.numel or span * size <= SEEK):
+        yield box
         return
-    outer = max(range(len(reach)), key=lambda n: piece.axes[n].source)
-    axis = piece.axes[outer]
+    outer = max(range(len(reach)), key=lambda n: box.axes[n].source)
+    axis = box.axes[outer]
     inner = span - reach[outer]
-    if axis.source * size > SEEK and inner <= axis.source and span > SPARSE * piece.numel:
+    if axis.source * size > SEEK and inner <= axis.source and span > SPARSE * box.numel:
         count = 1  # the gaps between steps are worth a call
     else:
         count = max(1, min(axis.size, (CHUNK // size - inner) // max(1, axis.source) + 1))
     if count >= axis.size:
-        yield piece
+        yield box
         return
     for first in range(0, axis.size, count):
-        part = piece.at(outer, first, min(count, axis.size - first))
+        part = box.at(outer, first, min(count, axis.size - first))
         axes = tuple(a for a in part.axes if a.size > 1)
-        yield from _spans(Piece(part.number, part.start, part.origin, axes), size)
+        yield from _spans(Box(part.number, part.start, part.origin, axes), size)
 
 
 def _unreadable(stored: Stored, got: str) -> ModelError:

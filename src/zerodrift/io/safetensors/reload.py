@@ -19,8 +19,8 @@ import torch
 from zerodrift.comm.together import together
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.shards import Held, Piece, Shards
-from zerodrift.io.safetensors.matching import Strict, wanted
-from zerodrift.io.safetensors.weights import Files, LoadedWeights
+from zerodrift.io.safetensors.matching import Strict, expected
+from zerodrift.io.safetensors.weights import LoadedWeights, SafetensorsWeights
 from zerodrift.plan.stages import named, part
 from zerodrift.plan.table import Row
 
@@ -38,9 +38,9 @@ def load_weights(
     """
     comm, plan, model = engine.comm, engine.plan, engine.whole
     shown = engine.mesh.rank() == 0 and not quiet
-    files: Files | None = None
+    files: SafetensorsWeights | None = None
     with together(comm):
-        files = Files.open(path, model, wanted(plan.rows, plan.buffers, model), strict)
+        files = SafetensorsWeights.open(path, model, expected(plan.rows, plan.buffers, model), strict)
         files.show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
     if files is None:
         raise AssertionError("unreachable")
@@ -80,7 +80,7 @@ def _name(engine: Engine, row: Row) -> str:
     return named(engine.plan, row).name
 
 
-def _replace(engine: Engine, files: Files, piece: Piece) -> None:
+def _replace(engine: Engine, files: SafetensorsWeights, piece: Piece) -> None:
     """The rows of one segment."""
     segment = piece.segment
     held = [row for row in segment.rows if files.holds(_name(engine, row))]
@@ -100,7 +100,7 @@ def _replace(engine: Engine, files: Files, piece: Piece) -> None:
         piece.set_weights(values)
 
 
-def _replace_held(engine: Engine, files: Files, piece: Held) -> None:
+def _replace_held(engine: Engine, files: SafetensorsWeights, piece: Held) -> None:
     """The same where ranks hold what they own and nothing else: each reads its own."""
     values = piece.weights()
     with together(engine.comm):
@@ -111,7 +111,7 @@ def _replace_held(engine: Engine, files: Files, piece: Held) -> None:
     piece.set_weights(values)
 
 
-def _buffers(engine: Engine, files: Files) -> None:
+def _buffers(engine: Engine, files: SafetensorsWeights) -> None:
     """One data rank reads them, of a pipeline those of its stage, and the others get its bits."""
     found = dict(engine.module.named_buffers())
     rows = [row for row in engine.plan.buffers if row.name in found and files.holds(row.name)]

@@ -28,9 +28,9 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, Problem
 from zerodrift.io.paths import look
 from zerodrift.io.progress import Bar
-from zerodrift.io.safetensors.boxes import Piece, within
-from zerodrift.io.safetensors.matching import Filled, Match, Strict, Wanted, match
-from zerodrift.io.safetensors.reader import Reader
+from zerodrift.io.safetensors.boxes import Box, within
+from zerodrift.io.safetensors.matching import Expected, Filled, Match, Strict, match
+from zerodrift.io.safetensors.reader import SafetensorsReader
 from zerodrift.model.safetensors import stored
 
 if TYPE_CHECKING:
@@ -71,21 +71,23 @@ class LoadedWeights:
         return text
 
 
-class Files:
+class SafetensorsWeights:
     """The tensors of one checkpoint as a source that segments are filled from."""
 
     def __init__(self, found: Match) -> None:
         self.match = found
-        self._reader = Reader(self._progress)
+        self._reader = SafetensorsReader(self._progress)
         self._bar: Bar | None = None
         self._begin = time.monotonic()
 
     @staticmethod
-    def open(path: str | os.PathLike[str], model: nn.Module, want: Sequence[Wanted], strict: Strict) -> Files:
+    def open(
+        path: str | os.PathLike[str], model: nn.Module, want: Sequence[Expected], strict: Strict
+    ) -> SafetensorsWeights:
         """Read the headers and settle what fills what; no weight is read yet."""
         where = Path(path).expanduser()
         look(where)
-        return Files(match(where, stored(where), model, want, strict))
+        return SafetensorsWeights(match(where, stored(where), model, want, strict))
 
     def show(self, shown: bool, ranks: int) -> None:
         """Show a bar where that helps; `ranks` share the reading."""
@@ -104,21 +106,20 @@ class Files:
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         """The elements from `start` on of a parameter, into flat memory, cast to its dtype."""
         filled = self.match.found[name]
-        self._read(filled.pieces, start, out)
+        self._read(filled.boxes, start, out)
         for other in filled.again:
             self._compare(name, filled, other, start, out.numel())
 
-    def _read(self, pieces: tuple[Piece, ...], start: int, out: torch.Tensor) -> None:
-        for piece in within(pieces, start, start + out.numel()):
-            placed = Piece(piece.number, piece.start - start, piece.origin, piece.axes)
-            self._reader.read(self.match.tensors[piece.number], placed, out)
+    def _read(self, boxes: tuple[Box, ...], start: int, out: torch.Tensor) -> None:
+        for box in within(boxes, start, start + out.numel()):
+            self._reader.read(self.match.tensors[box.number], box, out, start)
 
-    def _compare(self, name: str, filled: Filled, other: tuple[Piece, ...], start: int, numel: int) -> None:
+    def _compare(self, name: str, filled: Filled, other: tuple[Box, ...], start: int, numel: int) -> None:
         """A tied parameter that the files hold twice must be the same twice: which one would be kept?"""
         for first in range(start, start + numel, WINDOW):
             count = min(WINDOW, start + numel - first)
             one, two = (torch.empty(count, dtype=_wide(filled.exact)) for _ in range(2))
-            self._read(filled.pieces, first, one)
+            self._read(filled.boxes, first, one)
             self._read(other, first, two)
             if not torch.equal(one, two):
                 second = self.match.tensors[other[0].number].name

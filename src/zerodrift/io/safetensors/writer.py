@@ -2,7 +2,8 @@
 
 One process makes the files at their full size, headers included; from then on any number of processes write
 what they have, in any order, without knowing of each other. Space is taken when the files are made, so a full
-disk is found out before anything is written.
+disk is found out before anything is written. Where an element goes is said by the boxes that a reader would
+find it by.
 
 Invariant: every byte is written once, by whoever has the element; values are rounded at most once.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,8 @@ import torch
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import NonFiniteError, ZerodriftError
-from zerodrift.io.safetensors.files import Box, File, boxes, overlap
-from zerodrift.io.safetensors.saving import Block, Shape
+from zerodrift.io.safetensors.boxes import Box, BoxAxis, within
+from zerodrift.io.safetensors.files import SavedTensor, TensorFile
 
 CHUNK = 1 << 20
 """Elements that are converted at a time."""
@@ -30,42 +31,40 @@ SHORT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a block of a parameter goes."""
+class _Home:
+    """Where a box of a parameter goes."""
 
     file: int
     start: int
     """First byte of its tensor in the file."""
-    nbytes: int
-    """Of the tensor."""
-    dtype: DType
-    block: Block
+    tensor: SavedTensor
+    box: Box
 
 
-class Sink:
+class SafetensorsWriter:
     """The files of one folder, open for writing by parameter."""
 
-    def __init__(self, folder: Path, files: Sequence[File]) -> None:
+    def __init__(self, folder: Path, files: Sequence[TensorFile]) -> None:
         self._folder = folder
         self._files = files
         self._open: dict[int, int] = {}
         """Number of a file -> its descriptor."""
-        self._places: dict[str, list[_Place]] = {}
+        self._homes: dict[str, list[_Home]] = {}
         for number, file in enumerate(files):
             for tensor, start in zip(file.tensors, file.starts, strict=True):
-                for block in tensor.laid.blocks:
-                    place = _Place(number, start, tensor.nbytes, tensor.dtype, block)
-                    self._places.setdefault(block.parameter, []).append(place)
+                for part in tensor.parts:
+                    home = _Home(number, start, tensor, part.box)
+                    self._homes.setdefault(part.parameter, []).append(home)
         self.written = 0
         """Bytes of tensors written so far."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a parameter goes anywhere."""
-        return name in self._places
+        """Whether elements of a parameter go anywhere."""
+        return name in self._homes
 
     def dtype(self, name: str) -> DType | None:
         """What a parameter is written in; None where its parts differ."""
-        found = {place.dtype for place in self._places[name]}
+        found = {home.tensor.dtype for home in self._homes[name]}
         return found.pop() if len(found) == 1 else None
 
     def create(self) -> None:
@@ -78,14 +77,11 @@ class Sink:
                 if file.size:
                     os.posix_fallocate(out.fileno(), 0, file.size)
 
-    def write(self, name: str, shape: Shape, start: int, values: torch.Tensor) -> None:
-        """Elements of a parameter from `start` on, in the row-major flattening of its `shape`."""
-        pieces = list(boxes(start, start + values.numel(), shape))
-        for place in self._places[name]:
-            for box in pieces:
-                shared = overlap(box, place.block.low, place.block.shape)
-                if shared is not None:
-                    self._write(place, _cut(values, box, *shared), shared[0], name)
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Elements of a parameter from `start` on, in its row-major flattening."""
+        for home in self._homes[name]:
+            for box in within((home.box,), start, start + values.numel()):
+                self._write(home, box, box.of_target(values, start), name)
 
     def close(self, sync: bool = True) -> None:
         """Let go of the files; with `sync`, when the disk has what was written."""
@@ -97,47 +93,43 @@ class Sink:
             for descriptor in opened.values():
                 os.close(descriptor)
 
-    def _write(self, place: _Place, values: torch.Tensor, first: Shape, name: str) -> None:
-        """A box of values whose first element has index `first` in the parameter."""
-        block = place.block
-        target = block.start + sum(
-            (index - low) * stride for index, low, stride in zip(first, block.low, block.strides, strict=True)
-        )
-        run, outer = _runs(values.shape, block.strides)
-        if outer and run * place.dtype.size < SHORT:
-            self._scatter(place, values, target, name)
+    def _write(self, home: _Home, box: Box, values: torch.Tensor, name: str) -> None:
+        """The values of one box, in its shape."""
+        dtype = home.tensor.dtype
+        run, outer = _runs(box)
+        if outer and run * dtype.size < SHORT:
+            self._scatter(home, box, values, name)
             return
-        rows = values.reshape(-1, run) if outer else values.reshape(1, -1)
-        steps = itertools.product(*(range(size) for size in values.shape[: len(outer)]))
-        for row, index in zip(rows, steps, strict=True):
-            at = target + sum(number * stride for number, stride in zip(index, outer, strict=True))
-            for low in range(0, row.numel(), CHUNK):
-                data = _converted(row[low : low + CHUNK], place.dtype, name)
-                self._put(place, (at + low) * place.dtype.size, data)
+        for index in itertools.product(*(range(axis.size) for axis in outer)):
+            row = values[index].reshape(-1)
+            at = box.origin + sum(n * axis.source for n, axis in zip(index, outer, strict=True))
+            for low in range(0, run, CHUNK):
+                data = _converted(row[low : low + CHUNK], dtype, name)
+                self._put(home, (at + low) * dtype.size, data)
 
-    def _put(self, place: _Place, offset: int, values: torch.Tensor) -> None:
+    def _put(self, home: _Home, offset: int, values: torch.Tensor) -> None:
         data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        at = place.start + offset
+        at = home.start + offset
         while data:
-            count = os.pwrite(self._descriptor(place.file), data, at)
+            count = os.pwrite(self._descriptor(home.file), data, at)
             if count == 0:
                 raise ZerodriftError(
-                    f"`{self._files[place.file].name}`: must take {len(data)} bytes; took none."
+                    f"`{self._files[home.file].name}`: must take {len(data)} bytes; took none."
                 )
             data, at = data[count:], at + count
             self.written += count
 
-    def _scatter(self, place: _Place, values: torch.Tensor, target: int, name: str) -> None:
+    def _scatter(self, home: _Home, box: Box, values: torch.Tensor, name: str) -> None:
         """Elements that lie far apart in the file."""
-        data = _converted(values.contiguous(), place.dtype, name)
-        page = place.start - place.start % mmap.ALLOCATIONGRANULARITY
-        length = place.start + place.nbytes - page
-        with mmap.mmap(self._descriptor(place.file), length, offset=page) as mapped:
-            count = place.nbytes // place.dtype.size
-            flat = torch.frombuffer(mapped, dtype=data.dtype, count=count, offset=place.start - page)
-            torch.as_strided(flat, data.shape, place.block.strides, target).copy_(data)
+        data = _converted(values.contiguous(), home.tensor.dtype, name)
+        page = home.start - home.start % mmap.ALLOCATIONGRANULARITY
+        length = home.start + home.tensor.nbytes - page
+        with mmap.mmap(self._descriptor(home.file), length, offset=page) as mapped:
+            count, start = home.tensor.numel, home.start - page
+            flat = torch.frombuffer(mapped, dtype=data.dtype, count=count, offset=start)
+            box.of_source(flat).copy_(data)
             del flat  # a mapping cannot be closed while something looks at it
-        self.written += data.numel() * place.dtype.size
+        self.written += data.numel() * home.tensor.dtype.size
 
     def _descriptor(self, number: int) -> int:
         if number not in self._open:
@@ -145,23 +137,13 @@ class Sink:
         return self._open[number]
 
 
-def _cut(values: torch.Tensor, box: Box, first: Shape, sizes: Shape) -> torch.Tensor:
-    """The part of a run that is in a box and begins at index `first`, in its shape."""
-    count = 1
-    for size in box.shape:
-        count *= size
-    whole = values[box.offset : box.offset + count].view(box.shape)
-    return whole[tuple(slice(a - low, a - low + n) for a, low, n in zip(first, box.low, sizes, strict=True))]
-
-
-def _runs(shape: Iterable[int], strides: Shape) -> tuple[int, Shape]:
-    """(elements that follow each other in the file, strides of the dimensions before those)."""
-    sizes = tuple(shape)
-    run, dim = 1, len(sizes)
-    while dim and (sizes[dim - 1] == 1 or strides[dim - 1] == run):
-        run *= sizes[dim - 1]
-        dim -= 1
-    return run, strides[:dim]
+def _runs(box: Box) -> tuple[int, tuple[BoxAxis, ...]]:
+    """(elements that follow each other in the file, the axes around them)."""
+    run, inner = 1, len(box.axes)
+    while inner and box.axes[inner - 1].source == run:
+        run *= box.axes[inner - 1].size
+        inner -= 1
+    return run, box.axes[:inner]
 
 
 def _converted(values: torch.Tensor, dtype: DType, name: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Pieces against torch's own operations: any slice of anything moved about is the elements it should be."""
+"""Boxs against torch's own operations: any slice of anything moved about is the elements it should be."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from zerodrift.io.safetensors.boxes import (
-    Axis,
+    Box,
+    BoxAxis,
     Layout,
     NoStridesError,
-    Piece,
     concatenate,
     simplified,
     within,
@@ -20,15 +20,12 @@ from zerodrift.io.safetensors.boxes import (
 
 
 def read(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
-    """The elements of a range by pieces alone; -1 where none was."""
+    """The elements of a range by boxes alone; -1 where none was."""
     out = torch.full((want_numel(layout),), -1)
     count = 0
-    for piece in within(layout.pieces(), start, stop):
-        sizes = [axis.size for axis in piece.axes]
-        place = out.as_strided(sizes, [axis.target for axis in piece.axes], piece.start)
-        flat = sources[piece.number].reshape(-1)
-        place.copy_(flat.as_strided(sizes, [axis.source for axis in piece.axes], piece.origin))
-        count += piece.numel
+    for box in within(layout.boxes(), start, stop):
+        box.of_target(out).copy_(box.of_source(sources[box.number].reshape(-1)))
+        count += box.numel
     assert count == stop - start
     return out
 
@@ -49,8 +46,23 @@ def agree(layout: Layout, sources: Sequence[torch.Tensor], want: torch.Tensor, s
         assert bool((out[:start] == -1).all()) and bool((out[stop:] == -1).all())
 
 
+def fills(layout: Layout, sources: Sequence[torch.Tensor], want: torch.Tensor, step: int) -> None:
+    """Writing: each source by itself, in runs of `step` elements, fills the target."""
+    built = torch.full((want.numel(),), -1)
+    for number, source in enumerate(sources):
+        flat = source.reshape(-1)
+        boxes = [box.reversed() for box in layout.boxes() if box.number == number]
+        for start in range(0, flat.numel(), step):
+            values = flat[start : start + step].clone()
+            for box in within(boxes, start, start + values.numel()):
+                place = box.of_source(built)
+                assert bool((place == -1).all()), "each element once"
+                place.copy_(box.of_target(values, start))
+    assert torch.equal(built, want.reshape(-1))
+
+
 @pytest.mark.parametrize("seed", range(60))
-def test_what_transformers_does_to_weights_is_pieces(seed: int) -> None:
+def test_what_transformers_does_to_weights_is_boxes(seed: int) -> None:
     chance = random.Random(seed)
     experts, rows, columns = chance.randint(1, 4), chance.choice([2, 4, 8]), chance.choice([2, 4, 6])
     sources = [torch.arange(rows * columns).view(rows, columns) + 1000 * n for n in range(2 * experts)]
@@ -68,25 +80,30 @@ def test_what_transformers_does_to_weights_is_pieces(seed: int) -> None:
     moved = layout.reshape((experts, rows, 2, columns)).permute((0, 2, 1, 3)).reshape(layout.shape)
     agree(moved, sources, mixed, seed)
     agree(moved.narrow(1, 1, rows), sources, mixed.narrow(1, 1, rows), seed)
+    for step in (1, 7, rows * columns):
+        fills(layout, sources, joined, step)
+        fills(layout.permute((0, 2, 1)), sources, joined.transpose(1, 2), step)
+        fills(moved, sources, mixed, step)
     half = rows // 2
     turned = sources[0].view(half, 2, columns).transpose(0, 1).reshape(rows, columns)
     rope = layouts[0].reshape((half, 2, columns)).permute((1, 0, 2)).reshape((rows, columns))
     agree(rope, sources, turned, seed)
+    fills(rope, sources[:1], turned, 3)
     agree(rope.narrow(0, 1, rows - 1), sources, turned.narrow(0, 1, rows - 1), seed)
 
 
 def test_a_plain_tensor_is_one_run() -> None:
-    (piece,) = Layout.of(3, (4, 5, 6)).pieces()
-    assert piece == Piece(3, 0, 0, (Axis(120, 1, 1),)) and piece.is_run
-    (part,) = within([piece], 7, 50)
+    (box,) = Layout.of(3, (4, 5, 6)).boxes()
+    assert box == Box(3, 0, 0, (BoxAxis(120, 1, 1),)) and box.is_run
+    (part,) = within([box], 7, 50)
     assert (part.start, part.origin, part.numel) == (7, 7, 43)
 
 
 def test_experts_in_files_of_their_own_are_a_run_each() -> None:
     """Two projections of three experts, joined: six runs, each the bytes of one tensor."""
     gate, up = ([Layout.of(n, (4, 5)).unsqueeze(0) for n in numbers] for numbers in ((0, 1, 2), (3, 4, 5)))
-    pieces = concatenate([concatenate(gate, 0), concatenate(up, 0)], 1).pieces()
-    assert [(p.number, p.start, p.numel, p.is_run) for p in pieces] == [
+    boxes = concatenate([concatenate(gate, 0), concatenate(up, 0)], 1).boxes()
+    assert [(p.number, p.start, p.numel, p.is_run) for p in boxes] == [
         (0, 0, 20, True),
         (3, 20, 20, True),
         (1, 40, 20, True),
@@ -97,15 +114,15 @@ def test_experts_in_files_of_their_own_are_a_run_each() -> None:
 
 
 def test_empty_tensors_and_scalars() -> None:
-    assert Layout.of(0, (0, 4)).pieces() == ()
-    (scalar,) = Layout.of(0, ()).pieces()
+    assert Layout.of(0, (0, 4)).boxes() == ()
+    (scalar,) = Layout.of(0, ()).boxes()
     assert scalar.numel == 1 and list(within([scalar], 0, 1)) == [scalar]
     assert list(within([scalar], 1, 1)) == []
 
 
 def test_axes_that_continue_each_other_become_one() -> None:
-    piece = Piece(0, 5, 7, (Axis(1, 99, 98), Axis(3, 8, 8), Axis(4, 2, 2), Axis(2, 1, 1)))
-    assert simplified(piece) == Piece(0, 5, 7, (Axis(24, 1, 1),))
+    box = Box(0, 5, 7, (BoxAxis(1, 99, 98), BoxAxis(3, 8, 8), BoxAxis(4, 2, 2), BoxAxis(2, 1, 1)))
+    assert simplified(box) == Box(0, 5, 7, (BoxAxis(24, 1, 1),))
 
 
 def test_a_view_that_strides_cannot_say_is_refused() -> None:
