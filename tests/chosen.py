@@ -1,14 +1,17 @@
-"""Which tests `make quick` runs: all units, and one cell of each product of the numeric core.
+"""Which tests `make quick` and `make test` run, of all that there are.
 
 A cell is one set of values of a parametrised test. `covering` chooses cells that hold, between them, every
 value, or every two values, that any of them holds; which ones depends on nothing but the test.
+
+- Quick are all units, and one cell of each product of the numeric core.
+- Of a test that is marked `pairwise`, the cells whose values others hold two by two are slow.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,23 +30,35 @@ QUICK: Mapping[str, int] = {
 }
 """How much of a product is run, by where it is: 0 is one cell, 1 each value once."""
 
-NOT_QUICK = ("slow", "gpu", "long")
-
 Cell = Mapping[str, str]
 """A value of each factor."""
 
 
-def mark_quick(items: Iterable[pytest.Item]) -> None:
-    """Give the quick ones their mark."""
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Give each what it is: `slow` where others hold its values, `quick`."""
     products: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, NOT_QUICK)):
+        if isinstance(item, pytest.Function) and not _has(item, "slow", "gpu"):
             products[item.nodeid.partition("[")[0]].append(item)
-    for name, cells in products.items():
+    for name, tests in products.items():
+        product = [test for test in tests if _has(test, "pairwise")]
+        chosen = _chosen(product, 2, name)
+        for test in product:
+            if test not in chosen:
+                test.add_marker("slow")
+        patient = [test for test in tests if not _has(test, "long", "slow")]
         for place, strength in QUICK.items():
             if name.startswith(place):
-                for number in covering([factors(item) for item in cells], strength, name):
-                    cells[number].add_marker("quick")
+                for test in _chosen(patient, strength, name):
+                    test.add_marker("quick")
+
+
+def _has(item: pytest.Item, *names: str) -> bool:
+    return any(map(item.get_closest_marker, names))
+
+
+def _chosen(tests: Sequence[pytest.Function], strength: int, seed: str) -> list[pytest.Function]:
+    return [tests[number] for number in covering([factors(test) for test in tests], strength, seed)]
 
 
 def factors(item: pytest.Function) -> Cell:
@@ -61,27 +76,20 @@ def _factors(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def covering(cells: Sequence[Cell], strength: int, seed: str) -> list[int]:
-    """Cells, in order, that hold every combination of `strength` values that any cell holds; for 0, one cell.
+    """Cells that hold every combination of `strength` values that any cell holds; for 0, one cell.
 
-    Greedy: next comes the cell with the most combinations that are still wanted, and of several the one
-    whose values were chosen least. `seed` decides where that leaves a choice.
+    Greedy: first what brings most that no other has brought. `seed` is the order among equals.
     """
     order = sorted(range(len(cells)), key=lambda number: zlib.crc32(f"{seed} {number}".encode()))
     if not strength:
         return order[:1]
-    holds = [set(itertools.combinations(sorted(cell.items()), min(strength, len(cell)))) for cell in cells]
-    wanted = set().union(*holds)
-    used: Counter[tuple[str, str]] = Counter()
+    wanted = [set(itertools.combinations(sorted(cell.items()), min(strength, len(cell)))) for cell in cells]
     chosen = []
-    while wanted:
-        best = max(
-            order,
-            key=lambda number: (
-                len(holds[number] & wanted),
-                -sum(used[value] for value in cells[number].items()),
-            ),
-        )
-        chosen.append(best)
-        wanted -= holds[best]
-        used.update(cells[best].items())
+    held: set[tuple[tuple[str, str], ...]] = set()
+    # What a cell would bring only becomes less, so one pass for each number is the whole of it.
+    for least in range(max(map(len, wanted), default=0), 0, -1):
+        for number in order:
+            if len(wanted[number] - held) >= least:
+                chosen.append(number)
+                held |= wanted[number]
     return sorted(chosen)

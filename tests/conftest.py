@@ -13,7 +13,7 @@ from tests import chosen
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    chosen.mark_quick(items)
+    chosen.mark(items)
 
 
 @pytest.fixture(autouse=True)

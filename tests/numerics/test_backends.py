@@ -101,10 +101,12 @@ def test_one_rank() -> None:
     assert_same(1, (3, "bf16", 2, False, {}))
 
 
+@pytest.mark.long
 def test_four_ranks() -> None:
     assert_same(4, *((stage, "bf16", 1, False, {}) for stage in (0, 2, 3)))
 
 
+@pytest.mark.long
 def test_two_replicas_of_two_shards() -> None:
     hybrid = {"sharding": {"replicate": 2}}
     assert_same(4, *((stage, "bf16", micro, False, hybrid) for stage, micro in ((3, 1), (3, 2), (1, 2))))

@@ -303,10 +303,12 @@ def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -
         assert saved[0][0].differs(run) == [] and steps == saved[0][1] and len(steps) == 1
 
 
+@pytest.mark.long
 def test_replicas_save_once_and_load_all(tmp_path: Path) -> None:
     resharded(tmp_path, (3, 4), (2, 2), ({"sharding": {"replicate": 2}}, {}))
 
 
+@pytest.mark.long
 def test_a_split_master_becomes_a_plain_one_and_back(tmp_path: Path) -> None:
     """The master is the same; what is visible is rounded as its new scheme rounds."""
     split, wide = ({"precision": {"master": master}} for master in ("split", "fp32"))

@@ -28,23 +28,34 @@ def everybody(step: int, rank: int, micro: int) -> torch.Tensor:
     return batch(step)
 
 
-def at_every_stage(kind: str) -> list[Run]:
+def at_stages(stages: tuple[int, ...], kind: str, steps: int) -> list[Run]:
     runs = []
-    for stage in STAGES:
+    for stage in stages:
         params = {"lr": 3e-3} if kind != "SGD" else {"lr": 0.1, "momentum": 0.9}
         engine = engine_of(stage, optimizer={"type": kind, "params": params})
-        runs.append(train(engine, 12, data=everybody))
+        runs.append(train(engine, steps, data=everybody))
         engine.destroy()
     return runs
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion"])
-def test_stages_and_world_sizes_are_the_same_bits(kind: str) -> None:
+KINDS = ["AdamW", "SGD", "Lion"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_learns(kind: str) -> None:
+    ((run,),) = run_ranks(at_stages, 1, (0,), kind, 12)
+    assert run.losses[-1] < run.losses[0] - 0.05
+
+
+@pytest.mark.parametrize("steps", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_and_world_sizes_are_the_same_bits(kind: str, steps: int) -> None:
     """Losses, norms, weights, masters and moments of 12 runs."""
-    runs = [run for world in (1, 2, 4) for run in run_ranks(at_every_stage, world, kind, timeout=200)[0]]
+    runs = [
+        run for world in (1, 2, 4) for run in run_ranks(at_stages, world, STAGES, kind, steps, timeout=200)[0]
+    ]
     assert len(runs) == 12
     assert same(runs) == []
-    assert runs[0].losses[-1] < runs[0].losses[0] - 0.05
     assert all(value.any() for state in runs[0].states.values() for value in state.values())
 
 
@@ -105,6 +116,7 @@ def learned(state: str) -> tuple[float, float]:
     return sum(run.losses[-20:]) / 20, bill.rest.state * 2 / (bill.parameters + bill.padding)
 
 
+@pytest.mark.long
 def test_it_learns_as_fp32_moments_do() -> None:
     found = {state: run_ranks(learned, 2, state, timeout=120)[0] for state in ("fp32", "8bit")}
     loss, size = found["8bit"]

@@ -152,6 +152,7 @@ def updates(way: str) -> tuple[dict[str, float], list[str]]:
 
 
 @pytest.mark.parametrize("way", ["Adamax", *(slow(each) for each in WAYS if each != "Adamax")])
+@pytest.mark.long
 def test_every_update_is_that_of_a_run_without(way: str) -> None:
     for apart, differences in run_ranks(updates, 4, way):
         assert max(apart.values()) < WAYS[way][1], apart

@@ -102,6 +102,7 @@ def undisturbed(folder: Path) -> list[Run]:
     return [run for run, *_ in run_ranks(life, WORLD, str(folder), 3, False, {})]
 
 
+@pytest.mark.long
 def test_a_few_kills_change_nothing(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path / "alone")
     for number in range(3):

@@ -173,6 +173,7 @@ def test_statistics_count_moments_that_underflow() -> None:
     assert room.blocks[0, 3] == 156
 
 
+@pytest.mark.long
 @pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler on this machine")
 def test_a_library_that_contracts_otherwise_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +184,7 @@ def test_a_library_that_contracts_otherwise_is_caught(
     turned = [f"-DZERODRIFT_FMA_{n}={not had:d}" for n, had in zip(names, astuple(found), strict=True)]
     monkeypatch.setattr(native, "_definitions", lambda: tuple(turned))
     other = native.obtain(tmp_path, native.find_compiler())
+    assert other is not None
     monkeypatch.setattr(native, "library", lambda: other)
     scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
     for algorithm in (optimizers.ADAMW, optimizers.SGD, optimizers.LION):

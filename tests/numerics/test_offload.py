@@ -149,6 +149,7 @@ STATISTICS: dict[str, Any] = {"precision": {"statistics": True, "state": "bf16-s
     [(0, {}, False), (1, MUON, False), (2, {}, True), (3, STATISTICS, False), (3, MUON, False)],
     ids=["0-adamw", "1-muon", "2-nadam", "3-statistics", "3-muon"],
 )
+@pytest.mark.long
 def test_a_host_that_is_elsewhere_changes_no_bit(stage: int, rest: dict[str, Any], own: bool) -> None:
     for found in run_ranks(differences_elsewhere, 2, stage, rest, own):
         assert found == {"at once": [], "late": []}

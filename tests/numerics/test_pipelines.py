@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -137,6 +138,7 @@ def whole_over_stages() -> dict[int, dict[str, Any]]:
     return {stage: whole(stage, "fp32", False) for stage, *_ in AT_STAGES}
 
 
+@pytest.mark.long
 def test_two_pipelines_train_the_bits_of_two_data_ranks_at_every_stage() -> None:
     """pp 2 x dp 2: gradients are reduced inside of the ranks that hold the same pieces."""
     expected = run_ranks(whole_over_stages, 2, timeout=120.0)

@@ -11,47 +11,62 @@ from tests.numerics.runs import config, make, same, train
 from tests.ranks.harness import run_ranks
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
-STEPS = 50
+STAGES = (0, 1, 2, 3)
+FEW, MANY = 4, 50
+"""Steps. In the first few all that stages do differently is done; the many are enough to learn."""
 
 
 def run_stages(
     stages: tuple[int, ...], mode: str, moe: bool, micro: int, steps: int, rest: dict[str, Any]
-) -> list[str]:
-    """On one rank: the same training at several stages; what differs, and whether it learned."""
+) -> tuple[list[str], list[float]]:
+    """On one rank: the same training at several stages; what differs, and the losses of the first."""
     runs = []
     for stage in stages:
         engine = make(config(stage, mode, micro, **rest), GPT(moe=moe))
         runs.append(train(engine, steps, micro))
         engine.destroy()
-    first = runs[0]
-    assert first.losses[-1] < first.losses[0] - 1.0, f"did not learn: {first.losses[0]} -> {first.losses[-1]}"
-    return same(runs)
+    return same(runs), runs[0].losses
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool, mode: str) -> None:
+    for differs, _ in run_ranks(run_stages, world, STAGES, mode, moe, 1, FEW, {}, timeout=200):
+        assert differs == []
 
 
 @pytest.mark.parametrize(
-    ("world", "moe"),
+    ("world", "moe", "stages"),
     [
-        pytest.param(world, moe, id=f"{world}-{name}", marks=[pytest.mark.slow] * (world == 4 and not moe))
-        for world in (1, 2, 4)
-        for moe, name in ((False, "dense"), (True, "moe"))
+        pytest.param(2, False, (0, 3), id="2-dense"),
+        *(
+            pytest.param(world, moe, STAGES, id=f"{world}-{name}-all", marks=pytest.mark.slow)
+            for world in (1, 2, 4)
+            for moe, name in ((False, "dense"), (True, "moe"))
+        ),
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, mode: str, moe: bool) -> None:
-    for found in run_ranks(run_stages, world, (0, 1, 2, 3), mode, moe, 1, STEPS, {}, timeout=280):
-        assert found == []
+def test_a_run_that_learns_is_the_same_bits(
+    world: int, moe: bool, stages: tuple[int, ...], mode: str
+) -> None:
+    for differs, losses in run_ranks(run_stages, world, stages, mode, moe, 1, MANY, {}, timeout=280):
+        assert differs == []
+        assert losses[-1] < losses[0] - 1.0, f"did not learn: {losses[0]} -> {losses[-1]}"
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("when", ["last", "every"])
 def test_all_stages_are_the_same_bits_when_they_reduce_alike(mode: str, when: str) -> None:
     rest = {"precision": {"reduce": {"when": when}}}
-    for found in run_ranks(run_stages, 2, (0, 1, 2, 3), mode, True, 4, 20, rest, timeout=200):
-        assert found == []
+    for differs, _ in run_ranks(run_stages, 2, STAGES, mode, True, 4, FEW, rest, timeout=200):
+        assert differs == []
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)])
 def test_stages_that_reduce_alike_by_default_are_the_same_bits(mode: str, stages: tuple[int, ...]) -> None:
-    for found in run_ranks(run_stages, 2, stages, mode, False, 4, 20, {}, timeout=200):
-        assert found == []
+    for differs, _ in run_ranks(run_stages, 2, stages, mode, False, 4, FEW, {}, timeout=200):
+        assert differs == []
