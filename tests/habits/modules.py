@@ -686,6 +686,13 @@ def autocast_inside_the_model(loop: Loop) -> None:
     fit(loop, loop.train(Net(Mixed)))
 
 
+def blocks_that_are_compiled(loop: Loop) -> None:
+    """`block.compile()`, hooks and all."""
+    model = Net()
+    model.blocks[1].compile(backend="eager")
+    fit(loop, loop.train(model))
+
+
 def norms_in_fp32(loop: Loop) -> None:
     """RMSNorm as Llama has it: computed in fp32 whatever comes in."""
 
@@ -785,5 +792,6 @@ HABITS = (
     Habit(frozen_parts),
     Habit(adapters),
     Habit(autocast_inside_the_model),
+    Habit(blocks_that_are_compiled),
     Habit(norms_in_fp32),
 )

@@ -290,6 +290,44 @@ def an_encoding_as_a_batch(loop: Loop) -> None:
     batches(loop, lambda **values: BatchFeature(values))
 
 
+class Named(tuple):
+    """A tuple that is made of other arguments than its elements."""
+
+    def __new__(cls, x: Any, *, mask: Tensor, label: Tensor) -> Any:
+        return super().__new__(cls, (x, mask, label))
+
+    x = property(lambda self: self[0])
+    mask = property(lambda self: self[1])
+    label = property(lambda self: self[2])
+
+
+def a_tuple_of_a_class_of_its_own_as_a_batch(loop: Loop) -> None:
+    batches(loop, Named)
+
+
+@dataclass
+class Inside:
+    """One that holds another."""
+
+    held: Any
+
+
+def dataclasses_in_dataclasses_as_a_batch(loop: Loop) -> None:
+    """Deeper than objects of unknown classes are followed."""
+
+    class Deep(Net):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch.held.held.held.held.held)
+
+    net = loop.train(Deep())
+
+    def loss(x: Tensor) -> Tensor:
+        wide = x if loop.plain else x.float()
+        return square(net(Inside(Inside(Inside(Inside(Inside(wide)))))))
+
+    fit(loop, net, loss)
+
+
 class Keeps(Net):
     """Writes into the batch, as detection models put their anchors there."""
 
@@ -527,6 +565,8 @@ HABITS = (
     Habit(a_namespace_as_a_batch),
     Habit(an_object_as_a_batch),
     Habit(an_encoding_as_a_batch),
+    Habit(a_tuple_of_a_class_of_its_own_as_a_batch),
+    Habit(dataclasses_in_dataclasses_as_a_batch),
     Habit(a_batch_that_the_model_writes_to),
     Habit(inputs_deep_inside_keywords),
     Habit(integers_bools_and_nothing),

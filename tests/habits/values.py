@@ -227,6 +227,29 @@ def data_that_is_written_outside(loop: Loop) -> None:
     fit(loop, net, seed=3)
 
 
+def weights_that_a_forward_writes(loop: Loop) -> None:
+    """Through `.data`, as a weight constraint does: lost where a block is gathered for the forward."""
+
+    class Clamps(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.up.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    fit(loop, loop.train(Net(Clamps)))
+
+
+def weights_that_a_forward_normalizes(loop: Loop) -> None:
+    """The same in place, which moves the weight's version."""
+
+    class Normalizes(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.up.weight.div_(self.up.weight.float().norm())
+            return super().forward(x)
+
+    fit(loop, loop.train(Net(Normalizes)))
+
+
 def a_head_that_is_initialized(loop: Loop) -> None:
     """`nn.init` inside `gathered(write=True)`, by the module."""
     net = loop.train(Net())
@@ -290,6 +313,8 @@ def a_mask_on_weights(loop: Loop) -> None:
 
 
 LOADED = "a master is what was loaded; the plain loop's keeps more than bf16 where the weight was so before"
+GATHERED = "the values are there for the forward alone"
+COLLECTED = "the engine has the gradients"
 SURGERY = "the plan is of the model as it was"
 
 # --- surgery --------------------------------------------------------------------------------------------
@@ -382,6 +407,33 @@ def a_gradient_that_is_added(loop: Loop) -> None:
                 more = 0.01 * parameter.detach().float()
                 parameter.grad = more if parameter.grad is None else parameter.grad + more
         net.step()
+
+
+def gradients_that_are_clipped_by_hand(loop: Loop) -> None:
+    """`clip_grad_norm_` between backward and step: the engine has the gradients."""
+    net = loop.train(Net())
+    net.backward(square(net(loop.data(0))))
+    nn.utils.clip_grad_norm_(net.module.parameters(), 1e-3)
+    net.step()
+
+
+def gradients_that_are_scaled_where_there_are_some(loop: Loop) -> None:
+    """`if p.grad is not None: p.grad.mul_(...)`."""
+    net = loop.train(Net())
+    net.backward(square(net(loop.data(0))))
+    for parameter in net.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    net.step()
+
+
+def gradients_that_are_dropped_after_a_backward(loop: Loop) -> None:
+    """`p.grad = None` for some parameters, as DINO does with its last layer."""
+    net = loop.train(Net())
+    net.backward(square(net(loop.data(0))))
+    for parameter in net.module.head.parameters():
+        parameter.grad = None
+    net.step()
 
 
 def two_engines(loop: Loop) -> None:
@@ -501,6 +553,20 @@ HABITS = (
         split="must be written inside `engine.gathered(write=True)`",
         why="no rank has the values",
     ),
+    Habit(
+        weights_that_a_forward_writes,
+        refused="got a write to its values in a forward",
+        at=(3,),
+        split="must be written inside `engine.gathered(write=True)`",
+        why=GATHERED,
+    ),
+    Habit(
+        weights_that_a_forward_normalizes,
+        refused="`blocks.0.up.weight`: must be written inside",
+        at=(3,),
+        split="must be written inside `engine.gathered(write=True)`",
+        why=GATHERED,
+    ),
     Habit(a_head_that_is_initialized),
     Habit(a_state_dict_that_is_loaded, close=2**-8, why=LOADED),
     Habit(
@@ -520,6 +586,19 @@ HABITS = (
     Habit(a_model_that_is_cast, refused="`into.weight`: must", why=SURGERY),
     Habit(gradients_that_are_set),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),
+    Habit(
+        gradients_that_are_clipped_by_hand, refused="got `linalg_vector_norm` of `param.grad`", why=COLLECTED
+    ),
+    Habit(
+        gradients_that_are_scaled_where_there_are_some,
+        refused="`into.weight`: its gradient must be asked of the engine",
+        why=COLLECTED,
+    ),
+    Habit(
+        gradients_that_are_dropped_after_a_backward,
+        refused="`head.weight`: its gradient must be forgotten by the engine",
+        why=COLLECTED,
+    ),
     Habit(two_engines),
     Habit(two_models_in_one),
     Habit(an_engine_after_another),

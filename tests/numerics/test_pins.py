@@ -408,6 +408,9 @@ FINE = 1 + 2**-12
 """Exact in fp32, 1 in bf16 and in fp16."""
 
 
+COMPILED = torch.compile(F.linear, backend="aot_eager")
+
+
 class Uses(nn.Module):
     """A pinned matrix, bare or in a module, that something else than its module computes with."""
 
@@ -435,6 +438,16 @@ USES: dict[str, Any] = {
     "part": lambda m, x: F.linear(x, m.gate.view(4, 16)[:, :8]),
     "addmm": lambda m, x: torch.addmm(m.gate[0], x, m.gate),
     "float": lambda m, x: x @ m.gate.float(),
+    "detached": lambda m, x: F.linear(x, m.gate.detach()) + (m.gate - FINE).sum(),
+    "through data": lambda m, x: F.linear(x, m.gate.data) + (m.gate - FINE).sum(),
+    "scaled": lambda m, x: F.linear(x, 2 * m.gate),
+    "a sum": lambda m, x: F.linear(x, m.gate + m.gate.T),
+    "through a function": lambda m, x: F.linear(x, F.relu(m.gate)),
+    "joined": lambda m, x: F.linear(x, torch.cat([m.gate[:4], m.gate[4:]])),
+    "row by row": lambda m, x: x @ torch.stack(list(m.gate)),
+    "several products": lambda m, x: torch.linalg.multi_dot([x, m.gate, torch.ones(8, 8)]),
+    "compiled": lambda m, x: COMPILED(x, m.gate),
+    "a view, compiled": lambda m, x: COMPILED(x, m.gate.t()),
 }
 
 

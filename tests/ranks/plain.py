@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.numerics.runs import config, make
+from zerodrift.engine.absent import Collected
 from zerodrift.engine.engine import Engine
 
 STAGES = (0, 3)
@@ -38,6 +39,12 @@ def differs(engine: Engine, plain: nn.Module, factor: float = 1.0) -> list[str]:
         if not torch.equal(engine.full_gradient(name), expected):
             wrong.append(name)
     return wrong
+
+
+def left_behind(engine: Engine) -> list[str]:
+    """Parameters with a gradient that the engine has not collected."""
+    grads = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
+    return [name for name, grad in grads.items() if grad is not None and not isinstance(grad, Collected)]
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:

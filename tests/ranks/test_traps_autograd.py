@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.ranks.harness import run_ranks
-from tests.ranks.plain import differs, pair, run_all
+from tests.ranks.plain import differs, left_behind, pair, run_all
 
 WIDTH = 16
 
@@ -96,7 +96,7 @@ def checkpointing_a_shared_block_reentrantly(stage: int) -> Any:
         engine.backward(engine(data(micro), order=(0, 1, 0, 2, 0), how="reentrant"))
         plain(data(micro), order=(0, 1, 0, 2, 0)).backward()
         # Later uses come when the block has been reduced already; nothing may be left behind.
-        left = [name for name, p in engine.module.named_parameters() if p.grad is not None]
+        left = left_behind(engine)
         if left:
             return f"left behind: {left}"
     names = differs(engine, plain, 0.5)

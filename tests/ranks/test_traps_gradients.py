@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from tests.ranks.plain import differs, pair, run_all, weights
+from tests.ranks.plain import differs, left_behind, pair, run_all, weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
 
@@ -268,7 +268,7 @@ def a_gradient_that_was_set_by_hand_is_added(stage: int) -> Any:
             extra = torch.full((WIDTH,), 0.5)
             parameter.grad = extra if parameter.grad is None else parameter.grad + extra
     wrong = [name for name in differs(engine, plain, 0.5) if not _close(engine, plain, name, 0.5)]
-    left = [name for name, p in engine.module.named_parameters() if p.grad is not None]
+    left = left_behind(engine)
     engine.step()
     engine.destroy()
     return wrong + left

@@ -1,9 +1,14 @@
-"""A parameter whose values are not there: asking for them is an error that names it.
+"""A parameter or a gradient whose values are not there: asking for them is an error that names it.
 
 Between uses a sharded parameter has its shape, its dtype and its hooks, and no values. Python asks a
 tensor's class before anything is computed with it, so a parameter is of a class of its own while it is
 absent, and of its own while it is gathered: what runs in a forward is never asked. torch's own lazy
 parameters change their class in the same way.
+
+After a backward the engine has the gradients, and `param.grad` would say that there are none: whoever clips
+or scales them by hand would do nothing, unheard. So until the step, or the next forward or backward, what is
+there is a `Collected`, which has a shape and no values either. What is added to it is what the engine adds
+when it is set.
 
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
 """
@@ -23,6 +28,9 @@ _VALUES = ("T", "mT", "H", "mH", "real", "imag")
 
 _SAME = ("detach", "data", "view_as")
 """What gives the same tensor anew, absent, too; torch looks for a parameter's node with `view_as`."""
+
+_SUMS = ("add", "__add__", "__radd__", "__iadd__")
+"""Of what the engine has of a gradient and something else, which it adds when it is set."""
 
 _ASKED = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device", "stride",
@@ -48,7 +56,7 @@ class Absent(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if not asks:
                 return func(*args, **(kwargs or {}))
-            found = next(_absent((args, kwargs)))
+            found = next(_of_class(cls, (args, kwargs)))
             if name in _SAME:
                 same = func(*args, **(kwargs or {}))
                 leave(same, found.path)  # and no node of a graph, as `as_subclass` would leave
@@ -63,13 +71,57 @@ class Absent(nn.Parameter):
         return f"Parameter({list(self.shape)}, {self.dtype}, not gathered: see it inside `engine.gathered()`)"
 
 
-def _refusal(path: str, what: str, lost: bool) -> ModelError:
-    if lost:
-        return ModelError(
-            f"`{path}`: must hold values; it was sharded when its engine was destroyed, and `{what}` asks "
-            f"for them. Call `destroy` inside `engine.gathered()` to keep them, or build the model anew and "
-            f"load what was saved."
+class Collected(torch.Tensor):
+    """What the gradient of an ordinary parameter is while the engine has it."""
+
+    path: str
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, path: str) -> Collected:
+        """For a parameter of that name."""
+        dtype = parameter.grad_dtype or parameter.dtype
+        nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+        found = nothing.expand(parameter.shape).as_subclass(cls)
+        found.path = path
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, asks = _what(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if not asks:
+                return func(*args, **(kwargs or {}))
+            found = next(_of_class(cls, (args, kwargs)))
+            if name in _SAME:
+                return found
+        if name in _SUMS and len(args) == 2 and not kwargs:
+            return args[1] if args[0] is found else args[0]
+        raise ModelError(
+            f"`{found.path}`: its gradient must be asked of the engine after a backward, which has collected "
+            f"it; got `{name}` of `param.grad`. Clip with `gradient_clipping` in the config, read with "
+            f"`engine.full_gradient`, change with `engine.set_full_gradient`, forget with "
+            f"`engine.zero_grad`."
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.clone(self)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Gradient({list(self.shape)}, {self.dtype}, collected: see `engine.full_gradient`)"
+
+
+def lost(path: str, asked: str = "") -> ModelError:
+    """For values that went with the engine that held them."""
+    asks = f", and `{asked}` asks for them" if asked else ""
+    return ModelError(
+        f"`{path}`: must hold values; it was sharded when its engine was destroyed{asks}. Call `destroy` "
+        f"inside `engine.gathered()` to keep them, or build the model anew and load what was saved."
+    )
+
+
+def _refusal(path: str, what: str, is_lost: bool) -> ModelError:
+    if is_lost:
+        return lost(path, what)
     return ModelError(
         f"`{path}`: must be gathered when its values are read or written; got `{what}` between its uses. Do "
         f"so inside `engine.gathered()`, with `write=True` to change it, or in the module that it belongs to."
@@ -121,11 +173,11 @@ def _what(func: Any) -> tuple[str, bool]:
     return name, name not in ("__set__", "__delete__") and name not in _ASKED
 
 
-def _absent(value: Any) -> Iterator[Absent]:
-    if isinstance(value, Absent):
+def _of_class(kind: type, value: Any) -> Iterator[Any]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _absent(item)
+            yield from _of_class(kind, item)
     elif isinstance(value, dict):
-        yield from _absent(list(value.values()))
+        yield from _of_class(kind, list(value.values()))

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from zerodrift.engine.absent import lose
+from zerodrift.engine.absent import lose, lost
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 from zerodrift.kernels.prints import BYTES
@@ -93,12 +94,14 @@ def _without_engine() -> Any:
 
 
 class Ours:
-    """A hook of an engine: a copy of the module, in memory or in a file, is a plain one."""
+    """A hook of an engine: a copy of the module, in memory or in a file, is a plain one, and code that is
+    compiled calls it where it is. That is private in torch (2.13 to 2.15), and imports the compiler no sooner
+    than the public one."""
 
     __slots__ = ("_call", "_require")
 
     def __init__(self, call: Callable[..., Any], require: Callable[[], None] | None = None) -> None:
-        self._call, self._require = call, require
+        self._call, self._require = _disable_dynamo(call), require
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -141,10 +144,7 @@ class Gone:
 
     def require(self) -> None:
         for name in self.names[:1]:
-            raise ModelError(
-                f"`{name}`: must hold values; it was sharded when its engine was destroyed. Call `destroy` "
-                f"inside `engine.gathered()` to keep them, or build the model anew and load what was saved."
-            )
+            raise lost(name)
 
     def __call__(self, module: nn.Module, *rest: Any) -> None:
         self.require()
@@ -232,10 +232,10 @@ class Attached:
             self._check_tree(problems)
         for segment in self._segments:
             if segment.gathers and not self.is_open(segment):
-                lost = segment.moved
+                written = segment.moved
                 if stepping or segment.storage.device.type == "cpu":  # elsewhere it is waited for
-                    lost += [row for row in segment.written_while_absent() if row not in lost]
-                for row in lost:
+                    written += [row for row in segment.written_while_absent() if row not in written]
+                for row in written:
                     problems.add(row.name, WRITE, "a write to what stands for it", "It was lost.")
                 segment.know()
 
@@ -387,6 +387,10 @@ def _is_view(tensor: torch.Tensor, home: torch.Tensor) -> bool:
 def settle(segment: FlatSegment, updater: Updater | None, *, cure: bool = False) -> None:
     """What was written to storage by others than the engine becomes the master's, on this rank; see
     [Note: writing] of `segment.py`."""
+    lost, problems = segment.written_while_gathered(), Problems()
+    for row in lost:
+        problems.add(row.name, WRITE, "a write to its values in a forward, through `.data`", GATHERED)
+    problems.raise_as(ModelError)
     rows = segment.written
     if not rows or segment.update is None or updater is None:
         return
@@ -405,6 +409,7 @@ def settle(segment: FlatSegment, updater: Updater | None, *, cure: bool = False)
     segment.know()
 
 
+GATHERED = "They were gathered for the forward alone, and the write was lost."
 TELL = (
     "A split master cannot tell which elements were meant. Write there, or set `precision.master: fp32`, "
     "which takes such writes over."

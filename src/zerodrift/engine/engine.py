@@ -221,6 +221,9 @@ class Engine:
         before = self.course.now()
         self.attached.require_closed("step")
         self.attached.check(stepping=True)
+        taken = self.gradients.hide()
+        if taken:
+            raise steps.taken_away(taken)
         if self.course.micro_batches == 0:
             self._end_unseen()
         if not self.course.begin_step():
@@ -264,14 +267,14 @@ class Engine:
     def _settle(self) -> None:
         """What was written outside of the engine becomes the masters', or is an error on every rank."""
         with together(self.comm):
-            for segment in self._trained:
+            for segment in self.segments:
                 settle(segment, self.updater)
 
     def _shown(self) -> Shown:
         written = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         checksum = written.clone()
-        for segment in self._trained:
-            if segment.apart or self.mesh.size("shard") > 1:
+        for segment in self.segments:
+            if segment.apart or segment.gathers or self.mesh.size("shard") > 1:
                 look = segment.look()
                 if look is not None:
                     written += look[0]
@@ -419,6 +422,9 @@ class Engine:
 
     def set_full_state(self, name: str, key: str, value: torch.Tensor) -> None:
         self.values.set_state(name, key, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise steps.copied()
 
     def destroy(self) -> None:
         """Take the hooks off and leave the process groups. The module keeps what it holds, which of sharded

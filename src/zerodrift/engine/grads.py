@@ -10,7 +10,7 @@ reduced at the end of the backward, or in the step. Where weight gradients are d
 late differs between ranks, so everything that is reduced once per step is reduced in the step.
 
 Invariant: when a backward has ended, every gradient of that backward is either in a landing buffer that
-waits for the step's last micro-batch, or in `reduced`; no `param.grad` is left behind.
+waits for the step's last micro-batch, or in `reduced`; `param.grad` says no more than that.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class Gradients:
         self.watcher: Watcher | None = None
         self.ledger: Ledger | None = None
         self._late: Late | None = None
+        self._shows = False
+        """Whether `param.grad` says that the engine has it."""
 
     def expect(self, late: Late | None) -> None:
         """From now on weight gradients may come late, from `late`, and what arrives is counted; None ends
@@ -119,6 +121,8 @@ class Gradients:
     # --- one backward (the protocol that units ask of) ------------------------------------------------
 
     def forward_begins(self) -> None:
+        if self._shows and torch.is_grad_enabled():
+            self.hide()
         if self._running and self.watcher is not None:
             # autograd drops its callbacks when a backward raises, so only the next forward tells.
             self.watcher.failed()
@@ -143,6 +147,7 @@ class Gradients:
             self._look()
 
     def _start(self) -> None:
+        self.hide()
         self._running, self.counts, self._task = True, False, -1
         self._walk.turn()
         self._last = self.watcher is None or self.watcher.is_last()
@@ -185,8 +190,23 @@ class Gradients:
             self._late.end_micro_batch()
         if self.ledger is not None:
             self.ledger.next_micro_batch()
+        if self._late is None and self.ledger is None:
+            self._show()
         if self.watcher is not None:
             self.watcher.ended()
+
+    def _show(self) -> None:
+        self._shows = True
+        for segment in self._segments():
+            segment.show_collected()
+
+    def hide(self) -> str:
+        """From now on gradients may come to `param.grad`. Returns a parameter whose gradient was taken away
+        there since the last backward, which did nothing to what the engine has; "" where there is none."""
+        if not self._shows:
+            return ""
+        self._shows = False
+        return next(filter(None, [segment.hide_collected() for segment in self._segments()]), "")
 
     def _reduce_rest(self) -> None:
         self._walk.end(self)
@@ -304,6 +324,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients."""
         self.abort()
+        self._shows = False
         if self._late is not None:
             self._late.clear()
         if self.ledger is not None:

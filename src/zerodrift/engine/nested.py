@@ -10,6 +10,7 @@ built anew.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import types
 from collections import deque
@@ -44,7 +45,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(item, torch.Tensor):
             yield item
             continue
-        deeper = depth + _is_plain(item)
+        deeper = depth + _leads_anywhere(item)
         if deeper <= DEPTH:
             queue.extend((child, deeper) for _, child in _parts(item))
 
@@ -86,7 +87,7 @@ class Replacement:
             return self._seen[id(item)][1]
         if isinstance(item, torch.Tensor):
             return self._keep(item, self._change(item))
-        deeper = depth + _is_plain(item)
+        deeper = depth + _leads_anywhere(item)
         if deeper > DEPTH:
             return item
         self._keep(item, item)  # before its parts, which may hold it
@@ -110,6 +111,11 @@ class Replacement:
 def _is_plain(item: Any) -> bool:
     """Whether it is an object of a class of its own, with attributes."""
     return not isinstance(item, (tuple, list, deque, set, frozenset, Mapping))
+
+
+def _leads_anywhere(item: Any) -> bool:
+    """Whether it may hold more than data: a dataclass says what it holds."""
+    return _is_plain(item) and not dataclasses.is_dataclass(item)
 
 
 def _parts(item: Any) -> list[tuple[Any, Any]]:
@@ -155,4 +161,12 @@ def _built(item: Any, parts: list[tuple[Any, Any]]) -> Any:
     if isinstance(item, types.MappingProxyType):
         return types.MappingProxyType(dict(parts))
     values = [child for _, child in parts]
-    return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
+    if isinstance(item, frozenset):
+        return type(item)(values)
+    try:
+        found: Any = tuple.__new__(type(item), values)  # whatever its own class asks for
+    except TypeError:
+        return type(item)(values)  # one of torch's
+    if hasattr(item, "__dict__"):
+        vars(found).update(vars(item))
+    return found

@@ -4,15 +4,18 @@ The boundaries of `compute.py` keep a pinned module out of autocast. A parameter
 `F.linear(x, self.gate.weight)` of a block, by `MultiheadAttention` for its `out_proj`, by `x @ self.gate`. So
 pinned parameters become a class of `Parameter` whose operations run with autocast off, and whose products
 take other floating arguments in the pin's dtype. They stay the same objects: optimizers, ties and names hold.
-Views of them are of such a class too; what an operation computes is a plain tensor.
+What is computed of pinned parameters alone (a view, a normalized or scaled matrix, several of them joined) is
+of such a class too; what an operation computes of other tensors as well is a plain one.
 
-Invariant: a pinned parameter enters no operation in a narrower dtype than its own, unless the model casts it
-itself, which is said once, by name.
+Invariant: a pinned parameter, and what is made of it alone, enters no operation in a narrower dtype than its
+own, unless the model casts it itself, which is said once, by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,54 +24,30 @@ import torch
 from torch import nn
 
 from zerodrift.engine.absent import become, kind_of
-from zerodrift.engine.nested import Replacement, tensors_in
+from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.policy.nouns import Output
 
-PRODUCTS = frozenset(
-    [
-        *(
-            "linear",
-            "bilinear",
-            "matmul",
-            "__matmul__",
-            "__rmatmul__",
-            "mm",
-            "bmm",
-            "mv",
-            "dot",
-            "inner",
-            "outer",
-        ),
-        *("addmm", "addbmm", "baddbmm", "addmv", "addr", "einsum", "tensordot", "vdot", "chain_matmul"),
-        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu", "embedding_bag"),
-        *("multi_head_attention_forward", "scaled_dot_product_attention", "lerp", "cat", "stack", "concat"),
-    ]
-)
+PRODUCTS = frozenset((
+    "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "inner", "outer",
+    "ger", "addmm", "addbmm", "baddbmm", "addmv", "addr", "einsum", "tensordot", "vdot", "vecdot",
+    "multi_dot", "chain_matmul", "linalg_multi_dot", "linalg_vecdot", "kron", "cross", "linalg_cross",
+    "cdist", "pairwise_distance", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "grid_sample", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
+    "prelu", "embedding_bag", "multi_head_attention_forward", "scaled_dot_product_attention", "lerp", "cat",
+    "stack", "concat", "hstack", "vstack", "dstack", "scatter", "scatter_add", "index_add", "index_copy",
+    "index_put", "masked_scatter", "solve_triangular", "linalg_solve_triangular", "grouped_mm", "_grouped_mm",
+))  # fmt: skip
 """What torch computes in one dtype: other arguments are cast up. Elementwise operations promote."""
 
 ATTENTION = "multi_head_attention_forward"
 """A whole block in one function: what comes after it computes in its input's dtype."""
 
-VIEWS = frozenset(
-    [
-        *("__getitem__", "t", "T", "mT", "transpose", "permute", "view", "view_as", "reshape", "reshape_as"),
-        *("expand", "expand_as", "unsqueeze", "squeeze", "flatten", "unflatten", "select", "narrow", "chunk"),
-        *(
-            "split",
-            "tensor_split",
-            "unbind",
-            "index_select",
-            "contiguous",
-            "clone",
-            "movedim",
-            "swapaxes",
-            "diagonal",
-        ),
-        *("swapdims", "ravel", "repeat", "repeat_interleave", "gather", "take_along_dim", "float", "alias"),
-    ]
-)
+OTHERS = frozenset((
+    "grad", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+))  # fmt: skip
+"""Whose results are made of no values of theirs."""
 CASTS = frozenset(["to", "type", "type_as", "bfloat16", "half"])
 
 
@@ -94,33 +73,37 @@ class Pinned(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of a module is a plain one."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         found: nn.Parameter = memo[id(self)]
         return found
 
 
-class _View(torch.Tensor):
-    """Part of one, or another shape of it."""
+class _Made(torch.Tensor):
+    """What is made of pinned parameters alone."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        found: torch.Tensor = copy.deepcopy(self._plain(), memo)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
 
 
 def _class_for(name: str, output: Output | None) -> type[Pinned]:
     told: list[str] = []
 
-    @classmethod  # type: ignore[misc]
     def torch_function(
         cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            found = _run(func, named, args, kwargs or {}, output)
-            if named in VIEWS:
-                given = {id(tensor) for tensor in tensors_in((args, kwargs))}
-                for tensor in tensors_in(found):
-                    # Not `as_subclass`, which is an operation more: the node behind `weight.view_as(weight)`
-                    # is to be the parameter's own, by which torch finds where a gradient is added.
-                    if id(tensor) not in given and type(tensor) is torch.Tensor:
-                        tensor.__class__ = view
-                return found
+            given = list(tensors_in((args, kwargs)))
+            found = _run(func, named, given, (args, kwargs or {}), output)
             if named in CASTS and not told and _narrows(args[0], found):
                 told.append(name)
                 warnings.warn(
@@ -128,10 +111,42 @@ def _class_for(name: str, output: Output | None) -> type[Pinned]:
                     f"{found.dtype}: what it computes with that is rounded, whatever the config says.",
                     stacklevel=3,
                 )
-            return found
+            if named in OTHERS or not _alone(given):
+                return found
+            size = max(tensor.dtype.itemsize for tensor in given if isinstance(tensor, (Pinned, _Made)))
+            if named == "__iter__":
+                return iter(_of_class(tuple(found), made, size))
+            return _of_class(found, made, size)
 
-    view = type("PinnedView", (_View,), {"__torch_function__": torch_function})
-    return type("PinnedParameter", (Pinned,), {"__torch_function__": torch_function})
+    # Compiled code may be given a parameter of any class, but no other tensor (torch 2.13 to 2.15).
+    apart = torch.compiler.disable(
+        torch_function, reason=f"what is made of the pinned `{name}` is computed with as it is"
+    )
+    made = type("PinnedMade", (_Made,), {"__torch_function__": classmethod(apart)})
+    return type("PinnedParameter", (Pinned,), {"__torch_function__": classmethod(torch_function)})
+
+
+def _alone(given: list[torch.Tensor]) -> bool:
+    """Whether all that have a dimension and are of floating numbers are pinned, or made of what is."""
+    return all(
+        isinstance(tensor, (Pinned, _Made)) for tensor in given if tensor.is_floating_point() and tensor.dim()
+    )
+
+
+def _of_class(found: Any, made: type, size: int) -> Any:
+    """What an operation has returned, where its elements are of at least so many bytes of that class."""
+    if type(found) is torch.Tensor:
+        if not found.dim() or not found.is_floating_point() or found.dtype.itemsize < size:
+            return found
+        if torch.compiler.is_compiling():
+            return found.as_subclass(made)
+        # One operation less: the node behind `weight.view_as(weight)` is to be the parameter's own, by which
+        # torch finds where a gradient is added.
+        found.__class__ = made
+    elif isinstance(found, (tuple, list)):
+        for item in found:
+            _of_class(item, made, size)
+    return found
 
 
 def _name_of(func: Any) -> str:
@@ -141,28 +156,36 @@ def _name_of(func: Any) -> str:
 
 
 def _run(
-    func: Callable[..., Any], named: str, args: Any, kwargs: dict[str, Any], output: Output | None
+    func: Callable[..., Any],
+    named: str,
+    given: list[torch.Tensor],
+    inputs: tuple[Any, Any],
+    output: Output | None,
 ) -> Any:
-    floating = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+    floating = [tensor for tensor in given if tensor.is_floating_point()]
     device = floating[0].device.type if floating else "cpu"
     off = torch.is_autocast_enabled(device)
     with torch.autocast(device, enabled=False) if off else contextlib.nullcontext():
-        if named not in PRODUCTS or len({tensor.dtype for tensor in floating}) < 2:
-            return func(*args, **kwargs)
-        wide = max((tensor.dtype for tensor in floating), key=lambda dtype: dtype.itemsize)
-        inputs = Replacement(lambda tensor: _up(tensor, wide))
-        try:
-            args, kwargs = inputs.apply((args, kwargs))
-            found = func(*args, **kwargs)
-        finally:
-            inputs.undo()
+        dtypes = {tensor.dtype for tensor in floating}
+        if named not in PRODUCTS or len(dtypes) < 2:
+            return func(*inputs[0], **inputs[1])
+        wide = functools.reduce(torch.promote_types, dtypes)
+        args, kwargs = _cast(inputs, wide)
+        found = func(*args, **kwargs)
         if output == "input" or (output is None and named == ATTENTION):
-            found = Replacement(lambda tensor: _up(tensor, floating[0].dtype)).apply(found)
+            found = _cast(found, floating[0].dtype)
         return found
 
 
-def _up(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """What torch's own functions take and give, with floating tensors in a dtype."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)([_cast(item, dtype) for item in value])
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
 
 
 def _narrows(given: Any, found: Any) -> bool:

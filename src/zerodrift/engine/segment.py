@@ -19,13 +19,17 @@ moves its version counter) or through `.data` (which does not). Where storage is
 value. Where an optimizer keeps more bits elsewhere, prints of storage tell that there was one: an fp32 master
 takes over what differs from its rounding, which is exact. A split master cannot, because which elements of a
 block were written, and so which low halves still count, is not known: that is an error, by name.
+What is gathered for a forward goes with its memory. A write to a parameter moves its counter; for one through
+`.data` this rank's slice is compared with its storage before it goes, in some releases only: who writes in a
+forward does so in all of them. In the same way ranks compare what is frozen and whole now and then.
 
 [Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first of a parameter is copied there when its unit's backward
 is over, which costs less than a buffer of zeros to add to; from then on `param.grad` is preset to a view
 of the buffer, so autograd adds in place, and so does whoever writes `param.grad` late. A gradient that was
 put elsewhere (the user cleared or replaced `param.grad`) is folded in at the next collection: nothing that
-reaches `param.grad` is lost.
+reaches `param.grad` is lost. Between a backward and the step, what was collected is shown there without its
+values; see `absent.py`.
 """
 
 from __future__ import annotations
@@ -38,13 +42,16 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
-from zerodrift.engine.absent import come, leave
+from zerodrift.engine.absent import Collected, come, leave
 from zerodrift.engine.pools import Pools
 from zerodrift.kernels.prints import BYTES, prints
 from zerodrift.optim.split import round_away
 from zerodrift.optim.update import Owned
 from zerodrift.plan.table import Row, Segment
 from zerodrift.policy.nouns import Master
+
+SELDOM = 32
+"""What is looked at now and then is looked at the first few times, and then once in so many."""
 
 
 class FlatSegment:
@@ -101,6 +108,9 @@ class FlatSegment:
         """Of `landing`, one per parameter."""
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to that."""
+        self._collected: list[Collected] = []
+        """What stands in `param.grad` while the engine has the gradients, one per parameter."""
+        self._shows_collected = False
         self._views: list[torch.Tensor] = []
         """Of `full`, one per parameter."""
         self._stubs: list[torch.Tensor] = []
@@ -125,6 +135,10 @@ class FlatSegment:
         """Prints of the full form as it was lent."""
         self._versions: list[int] = []
         """Of the parameters, as the engine left them."""
+        self._overwritten: torch.Tensor | None = None
+        """Elements of this rank's slice that somebody wrote to while they were gathered, on the device."""
+        self._frees = self._looks = 0
+        """How often the full form has gone, and how often ranks were to compare what they hold."""
 
     def _make_full(self, device: torch.device) -> torch.Tensor:
         if self._resident:
@@ -152,6 +166,7 @@ class FlatSegment:
         if not self._resident:
             self._hide()
             self._own = _holders(self.full)
+            self._stale = True  # there is nothing in it
             self._free()
 
     def _views_of_full(self) -> list[torch.Tensor]:
@@ -249,12 +264,37 @@ class FlatSegment:
         return any(count != _uses(p) for p, count in zip(self.parameters, self._counts, strict=True))
 
     def _free(self) -> None:
+        if not self._stale and self._is_due(self._frees):
+            self._compare_with_storage()
+        self._frees += 1
         self._hide()
         self.is_full = self._stale = False
         if _holders(self.full) > self._own:
             self.full, self._views = self.full.new_empty(0), []
         else:
             self.full.untyped_storage().resize_(0)
+
+    @staticmethod
+    def _is_due(count: int) -> bool:
+        return count < 4 or count % SELDOM == 0
+
+    def _compare_with_storage(self) -> None:
+        """See [Note: writing]."""
+        columns = self.spec.columns
+        with torch.no_grad():
+            own = self.slice_of(self.full) if self.sharded else self.full
+            kept = self.storage.to(columns.gather.torch) if self.sharded else self.storage
+            differ = _bits(own) != _bits(kept.to(own.dtype))
+            self._overwritten = differ if self._overwritten is None else self._overwritten | differ
+
+    def written_while_gathered(self) -> list[Row]:
+        """The rows of this rank's slice that somebody wrote to while they were gathered: it was lost."""
+        found, self._overwritten = self._overwritten, None
+        if found is None or not found.any():
+            return []
+        first = self.rank * found.numel() if self.sharded else 0
+        spans = ((max(0, row.offset - first), max(0, row.offset + row.numel - first)) for row in self.rows)
+        return [row for row, (start, end) in zip(self.rows, spans, strict=True) if found[start:end].any()]
 
     @property
     def gathers(self) -> bool:
@@ -282,7 +322,7 @@ class FlatSegment:
         if self.update is None:
             return ""
         pairs = zip(self.rows, self.parameters, strict=True)
-        return next((row.name for row, parameter in pairs if parameter.grad is not None), "")
+        return next((row.name for row, parameter in pairs if _given(parameter) is not None), "")
 
     @property
     def waits(self) -> bool:
@@ -295,7 +335,7 @@ class FlatSegment:
         A parameter without a gradient counts as zero, so every rank reduces the same segments whatever its
         data did.
         """
-        arrived = [parameter.grad for parameter in self.parameters]
+        arrived = [_given(parameter) for parameter in self.parameters]
         with torch.no_grad():
             if self.landing is None:
                 self._land_first(arrived)
@@ -310,6 +350,37 @@ class FlatSegment:
         for parameter in self.parameters:
             parameter.grad = None
         self._opened.clear()
+        if self._shows_collected:
+            self.show_collected()
+
+    def show_collected(self) -> None:
+        """Say of every gradient that the engine has it, until `hide_collected`."""
+        if self.update is None:
+            return
+        self._shows_collected = True
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self._collected:
+                pairs = zip(self.parameters, self.rows, strict=True)
+                self._collected = [Collected.of(parameter, row.name) for parameter, row in pairs]
+            for parameter, collected in zip(self.parameters, self._collected, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = collected
+
+    def hide_collected(self) -> str:
+        """Say nothing any more. Returns the first parameter of which somebody has taken it away; "" where
+        nobody has."""
+        if not self._shows_collected:
+            return ""
+        self._shows_collected = False
+        cleared = ""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, row in zip(self.parameters, self.rows, strict=True):
+                found = parameter.grad
+                if found is None:
+                    cleared = cleared or row.name
+                elif type(found) is Collected:
+                    parameter.grad = None
+        return cleared
 
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
         """Copy the first gradients into a buffer; zero what got none, and the gaps between parameters."""
@@ -426,6 +497,7 @@ class FlatSegment:
 
     def drop_gradients(self) -> None:
         """Forget every gradient, landed or reduced."""
+        self._shows_collected = False
         for parameter in self.parameters:
             parameter.grad = None
         if self.reduced is not None and self._whole is None and self.reduced is not self.landing:
@@ -567,8 +639,13 @@ class FlatSegment:
     def look(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(Whether others than the engine have written to storage, a checksum of what all ranks hold alike),
         on the device; None where it tells nothing."""
-        alike = self.axis == "shard" and not self.sharded and self.update is not None
-        if not self._resident or not (alike or self._known is not None):
+        if not self._resident:
+            lost = self._overwritten
+            return None if lost is None else (lost.any().long(), lost.new_zeros((), dtype=torch.int64))
+        due = self.update is not None or self._is_due(self._looks)
+        self._looks += 1
+        alike = self.axis == "shard" and not self.sharded and due
+        if not (alike or self._known is not None):
             return None
         now = prints(self.storage)
         written = now.new_zeros(()) if self._known is None else (now != self._known).any().long()
@@ -597,8 +674,19 @@ class FlatSegment:
         ]
 
 
+def _given(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Its gradient, where that is not what the engine has."""
+    return None if type(parameter.grad) is Collected else parameter.grad
+
+
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    """Of floating numbers, by which NaN is NaN."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(whole[flat.element_size()]) if flat.is_floating_point() else flat
 
 
 def _holders(flat: torch.Tensor) -> int:

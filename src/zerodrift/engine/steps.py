@@ -49,6 +49,23 @@ def unscaled(plan: Plan) -> UnsupportedError:
     )
 
 
+def taken_away(name: str) -> UnsupportedError:
+    """A gradient that somebody believes to be forgotten."""
+    return UnsupportedError(
+        f"`{name}`: its gradient must be forgotten by the engine, which has collected it; got `param.grad` "
+        f"set to None between `backward` and `step`, as a `zero_grad` does. Call `engine.zero_grad()`, or "
+        f"for one parameter `engine.set_full_gradient(name, zeros)`."
+    )
+
+
+def copied() -> UnsupportedError:
+    """Of an engine that is one of several ranks."""
+    return UnsupportedError(
+        "`engine`: must not be copied or pickled, for it is one of several ranks' and has their connections. "
+        "Copy `engine.module` inside `engine.gathered()`; save with `zerodrift.Checkpoints`."
+    )
+
+
 def nonfinite(norm: float, bad: Sequence[str]) -> NonFiniteError:
     """For a caller who wants an error, not a skipped step."""
     return NonFiniteError(
