@@ -13,7 +13,8 @@ from torch import nn
 
 from zerodrift import optimizers
 from zerodrift.api import make_plan
-from zerodrift.errors import ConfigError
+from zerodrift.deepspeed.assemble import _of_block
+from zerodrift.errors import ConfigError, UnsupportedError
 from zerodrift.optim.flat import algorithm_of, arguments
 from zerodrift.optim.updates import Root
 from zerodrift.optimizers import Algorithm
@@ -53,6 +54,28 @@ def test_a_block_is_one_of_our_updates(
         if key in params:
             assert numbers[key] == params[key]
     assert not {"adam_w_mode", "fp32_optimizer_states"} & numbers.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "algorithm", "decay"),
+    [
+        ("adamw", {}, ADAMW, 0.0),
+        ("AdamW", {"torch_adam": True}, ADAMW, 0.01),
+        ("Adam", {"adam_w_mode": False, "torch_adam": True}, ADAM, 0.0),
+        ("DeepSpeedCPUAdam", {"weight_decay": 0.2}, ADAMW, 0.2),
+        ("SGD", {"momentum": 0.9}, optimizers.SGD, 0.0),
+    ],
+)
+def test_a_block_over_groups_is_the_same_update(
+    kind: str, params: dict[str, Any], algorithm: Algorithm, decay: float
+) -> None:
+    """The drop-in's, where `model_parameters` are groups; types are read in any case, as in a config."""
+    made = _of_block(kind, dict(params), [{"params": [nn.Parameter(torch.zeros(2))]}])
+    known = algorithm_of(made)
+    assert known is not None and known[0] is algorithm
+    assert made.param_groups[0]["weight_decay"] == decay
+    with pytest.raises(UnsupportedError, match=r"must be AdamW, Adam, SGD or Lion where"):
+        _of_block("Muon", {}, [nn.Parameter(torch.zeros(2, 2))])
 
 
 @pytest.mark.parametrize(("params", "decay"), [({}, 0.0), ({"torch_adam": True}, 0.01)])
