@@ -141,14 +141,14 @@ versions` makes the environments of [`docs/matrix.py`](matrix.py), runs their su
 
 ## Other versions
 
-What is older or newer is not refused. `initialize` warns, once in a process and on the first rank, and names
-the version and the range that was tested:
+What is older or newer is not refused. `initialize` and `make_plan` warn, once in a process and on the first
+rank, and name the version and the range that was tested:
 
 ```
 {warning}
 ```
 
-It looks at Python and torch, and at `transformers` and `deepspeed` where they are imported. The third number
+They look at Python and torch, and at `transformers` and `deepspeed` where they are imported. The third number
 of the first three does not matter. What is private in torch is used in one place each, where a comment says
 with which versions it was tried.
 """

@@ -40,7 +40,7 @@ def ends(name: str) -> tuple[str, str]:
 def test_the_page_is_what_the_script_writes(matrix: ModuleType) -> None:
     page = matrix.PAGE.read_text()
     rows = matrix.rows_of(page)
-    assert rows and matrix.render(rows) == page
+    assert matrix.render(rows) == page
     assert {row.suite for row in rows} <= set(matrix.SUITES)
 
 
@@ -52,6 +52,24 @@ def test_both_ends_of_a_range_are_cells_of_the_matrix(name: str, matrix: ModuleT
         assert versions.warning({name: version}) == "", version
     for end in ends(name):
         assert any(version == end or version.startswith(f"{end}.") for version in found), end
+
+
+def test_a_cell_that_cannot_be_made_is_said_and_left_out(
+    matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cells = (matrix.Cell("3.99", "2.15.0", "5.23.0", "", ("quick",)), matrix.CELLS[0])
+    home = tmp_path / f"py{cells[1].python}-torch{cells[1].torch}-tf{cells[1].transformers}"
+    home.mkdir()
+    (home / "ready").touch()
+    ran = []
+    monkeypatch.setattr(matrix, "CELLS", cells)
+    monkeypatch.setattr(matrix, "run", lambda python, suite: (python, suite))
+    monkeypatch.setattr(matrix, "keep", ran.append)
+    monkeypatch.setattr(sys, "argv", ["matrix.py", "all", str(tmp_path)])
+    matrix.main()
+    told = capfd.readouterr()
+    assert "== Python 3.99, torch 2.15.0" in told.out and "python3.99" in told.err
+    assert ran == [(home / "bin" / "python", suite) for suite in cells[1].suites]
 
 
 def test_a_row_is_kept_once(matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +163,30 @@ def test_an_untested_torch_is_one_warning_and_trains(monkeypatch: pytest.MonkeyP
                 assert each.filename == __file__
     finally:
         versions.warn.cache_clear()
+
+
+def test_a_plan_of_an_untested_version_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from zerodrift import make_plan
+
+    monkeypatch.setattr(versions, "TESTED", {**versions.TESTED, "python": ("2.6", "2.7")})
+    versions.warn.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                make_plan({}, torch.nn.Linear(4, 4))
+        (only,) = (each for each in told if "zerodrift is not tested with python" in str(each.message))
+        assert only.filename == __file__
+    finally:
+        versions.warn.cache_clear()
+
+
+def test_the_tests_run_with_an_untested_version(pytestconfig: pytest.Config) -> None:
+    """Other warnings of zerodrift are errors there, and this one must not be."""
+    told = versions.warning({"torch": "99.0"})
+    passed = [line.partition(":")[2] for line in pytestconfig.getini("filterwarnings") if "default:" in line]
+    assert [text for text in passed if told.startswith(text)]
 
 
 def test_tested_versions_are_no_warning() -> None:
