@@ -91,12 +91,36 @@ def single(model: nn.Module, folder: Path, **rest: Any) -> Any:
 
 
 def test_a_model_with_memory_loads_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
     want = saved("qwen3-moe", tmp_path)
     model = MODELS["qwen3-moe"].build()
     engine = single(model, tmp_path)
     for name, parameter in want.named_parameters():
         assert torch.equal(engine.full_master(name), parameter.detach().float()), name
     assert model._weight_conversions  # what `save_pretrained` asks, so that it writes experts by themselves
+
+
+def test_conversions_that_say_what_they_did_as_transformers_5_0_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns errors beside the tensors, and does not remember which conversion was used."""
+    loading = pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
+    if not hasattr(loading.WeightTransform, "was_used"):
+        pytest.skip("this is transformers 5.0")
+    want = saved("qwen3-moe", tmp_path)
+    convert = loading.WeightConverter.convert
+    monkeypatch.setattr(loading.WeightConverter, "convert", lambda *a, **named: (convert(*a, **named), None))
+    monkeypatch.delattr(loading.WeightTransform, "was_used")
+    with empty():
+        model = MODELS["qwen3-moe"].build()
+    engine = single(model, tmp_path)
+    for name, parameter in want.named_parameters():
+        assert torch.equal(engine.full_master(name), parameter.detach().float()), name
+    used = [each for each in model._weight_conversions if isinstance(each, loading.WeightConverter)]
+    assert {pattern for each in used for pattern in each.target_patterns} == {
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    }
 
 
 def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:

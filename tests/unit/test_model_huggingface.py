@@ -95,11 +95,12 @@ def test_tied_embeddings_are_one_parameter(tmp_path: Path) -> None:
 
 
 def test_a_tie_not_yet_made_counts(tmp_path: Path) -> None:
-    pytest.importorskip("transformers.initialization", reason="transformers 4 ties as it builds")
-    from transformers.initialization import no_tie_weights
-
+    before = "transformers 4 and 5.0 tie as they build"
+    initialization = pytest.importorskip("transformers.initialization", reason=before)
+    if not hasattr(initialization, "no_tie_weights"):
+        pytest.skip(before)
     config = transformers.AutoConfig.from_pretrained(folder(tmp_path, "llama"))
-    with torch.device("meta"), no_tie_weights():
+    with torch.device("meta"), initialization.no_tie_weights():
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert from_module(model).parameters == from_hf(tmp_path).parameters
@@ -248,10 +249,11 @@ def test_bundled_examples_build(name: str, klass: str, tied: bool) -> None:
 
 def test_671_billion_parameters_take_seconds(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "dtype": "bfloat16"}))
-    began = time.perf_counter()
+    began = time.process_time()
     spec = from_hf(tmp_path)
     assert spec.numel == 671_026_404_352
-    assert time.perf_counter() - began < 10
+    # Version 4 has a module for each of 14,848 experts.
+    assert time.process_time() - began < (10 if int(transformers.__version__.partition(".")[0]) > 4 else 30)
 
 
 def test_a_lora_model_keeps_mixed_dtypes_and_frozen_weights(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
-from zerodrift.model.module import from_module
+from zerodrift.model.module import _Used, from_module
 from zerodrift.model.spec import BufferSpec, Owner
 
 torch = pytest.importorskip("torch")
@@ -178,3 +178,22 @@ def test_two_parameters_over_one_memory_are_refused() -> None:
 def test_empty_parameters_share_no_memory() -> None:
     model = nn.ParameterList([nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0))])
     assert [parameter.shape for parameter in from_module(model).parameters] == [(0,), (0,)]
+
+
+def test_experts_are_looked_at_once_and_not_once_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """14,848 experts, each of which would look at all that are beside it, took minutes."""
+    asked: list[str] = []
+    chosen = _Used._chosen
+
+    def counted(self: _Used, path: str) -> int:
+        asked.append(path)
+        return chosen(self, path)
+
+    monkeypatch.setattr(_Used, "_chosen", counted)
+    layers = [nn.Module(), nn.Module()]
+    for layer in layers:
+        layer.top_k = 2
+        layer.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))
+    spec = from_module(nn.Sequential(*layers))
+    assert {parameter.used for parameter in spec.parameters} == {(2, 8)}
+    assert asked == ["0.experts", "1.experts"]

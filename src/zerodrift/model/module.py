@@ -88,6 +88,9 @@ class _Used:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules(remove_duplicate=False))
+        self._experts: dict[str, tuple[int, int]] = {}
+        """Path of experts -> how many of them a token uses, how many modules are in it. Asked for once: there
+        may be thousands of parameters below one path, and as many modules to look at for each."""
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         before, found, after = name.rpartition("experts.")
@@ -95,8 +98,10 @@ class _Used:
             return 1, 1
         path = f"{before}experts"
         number = after.partition(".")[0]
-        count = len(list(self._modules[path].children())) if number.isdecimal() else (*shape, 0)[0]
-        chosen = self._chosen(path)
+        if path not in self._experts:
+            self._experts[path] = self._chosen(path), len(list(self._modules[path].children()))
+        chosen, modules = self._experts[path]
+        count = modules if number.isdecimal() else (*shape, 0)[0]
         return (chosen, count) if 0 < chosen < count else (1, 1)
 
     def _chosen(self, path: str) -> int:
