@@ -54,7 +54,9 @@ def make_plan(
     """
     loaded = load(config, overrides)
     mesh = mesh_for(loaded, world_size)
-    return build(resolve(loaded, mesh, auto), describe(model), mesh)
+    spec = describe(model)
+    versions.warn()  # when whatever reads the model has been imported
+    return build(resolve(loaded, mesh, auto), spec, mesh)
 
 
 def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
