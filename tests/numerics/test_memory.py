@@ -332,6 +332,7 @@ def steps() -> list[dict[Case, Step]]:
     return run_ranks(all_steps, 2, timeout=200)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", PEAKS, ids=str)
 def test_the_plans_peak_is_a_bound_and_no_fear(case: Case, steps: list[dict[Case, Step]]) -> None:
     """The engine's own buffers stay below it, and above three quarters of it."""
