@@ -44,25 +44,59 @@ def test_several_builders_make_one_library(
             thread.join()
     assert all(library is not None for library in found) and len(found) == 3
     assert [record.getMessage().count("compiling") for record in caplog.records] == [1]
-    assert sorted(path.name for path in folder.iterdir()) == [f"kernels-{native.key()}.so", "lock"]
+    kernels = [f"kernels-{native.key()}.{suffix}" for suffix in ("sha256", "so")]
+    assert sorted(path.name for path in folder.iterdir()) == [*kernels, "lock"]
 
 
 def test_a_cached_library_needs_no_compiler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     built = native.library()
     if built is None:
         pytest.skip("no compiled kernels on this machine")
-    (tmp_path / f"kernels-{native.key()}.so").write_bytes(built.path.read_bytes())
+    for file in built.path.parent.glob(f"{built.path.stem}.*"):
+        shutil.copy(file, tmp_path)
     with caplog.at_level(logging.WARNING, logger="zerodrift"):
         assert native.obtain(tmp_path, None) is not None
     assert not caplog.records
 
 
-def test_a_damaged_library_is_built_again(tmp_path: Path, compiler: str) -> None:
-    path = tmp_path / f"kernels-{native.key()}.so"
-    path.write_bytes(b"half a file")
-    assert native.obtain(tmp_path, None) is None
-    assert native.obtain(tmp_path, compiler) is not None
-    assert path.read_bytes() != b"half a file"
+@pytest.mark.parametrize("damage", ["half", "a bit", "longer", "empty", "nothing", "no checksum", "a folder"])
+def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, compiler: str) -> None:
+    """And is not loaded before: one that is cut short ends the process, a bit computes something else."""
+    built = native.obtain(tmp_path, compiler)
+    assert built is not None
+    whole, path = built.path.read_bytes(), tmp_path / "other" / built.path.name
+    path.parent.mkdir()
+    shutil.copy(built.path.with_suffix(".sha256"), path.parent)
+    middle = len(whole) // 2
+    contents = {
+        "half": whole[:middle],
+        "a bit": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "longer": whole + bytes(64),
+        "empty": b"",
+        "no checksum": whole,
+    }
+    if damage == "no checksum":
+        path.with_suffix(".sha256").unlink()
+    if damage in contents:
+        path.write_bytes(contents[damage])
+    if damage == "a folder":
+        path.mkdir()
+        assert native.obtain(path.parent, compiler) is None
+        return
+    assert native.obtain(path.parent, None) is None
+    assert native.obtain(path.parent, compiler) is not None
+    assert native.obtain(path.parent, None) is not None
+
+
+def test_no_room_and_no_folder_are_one_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path / "gone"))
+    for folder in (None, tmp_path / "not there"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="zerodrift"):
+            assert native.obtain(folder, "c++") is None
+        assert len(caplog.records) == 1 and "plain PyTorch" in caplog.records[0].getMessage()
 
 
 def test_without_a_compiler_there_is_one_notice_and_no_library(

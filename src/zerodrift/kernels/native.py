@@ -5,7 +5,8 @@ ninja nor a matching compiler is needed and a build takes seconds. Where nothing
 None after one notice, and every caller has a plain PyTorch path with the same bits.
 
 Invariant: a library is used only with the source, flags, processor and torch that its name was formed from,
-and appears under that name complete or not at all, however many ranks build at once.
+and appears under that name complete or not at all, however many ranks build at once. One that is not as it
+was built, by its checksum, is not loaded but built again: it would compute other numbers, or end the process.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def obtain(folder: Path | None, compiler: str | None) -> Library | None:
             with tempfile.TemporaryDirectory(prefix="zerodrift-") as passing:
                 return _obtain(Path(passing), compiler)
         return _obtain(folder, compiler)
-    except _BuildError as error:
+    except (_BuildError, OSError) as error:
         _log.warning(
             "zerodrift: %s; updates run in plain PyTorch, with the same bits, several times slower", error
         )
@@ -110,12 +111,12 @@ class _BuildError(Exception):
 
 def _obtain(folder: Path, compiler: str | None) -> Library:
     path = folder / f"kernels-{key()}.so"
-    with contextlib.suppress(OSError):
+    if _loads(path):
         return Library(path)
     if compiler is None:
         raise _BuildError(f"no C++ compiler found ({', '.join(COMPILERS)}, or CXX)")
     with _locked(folder / "lock"):
-        if not path.exists() or not _loads(path):
+        if not _loads(path):
             _log.warning("zerodrift: compiling its CPU kernels, once for this machine, into %s", folder)
             _build(compiler, path)
     try:
@@ -126,10 +127,20 @@ def _obtain(folder: Path, compiler: str | None) -> Library:
 
 def _loads(path: Path) -> bool:
     try:
+        if not path.is_file() or _checksum_of(path).read_text() != _digest(path):
+            return False
         Library(path)
-    except OSError:
+    except (OSError, ValueError):
         return False
     return True
+
+
+def _checksum_of(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _build(compiler: str, path: Path) -> None:
@@ -146,6 +157,9 @@ def _build(compiler: str, path: Path) -> None:
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise _BuildError(f"`{compiler}` does not run ({error})") from error
             if done.returncode == 0:
+                beside = _checksum_of(result)
+                beside.write_text(_digest(result))
+                os.replace(beside, _checksum_of(path))
                 os.replace(result, path)
                 return
             said = done.stderr.strip().splitlines()[0] if done.stderr.strip() else "no message"
