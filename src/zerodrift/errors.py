@@ -21,6 +21,7 @@ AssertionError.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -132,6 +133,14 @@ def said(error: BaseException) -> str:
     """The same behind its class, for an error whose text alone could be anything."""
     name, text = type(error).__name__, first_line(error)
     return name if text == name else f"{name}: {text}"
+
+
+def refused_by_system(error: OSError) -> ZerodriftError | None:
+    """A file that cannot be used, in our words; None for an error that is of no file."""
+    if error.filename is None or not error.strerror:
+        return None
+    where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    return ZerodriftError(str(Problem(where, "must be usable", error.strerror)))
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:

@@ -91,6 +91,13 @@ def test_what_nobody_decided_is_asked_for(tmp_path: Path) -> None:
     assert "`config.train_micro_batch_size_per_gpu`: must be given" in str(caught.value)
 
 
+def test_more_processes_than_any_machine_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`--nproc`: must be at most 1,024 processes"):
+        train(str(job(tmp_path)), nproc=10**6)
+    with pytest.raises(ConfigError, match=r"`run.nproc`: must be at most 1,024 processes"):
+        train(str(job(tmp_path, run={"nproc": 2**31})))
+
+
 def test_boards_that_are_not_installed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 

@@ -28,12 +28,14 @@ app = typer.Typer(
 
 def main() -> None:
     """The console script."""
-    app(prog_name="zerodrift")
+    with streams.printing():
+        app(prog_name="zerodrift")
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        streams.emit(f"zerodrift {__version__}\n")
+        with streams.errors(debug=False):
+            streams.emit(f"zerodrift {__version__}\n")
         raise typer.Exit()
 
 

@@ -7,6 +7,7 @@ Invariant: what zerodrift refuses ends as one message and exit code 2, never as 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import typer
 
-from zerodrift.errors import ZerodriftError
+from zerodrift.errors import ZerodriftError, refused_by_system
 from zerodrift.legible import legible
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -32,6 +33,12 @@ def errors(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         print(f"zerodrift: error: {error}", file=sys.stderr)
         raise typer.Exit(USAGE) from None
+    except OSError as error:
+        refused = refused_by_system(error)
+        if refused is None or debug:
+            raise
+        print(f"zerodrift: error: {refused}", file=sys.stderr)
+        raise typer.Exit(USAGE) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
@@ -39,12 +46,12 @@ def errors(debug: bool) -> Iterator[None]:
 def color() -> bool:
     """Colour for a person at a terminal who has not said no (https://no-color.org)."""
     dumb = os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+    return sys.stdout is not None and sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 def progress(text: str) -> AbstractContextManager[object]:
     """A spinner while a large model is read, where somebody is watching."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
     from rich.text import Text
@@ -53,7 +60,9 @@ def progress(text: str) -> AbstractContextManager[object]:
 
 
 def emit(text: str) -> None:
-    """Print the product. A reader who has gone away, `| head`, is no error."""
+    """Print the product. A reader who has gone away, `| head`, is no error; a disk that is full is."""
+    if sys.stdout is None:  # a shell's `>&-`
+        raise ZerodriftError("`stdout`: must be open, for what is printed; got it closed.")
     encoding = sys.stdout.encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -62,11 +71,34 @@ def emit(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; let it have something to write to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(BROKEN_PIPE) from None
+    except OSError as error:
+        raise _not_taken(error) from None
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """The same of what is printed for us: help, and what a parser says."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OF_STREAMS:
+            raise
+        ended = _not_taken(error)
+        if isinstance(ended, typer.Exit):
+            sys.exit(ended.exit_code)
+        print(f"zerodrift: error: {ended}", file=sys.stderr)
+        sys.exit(USAGE)
+
+
+def _not_taken(error: OSError) -> Exception:
+    """What it means that stdout takes no more."""
+    # Python flushes stdout once more at exit; let it have something to write to.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return typer.Exit(BROKEN_PIPE)
+    return ZerodriftError(f"`stdout`: must take what is printed; got {error.strerror}.")
+
+
+_OF_STREAMS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
 _PLAIN = str.maketrans({"─": "-", "█": "#"})
 """For terminals that cannot show the drawing characters."""

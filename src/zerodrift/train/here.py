@@ -5,17 +5,22 @@ Invariant: whatever happens, the ranks have parted and the screen is in order wh
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from zerodrift.errors import ZerodriftError
+from zerodrift.errors import ConfigError, Problem, ZerodriftError, refused_by_system
 from zerodrift.io.paths import room
 from zerodrift.legible import legible
 from zerodrift.train.display import display
 from zerodrift.train.launch import Launcher, RankFailedError, join
 from zerodrift.train.read import read_job
 from zerodrift.train.stopping import listening
+
+MOST = 1024
+"""Processes that are started here: beyond any machine, and before it stands still."""
 
 
 def train(source: str, overrides: Sequence[str] = (), nproc: int | None = None, debug: bool = False) -> int:
@@ -31,6 +36,9 @@ def train(source: str, overrides: Sequence[str] = (), nproc: int | None = None, 
     if count == 1:
         run_here(source, overrides)
         return 0
+    if count > MOST:
+        must = f"must be at most {MOST:,} processes of one machine"
+        raise ConfigError(str(Problem("--nproc" if nproc else "run.nproc", must, f"{count:,}")))
     folder = Path(job.run.folder)
     with room(folder):
         launcher = Launcher(source, overrides, count, folder / "logs", debug)
@@ -59,7 +67,7 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
     job, config = read_job(source, overrides)
     rank, _ = started()
     show = display(rank, job.run.log_every)
-    with room(Path(job.run.folder).expanduser()), listening() as stop:
+    with system(), room(Path(job.run.folder).expanduser()), listening() as stop:
         session = assemble(job, config, show)
         try:
             outcome = Loop(session, show, stop).run()
@@ -75,3 +83,20 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
         show.say(f"report: {legible(str(session.folder.report))}")
         if session.folder.export.is_dir() and not outcome.stopped and job.run.export:
             show.say(f"model: {legible(str(session.folder.export))}")
+
+
+@contextmanager
+def system() -> Iterator[None]:
+    """A file that cannot be used is refused by its name, and so is a stdout that nobody reads any more."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        # Python flushes stdout once more at exit; let it have something to write to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        must, todo = "must stay open while a run prints", "Start again to go on from the last checkpoint."
+        raise ZerodriftError(str(Problem("stdout", must, "nobody who reads it", todo))) from error
+    except OSError as error:
+        refused = refused_by_system(error)
+        if refused is None:
+            raise
+        raise refused from error
