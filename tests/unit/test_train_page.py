@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from tests.unit.models import moe
 from zerodrift.api import make_plan
+from zerodrift.errors import ConfigError
 from zerodrift.train.curves import Chart, Series, binary_ticks, chart, even_ticks, log_ticks, stretches
 from zerodrift.train.display import Lines, Pace, clock
 from zerodrift.train.folder import Folder
@@ -148,6 +151,37 @@ def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> No
     found = read(folder.metrics)
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert found[1]["loss"] is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(b"3", b"[]", b"null", b"", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"kind": 4}'),
+        *(b'{"kind": "step", "step": 2}', b'{"kind": "step", "step": "2"}'),
+        *(b'{"kind": "skip", "step": 1}', b'{"kind": "precision"}'),
+    ],
+)
+def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    first = Metrics(folder, Run(), after=0)
+    for number in (1, 2):
+        first.step(step(number))
+    first.close()
+    whole = folder.metrics.read_bytes().split(b"\n")
+    folder.metrics.write_bytes(b"\n".join([whole[0], damage, *whole[1:]]))
+    again = Metrics(folder, Run(), after=2)
+    again.close()
+    assert again.lost == 1 and again.seconds == 1.0
+    assert [line["step"] for line in read(folder.metrics)] == [1, 2]
+    assert page(again.lines)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+@pytest.mark.timeout(30)
+def test_metrics_that_are_no_file_are_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(Folder(tmp_path).metrics)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*must be a file"):
+        Metrics(Folder(tmp_path), Run(), after=0)
 
 
 # --- lines --------------------------------------------------------------------------------------------

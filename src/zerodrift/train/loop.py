@@ -94,6 +94,9 @@ class Loop:
         step = session.resume()
         if self._leads:
             self._metrics = Metrics(session.folder, self._run, step)
+            if self._metrics.lost:
+                lost = f"{self._metrics.lost} that cannot be read, which are left out"
+                self._display.say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
             self._write("start", {"step": step, "ranks": session.seat.ranks, "steps": session.steps})
         try:
             self._display.start(step, session.steps)

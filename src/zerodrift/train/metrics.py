@@ -16,12 +16,14 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zerodrift.errors import ConfigError, Problem, said
+from zerodrift.files import opened
 from zerodrift.train.boards import boards
 from zerodrift.train.folder import Folder
 from zerodrift.train.job import Run
@@ -60,7 +62,10 @@ class Metrics:
 
     def __init__(self, folder: Folder, run: Run, after: int) -> None:
         """`after` is the step that the run goes on from."""
-        self.lines = [line for line in read(folder.metrics) if _is_before(line, after)]
+        found = _read(folder.metrics)
+        self.lost = found.count(None)
+        """Lines of the file that cannot be read, and were left out."""
+        self.lines = [line for line in found if line is not None and _is_before(line, after)]
         folder.metrics.parent.mkdir(parents=True, exist_ok=True)
         beside = folder.metrics.with_suffix(".new")
         beside.write_text("".join(_text(line) for line in self.lines), encoding="utf-8")
@@ -72,7 +77,7 @@ class Metrics:
     def seconds(self) -> float:
         """Of training so far."""
         steps = [line for line in self.lines if kind_of(line, "step")]
-        return float(steps[-1]["seconds"]) if steps else 0.0
+        return float(steps[-1]["seconds"] or 0.0) if steps else 0.0
 
     def step(self, step: Step) -> None:
         self.write("step", asdict(step))
@@ -94,16 +99,47 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; the last may have been cut short."""
-    if not path.is_file():
+    """The lines of a file that are whole."""
+    return [line for line in _read(path) if line is not None]
+
+
+def _read(path: Path) -> list[dict[str, Any] | None]:
+    """The lines of a file, None for one that is damaged; a last one that was cut short is none."""
+    try:
+        with opened(path) as file:
+            data = file.read()
+    except FileNotFoundError:
         return []
-    found = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return found
+    except OSError as error:
+        must, got = "must be a file, or not be there", error.strerror or said(error)
+        raise ConfigError(str(Problem(str(path), must, got, "Move it away."))) from None
+    *texts, _ = data.split(b"\n")
+    return [_line(text) for text in texts]
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and _is_whole(found) else None
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    """Whether a line has what its kind has, as the report and a run that goes on need it."""
+    kind, step = line.get("kind"), line.get("step", 0)
+    if not isinstance(kind, str) or type(step) is not int or step < 0:
+        return False
+    return all(key in line and isinstance(line[key], types) for key, types in _FIELDS.get(kind, {}).items())
+
+
+_NUMBER = (int, float, type(None))
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "step": {field.name: _NUMBER for field in fields(Step)},
+    "evaluation": {"step": int, "validation_loss": _NUMBER},
+    "skip": {"step": int, "parameters": list, "places": str},
+    "precision": {"line": str, "cells": list, "logits": list},
+}
 
 
 def _is_before(line: Mapping[str, Any], after: int) -> bool:
