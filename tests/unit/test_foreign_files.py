@@ -90,6 +90,12 @@ def test_what_is_whole_is_read_by_all(ours: Path, engine: Any, tmp_path: Path) -
         assert torch.equal(engine.full_master(name), value)
 
 
+@pytest.mark.parametrize("keep", [-1, True, 1.5, "3", None, float("nan")])
+def test_how_many_are_kept_is_a_number(keep: Any, engine: Any, tmp_path: Path) -> None:
+    with pytest.raises(ZerodriftError, match="`keep`: must be a whole number of at least 0"):
+        zd.Checkpoints(engine, tmp_path, keep=keep)
+
+
 # --- code ---------------------------------------------------------------------------------------------------
 
 

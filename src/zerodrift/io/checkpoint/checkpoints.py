@@ -107,8 +107,8 @@ class Checkpoints:
         """`keep` is how many are kept of those whose tag is not chosen; 0 keeps all. `asynchronous` copies
         the state and writes it beside training. `quiet` says nothing on rank 0. `run` is of a run that also
         saves elsewhere; one is drawn without it."""
-        if keep < 0:
-            raise CheckpointError(f"`keep`: must be at least 0; got {keep}.")
+        if type(keep) is not int or keep < 0:
+            raise CheckpointError(f"`keep`: must be a whole number of at least 0; got {keep!r}.")
         self._engine = engine
         self._comm: Collectives = engine.comm
         self._folder = CheckpointFolder(folder)
@@ -215,7 +215,8 @@ class Checkpoints:
     ) -> Loaded:
         """Load a checkpoint. `parts="weights"` leaves the optimizer, its schedule, the counters and the
         random numbers alone. `allow` names differences that are accepted. `verify` reads every file once
-        more, each rank some of them, and compares checksums before anything is changed."""
+        more, each rank some of them, and compares checksums before anything is changed; without it bits that
+        have changed are loaded as they are."""
         return self.load_parts(tag, ALL if parts == "all" else frozenset(), allow, verify)
 
     def load_parts(
