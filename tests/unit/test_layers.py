@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "train": {
         *{"api", "audit", "pipeline", "config", "engine", "io", "comm", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "legible", "mesh", "record"},
+        *{"dtypes", "errors", "files", "legible", "mesh", "record"},
     },
     "deepspeed": {
         *{"api", "io", "config", "engine", "comm", "optim", "plan", "policy", "dtypes", "errors"},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, ZerodriftError
 from zerodrift.train.folder import Folder
 from zerodrift.train.job import Job, Lora
 from zerodrift.train.read import every_path, read_job
@@ -120,3 +122,40 @@ def test_every_key_has_a_docstring() -> None:
     for name, field in Job.model_fields.items():
         if hasattr(field.annotation, "model_fields"):
             check(field.annotation, f"{name}.")
+
+
+ODD = (
+    *(0, -1, 2**31, 2**63 - 1, 2**63, 10**30, math.nan, math.inf, 1e308, -0.0, True, None, "", "no", "1e-5"),
+    *("x" * 10**6, ["a"] * 10**5, {}, [], {1: 2}, [["a"]], b"x", object(), "\ud800", "\0", "\x1b[31m"),
+)
+
+
+def nested(depth: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize("key", ["config", "config.gradient_clipping", "auto", *every_path()])
+def test_odd_values_are_read_or_refused(key: str) -> None:
+    """Every key of a job: its value or one short error, at once."""
+    for value in (*ODD, nested(10_000)):
+        written: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x"}}
+        *blocks, last = key.split(".")
+        place = written
+        for block in blocks:
+            place = place.setdefault(block, {})
+        place[last] = value
+        begun = time.process_time()
+        try:
+            made, _ = read_job(written)
+            json.dumps(made.model_dump(mode="json"))
+        except ZerodriftError as error:
+            assert len(str(error)) < 50_000
+        assert time.process_time() - begun < 1.0, repr(value)[:80]
+
+
+def test_a_block_fits_in_memory() -> None:
+    with pytest.raises(ConfigError, match=r"data\.block.*at most 16,777,216"):
+        read_job({"model": {"source": "m"}, "data": {"train": "x", "block": 2**63 - 1}})

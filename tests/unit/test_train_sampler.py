@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from zerodrift.train.blocks import Blocks
+from zerodrift.train.blocks import Blocks, Rows
 from zerodrift.train.feed import Feed, Seat, held_out
 from zerodrift.train.sampler import Sampler, permuted, share
 
@@ -41,14 +43,18 @@ def test_a_step_has_the_same_blocks_on_any_number_of_ranks(ranks: int, micro: in
     assert sorted(np.concatenate(found)) == sorted(chosen)
 
 
-def blocks(count: int, length: int = 8, partly: bool = True) -> Blocks:
-    tokens = np.arange(count * length, dtype=np.uint16).reshape(count, length)
+def blocks(folder: Path, count: int, length: int = 8, partly: bool = True) -> Blocks:
+    tokens = np.arange(count * length, dtype=np.uint16)
+    tokens.tofile(folder / "tokens")
+    maps = (Rows.of(folder / "tokens", tokens.dtype, length),)
     if not partly:
-        return Blocks((tokens,), None, None, length)
+        return Blocks(maps, None, None, length, tokens.size)
     learned = np.zeros((count, length), dtype=np.uint8)
     for row in range(count):
         learned[row, : 2 + row % (length - 2)] = 1
-    return Blocks((tokens,), learned, learned[:, 1:].sum(1).astype(np.int32), length)
+    learned.tofile(folder / "learned")
+    marks = Rows.of(folder / "learned", learned.dtype, length)
+    return Blocks(maps, marks, learned[:, 1:].sum(1).astype(np.int32), length, tokens.size)
 
 
 def seat(rank: int, ranks: int, micro: int, accumulation: int) -> Seat:
@@ -56,9 +62,11 @@ def seat(rank: int, ranks: int, micro: int, accumulation: int) -> Seat:
 
 
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 6, 1), (2, 3, 1), (1, 2, 3), (3, 1, 2)])
-def test_weights_make_the_mean_over_all_labels_of_the_step(ranks: int, micro: int, accumulation: int) -> None:
+def test_weights_make_the_mean_over_all_labels_of_the_step(
+    ranks: int, micro: int, accumulation: int, tmp_path: Path
+) -> None:
     """The average over ranks and micro-batches of weight x mean is the mean over the step's labels."""
-    data = blocks(20)
+    data = blocks(tmp_path, 20)
     values = np.random.default_rng(0).normal(size=20)
     chosen = Sampler(20, 0).step(2, 6)
     counts = data.labels(chosen)
@@ -73,15 +81,15 @@ def test_weights_make_the_mean_over_all_labels_of_the_step(ranks: int, micro: in
     assert np.isclose(np.mean(found), expected, rtol=1e-12)
 
 
-def test_whole_blocks_weigh_one_and_share_their_tensor() -> None:
-    for batch in Feed(blocks(20, partly=False), 0, seat(0, 2, 2, 3)).step(0):
+def test_whole_blocks_weigh_one_and_share_their_tensor(tmp_path: Path) -> None:
+    for batch in Feed(blocks(tmp_path, 20, partly=False), 0, seat(0, 2, 2, 3)).step(0):
         assert batch.weight == 1.0
         assert batch.labels is batch.tokens
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_held_out_block_counts_once_and_ranks_do_as_many_forwards(ranks: int) -> None:
-    data = blocks(7)
+def test_every_held_out_block_counts_once_and_ranks_do_as_many_forwards(ranks: int, tmp_path: Path) -> None:
+    data = blocks(tmp_path, 7)
     found = [list(held_out(data, seat(rank, ranks, 2, 1), most=10)) for rank in range(ranks)]
     assert len({len(each) for each in found}) == 1
     counted = [held.batch.blocks for each in found for held in each if held.labels]

@@ -114,5 +114,5 @@ Temperature = Annotated[
 Top = Annotated[
     int, typer.Option("--top", metavar="K", min=0, help="Of the K likeliest tokens; 0 is of all.")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Of the choice.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="S", min=0, max=2**63 - 1, help="Of the choice.")]
 Chat = Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a conversation.")]

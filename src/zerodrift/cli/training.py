@@ -5,9 +5,12 @@ Invariant: what a job does is the trainer's; here its exit code is passed on.
 
 from __future__ import annotations
 
+import math
+
 import typer
 
 from zerodrift.cli import options, streams
+from zerodrift.errors import ConfigError
 
 
 def train(
@@ -38,6 +41,9 @@ def sample(
     """Let a trained model go on from a prompt, to see that it learned."""
     with streams.errors(debug):
         from zerodrift.train.sample import Sampler, Taste
+
+        if not math.isfinite(temperature):
+            raise ConfigError(f"`--temperature`: must be a finite number; got {temperature}.")
 
         with streams.progress(f"reading {run}"):
             sampler = Sampler(run)

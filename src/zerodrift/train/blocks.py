@@ -1,26 +1,40 @@
 """Memory maps of blocks: how they lie on disk, and what a block is to a model.
 
 A part (`train`, `validation`) is a map of tokens `[blocks, length]`, a map of the same shape that says
-which are learned (left out where all are), and the count of learned ones per block, from which every rank
-knows how many labels a whole step has without asking the others.
+which are learned (left out where all are), the count of learned ones per block, from which every rank
+knows how many labels a whole step has without asking the others, and a checksum per block.
 
-Invariant: every block has a label, so that no loss is a mean over nothing.
+Blocks are read when they are asked for and not mapped into memory: of a file that is cut short while it is
+mapped, a process dies without a word.
+
+Invariant: every block has a label, so that no loss is a mean over nothing, and every token that is read is
+below the vocabulary and of the file that was opened.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from zerodrift.errors import ConfigError, Problem, Problems
+from zerodrift.errors import ConfigError, Problem, Problems, first_line, said
+from zerodrift.files import kind, opened
 
 IGNORED = -100
 """The label of a token that is not learned, as torch's cross entropy and `transformers` have it."""
+_MARK = np.dtype(np.uint8)
+"""Of whether a token is learned."""
+
+
+def _checksums(tokens: np.ndarray, learned: np.ndarray, labels: int) -> tuple[int, int]:
+    """Of a block as it lies on disk: its tokens with their labels' count, and which are learned."""
+    return zlib.crc32(tokens.tobytes(), labels), zlib.crc32(learned.tobytes())
 
 
 class Maps:
@@ -31,54 +45,129 @@ class Maps:
     def __init__(self, folder: Path, length: int, vocabulary: int) -> None:
         self.folder = folder
         self.length = length
+        self.vocabulary = vocabulary
         self.dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+        self.cut = 0
+        """Documents that were longer than a block."""
         self._files: dict[str, tuple[BinaryIO, BinaryIO]] = {}
         self._counts: dict[str, list[np.ndarray]] = {}
+        self._sums: dict[str, list[np.ndarray]] = {}
         self._partly: set[str] = set()
         """Parts with blocks of which not all is learned."""
+        self._left = 0
 
     def write(self, part: str, tokens: np.ndarray, learned: np.ndarray) -> None:
         """Append blocks; those without a label are left out."""
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
+            got = f"{tokens.min()} to {tokens.max()}"
+            must = f"must make tokens from 0 to {self.vocabulary - 1}"
+            raise ConfigError(str(Problem("data.tokenizer", must, got)))
         counts = learned[:, 1:].sum(axis=1, dtype=np.int32)
         keep = counts > 0
+        self._left += int((~keep).sum())
         if part not in self._files:
             self._files[part] = ((self._at(part, "tokens")).open("wb"), self._at(part, "learned").open("wb"))
         numbers, marks = self._files[part]
-        numbers.write(np.ascontiguousarray(tokens[keep], dtype=self.dtype).tobytes())
-        marks.write(np.ascontiguousarray(learned[keep], dtype=np.uint8).tobytes())
-        self._counts.setdefault(part, []).append(counts[keep])
-        if not learned[keep].all():
+        tokens, learned, counts = tokens[keep].astype(self.dtype), learned[keep].astype(_MARK), counts[keep]
+        numbers.write(tokens.tobytes())
+        marks.write(learned.tobytes())
+        sums = [_checksums(*block) for block in zip(tokens, learned, counts.tolist(), strict=True)]
+        self._counts.setdefault(part, []).append(counts)
+        self._sums.setdefault(part, []).append(np.array(sums, np.uint32).reshape(-1, 2))
+        if not learned.all():
             self._partly.add(part)
 
     def close(self) -> None:
-        index: dict[str, object] = {"length": self.length, "dtype": self.dtype.name, "parts": {}}
         parts: dict[str, object] = {}
         for part, files in self._files.items():
             for file in files:
                 file.close()
             counts = np.concatenate(self._counts[part])
-            np.save(self._at(part, "counts.npy"), counts)
+            counts.tofile(self._at(part, "counts"))
             if part not in self._partly:
                 self._at(part, "learned").unlink()
             parts[part] = {"blocks": len(counts), "labels": int(counts.sum())}
-        index["parts"] = parts
-        (self.folder / self.INDEX).write_text(json.dumps(index, indent=1))
+            np.concatenate(self._sums[part]).tofile(self._at(part, "sums"))
+        index = {
+            "length": self.length,
+            "dtype": self.dtype.name,
+            "vocabulary": self.vocabulary,
+            "parts": parts,
+            "cut": self.cut,
+            "left": self._left,
+        }
+        (self.folder / self.INDEX).write_text(_sealed(index))
 
     def _at(self, part: str, what: str) -> Path:
         return self.folder / f"{part}.{what}"
+
+
+def _sealed(index: dict[str, Any]) -> str:
+    text = json.dumps(index, indent=1)
+    return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of equal length in a file."""
+
+    file: Path
+    dtype: np.dtype[Any]
+    offset: int
+    """Bytes in front of the first."""
+    count: int
+    length: int
+    stamp: tuple[int, int]
+    """Size and time of the file when it was opened."""
+
+    @staticmethod
+    def of(file: Path, dtype: np.dtype[Any], length: int, offset: int = 0, numbers: int = -1) -> Rows:
+        """Those of a file, or of `numbers` of it; what is left at the end is no row."""
+        found = file.stat()
+        held = (found.st_size - offset) // dtype.itemsize if numbers < 0 else numbers
+        return Rows(file, dtype, offset, held // length, length, (found.st_size, found.st_mtime_ns))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        size = self.length * self.dtype.itemsize
+        todo = "Start again to go on from the last checkpoint, if the tokens are the same."
+        must = "must stay as it is while a run reads it"
+        try:
+            with opened(self.file) as stream:
+                found = os.fstat(stream.fileno())
+                data = os.pread(stream.fileno(), size, self.offset + index * size)
+        except OSError as error:
+            got = error.strerror or said(error)
+            raise ConfigError(str(Problem(str(self.file), must, got, todo))) from None
+        if (found.st_size, found.st_mtime_ns) != self.stamp or len(data) < size:
+            got = f"{found.st_size:,} bytes for {self.stamp[0]:,}, or another time"
+            raise ConfigError(str(Problem(str(self.file), must, got, todo)))
+        return np.frombuffer(data, self.dtype)
+
+    def before(self, row: int) -> Rows:
+        return replace(self, count=row)
+
+    def after(self, row: int) -> Rows:
+        size = self.length * self.dtype.itemsize
+        return replace(self, offset=self.offset + row * size, count=self.count - row)
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Blocks to read. Indices are in the order in which they were made."""
 
-    maps: tuple[np.ndarray, ...]
+    maps: tuple[Rows, ...]
     """`[blocks, length]` each."""
-    learned: np.ndarray | None
+    learned: Rows | None
     """Of the only map; None where all is learned."""
     counts: np.ndarray | None
     """Labels per block; None where all have `length - 1`."""
     length: int
+    vocabulary: int
+    sums: np.ndarray | None = None
+    """`[blocks, 2]`, checksums of the only map's and of `learned`'s; None for files of somebody else."""
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.maps)
@@ -91,16 +180,29 @@ class Blocks:
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and labels, `[len(indices), length]`, int64; labels are not shifted."""
-        tokens = np.stack([self._row(int(index)) for index in indices]).astype(np.int64)
+        read = [self._block(int(index)) for index in indices]
+        tokens = np.stack([tokens for tokens, _ in read])
         if self.learned is None:
             return tokens, tokens
-        marks = self.learned[indices].astype(bool)
-        return tokens, np.where(marks, tokens, IGNORED)
+        marks = np.stack([marks for _, marks in read if marks is not None])
+        return tokens, np.where(marks.astype(bool), tokens, IGNORED)
 
-    def _row(self, index: int) -> np.ndarray:
+    def _block(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        part, place = self._place(index)
+        tokens, marks = part[place], None if self.learned is None else self.learned[index]
+        if self.sums is not None and self.counts is not None:
+            learned = np.ones(self.length, _MARK) if marks is None else marks
+            if _checksums(tokens, learned, int(self.counts[index])) != tuple(self.sums[index].tolist()):
+                raise _damaged(part.file.parent, f"another block {index}")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
+            got = f"{tokens.min()} to {tokens.max()} in block {place}"
+            raise ConfigError(str(Problem(str(part.file), _below(self.vocabulary), got, _TOKENIZER)))
+        return tokens.astype(np.int64), marks
+
+    def _place(self, index: int) -> tuple[Rows, int]:
         for part in self.maps:
             if index < len(part):
-                return np.asarray(part[index])
+                return part, index
             index -= len(part)
         raise AssertionError(f"block {index} is beyond the end")
 
@@ -108,60 +210,132 @@ class Blocks:
         """The blocks before and after: the last `share` of a map is the second."""
         cuts = [min(len(part) - 1, max(1, round(len(part) * share))) for part in self.maps]
         keep = [len(part) - cut for part, cut in zip(self.maps, cuts, strict=True)]
-        first = tuple(part[:kept] for part, kept in zip(self.maps, keep, strict=True))
-        last = tuple(part[kept:] for part, kept, cut in zip(self.maps, keep, cuts, strict=True) if cut)
-        if self.learned is None and self.counts is None:
-            return Blocks(first, None, None, self.length), Blocks(last, None, None, self.length)
+        first = tuple(part.before(kept) for part, kept in zip(self.maps, keep, strict=True))
+        last = tuple(part.after(kept) for part, kept, cut in zip(self.maps, keep, cuts, strict=True) if cut)
+        if self.counts is None or self.sums is None:
+            return replace(self, maps=first), replace(self, maps=last)
         (kept,) = keep  # of the only map
-        marks = (None, None) if self.learned is None else (self.learned[:kept], self.learned[kept:])
-        counts = (None, None) if self.counts is None else (self.counts[:kept], self.counts[kept:])
-        return Blocks(first, marks[0], counts[0], self.length), Blocks(last, marks[1], counts[1], self.length)
+        marks = (
+            (None, None) if self.learned is None else (self.learned.before(kept), self.learned.after(kept))
+        )
+        return (
+            replace(self, maps=first, learned=marks[0], counts=self.counts[:kept], sums=self.sums[:kept]),
+            replace(self, maps=last, learned=marks[1], counts=self.counts[kept:], sums=self.sums[kept:]),
+        )
+
+
+def _below(vocabulary: int) -> str:
+    return f"must hold tokens below {vocabulary}, the vocabulary, and none below 0"
+
+
+_TOKENIZER = "Name the tokenizer that made it in `data.tokenizer`."
+
+
+# --- of our own ---------------------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What `Maps` says of a folder."""
+    try:
+        with opened(folder / Maps.INDEX) as stream:
+            written = stream.read().decode()
+        index = json.loads(written[: written.rstrip().rfind("\n")])
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(folder, first_line(error)) from None
+    if not isinstance(index, dict) or _sealed(index) != written:
+        raise _damaged(folder, "another index than was written")
+    return index
 
 
 def open_blocks(folder: Path, part: str) -> Blocks:
     """One part of a folder that `Maps` wrote; empty where it has none."""
-    index = json.loads((folder / Maps.INDEX).read_text())
-    length, count = index["length"], index["parts"].get(part, {}).get("blocks", 0)
+    index = read_index(folder)
+    length, vocabulary = index["length"], index["vocabulary"]
+    count = index["parts"].get(part, {}).get("blocks", 0)
     if not count:
-        return Blocks((), None, None, length)
-    shape = (count, length)
-    tokens = np.memmap(folder / f"{part}.tokens", dtype=index["dtype"], mode="r", shape=shape)
-    marks = folder / f"{part}.learned"
-    learned = np.memmap(marks, dtype=np.uint8, mode="r", shape=shape) if marks.is_file() else None
-    return Blocks((tokens,), learned, np.load(folder / f"{part}.counts.npy", mmap_mode="r"), length)
+        return Blocks((), None, None, length, vocabulary)
+    try:
+        tokens = Rows.of(folder / f"{part}.tokens", np.dtype(index["dtype"]), length)
+        marks = folder / f"{part}.learned"
+        learned = Rows.of(marks, _MARK, length) if marks.is_file() else None
+        counts = _numbers(folder / f"{part}.counts", np.dtype(np.int32))
+        sums = _numbers(folder / f"{part}.sums", np.dtype(np.uint32)).reshape(-1, 2)
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, first_line(error)) from None
+    rows = (tokens, counts, sums) if learned is None else (tokens, counts, sums, learned)
+    if {len(part) for part in rows} != {count}:
+        raise _damaged(folder, f"files of other lengths than {count} blocks")
+    return Blocks((tokens,), learned, counts, length, vocabulary, sums)
+
+
+def _numbers(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    if odd := kind(file):
+        raise ValueError(f"{odd} at {file.name}")
+    return np.memmap(file, dtype, "r")
+
+
+def _damaged(folder: Path, got: str) -> ConfigError:
+    todo = "It is damaged: remove the folder, and start again; blocks are made anew and go on in their order."
+    return ConfigError(str(Problem(str(folder), "must hold the blocks that were written", got, todo)))
+
+
+# --- of somebody else -----------------------------------------------------------------------------------
 
 
 def open_tokens(files: Sequence[Path], dtype: str, length: int, vocabulary: int) -> Blocks:
     """Blocks straight out of maps of token numbers, which are not copied."""
     problems = Problems()
-    maps: list[np.ndarray] = []
-    for file in files:
-        flat = _flat(file, dtype, problems)
-        if flat is None:
-            continue
-        count = len(flat) // length
-        if count and int(flat[:length].max()) >= vocabulary:
-            got = f"{int(flat[:length].max())} in its first block"
-            todo = "Name the tokenizer that made it in `data.tokenizer`."
-            problems.add(str(file), f"must hold tokens below {vocabulary}, the vocabulary", got, todo)
-        maps.append(flat[: count * length].reshape(count, length))
+    maps = [
+        rows for file in files if (rows := _tokens(file, dtype, length, vocabulary, problems)) is not None
+    ]
     problems.raise_as(ConfigError)
-    return Blocks(tuple(part for part in maps if len(part)), None, None, length)
+    return Blocks(tuple(part for part in maps if len(part)), None, None, length, vocabulary)
 
 
-def _flat(file: Path, dtype: str, problems: Problems) -> np.ndarray | None:
-    if file.suffix == ".npy":
-        try:
-            found = np.load(file, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
-            raise ConfigError(str(Problem(str(file), "must be a NumPy array", str(error)))) from None
-        if found.ndim != 1 or found.dtype.kind not in "ui":
-            got = f"{found.dtype} {list(found.shape)}"
-            problems.add(str(file), "must be one row of whole numbers", got)
-            return None
-        return np.asarray(found) if not isinstance(found, np.memmap) else found
-    size = np.dtype(dtype).itemsize
-    if file.stat().st_size % size or not file.stat().st_size:
-        problems.add(str(file), f"must hold {dtype} numbers", f"{file.stat().st_size} bytes")
+def _tokens(file: Path, dtype: str, length: int, vocabulary: int, problems: Problems) -> Rows | None:
+    try:
+        rows = (
+            _array(file, length, problems) if file.suffix == ".npy" else _plain(file, dtype, length, problems)
+        )
+    except Exception as error:  # a damaged header makes NumPy raise nearly anything
+        got = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        problems.add(str(file), "must be a file of token numbers", got)
         return None
-    return np.memmap(file, dtype=dtype, mode="r")
+    if rows is None or not len(rows):
+        return rows
+    first = rows[0]
+    if int(first.min()) < 0 or int(first.max()) >= vocabulary:
+        got = f"{first.min()} to {first.max()} in its first block"
+        problems.add(str(file), _below(vocabulary), got, _TOKENIZER)
+    elif rows.dtype == np.uint16 and first[::2].any() and _every_second_is_zero(rows):
+        got = "a 0 in every second place, as 32-bit numbers have"
+        problems.add(str(file), "must hold uint16 numbers", got, "Set `data.token_dtype: uint32`.")
+    return rows
+
+
+def _every_second_is_zero(rows: Rows) -> bool:
+    """Of the first blocks, together long enough for it to be no accident."""
+    some = np.concatenate([rows[index] for index in range(min(len(rows), -(-64 // rows.length)))])
+    return len(some) >= 64 and not some[1::2].any()
+
+
+def _array(file: Path, length: int, problems: Problems) -> Rows | None:
+    found = np.load(file, mmap_mode="r", allow_pickle=False)
+    if not isinstance(found, np.memmap) or found.ndim != 1 or found.dtype.kind not in "ui":
+        got = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "several arrays"
+        problems.add(str(file), "must be one row of whole numbers", got)
+        return None
+    if file.stat().st_size != found.offset + found.nbytes:
+        got = f"{file.stat().st_size:,} bytes"
+        must = f"must have the {found.offset + found.nbytes:,} bytes that its header says"
+        problems.add(str(file), must, got)
+        return None
+    return Rows.of(file, found.dtype, length, found.offset, len(found))
+
+
+def _plain(file: Path, dtype: str, length: int, problems: Problems) -> Rows | None:
+    found, size = np.dtype(dtype), file.stat().st_size
+    if size % found.itemsize or not size:
+        problems.add(str(file), f"must hold {dtype} numbers", f"{size} bytes")
+        return None
+    return Rows.of(file, found, length)

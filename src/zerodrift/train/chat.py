@@ -29,11 +29,12 @@ def conversation(row: Mapping[str, Any], key: str, where: str) -> list[Message]:
     if key in row:
         return _messages(row[key], f"{where}: {key}")
     if "prompt" in row and "completion" in row:
-        return _pair(row["prompt"], row["completion"])
+        return _pair(_said(row, "prompt", where), _said(row, "completion", where))
     if "instruction" in row and ("output" in row or "response" in row):
-        more = row.get("input") or ""
-        asked = f"{row['instruction']}\n\n{more}" if more else row["instruction"]
-        return _pair(asked, row.get("output", row.get("response")))
+        asked = _said(row, "instruction", where)
+        more = _said(row, "input", where) if row.get("input") is not None else ""
+        answered = _said(row, "output" if "output" in row else "response", where)
+        return _pair(f"{asked}\n\n{more}" if more else asked, answered)
     must = f"must have `{key}`, or `prompt` and `completion`, or `instruction` and `output`"
     raise ConfigError(str(Problem(where, must, ", ".join(f"`{name}`" for name in row) or "nothing")))
 
@@ -43,18 +44,42 @@ def is_conversation(row: Mapping[str, Any], key: str) -> bool:
     return isinstance(row.get(key), list) or {"prompt", "completion"} <= row.keys() or "instruction" in row
 
 
-def _pair(asked: Any, answered: Any) -> list[Message]:
-    return [{"role": "user", "content": str(asked)}, {"role": ASSISTANT, "content": str(answered)}]
+def _pair(asked: str, answered: str) -> list[Message]:
+    return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": answered}]
 
 
 def _messages(value: Any, where: str) -> list[Message]:
     fine = isinstance(value, list) and value
-    if not fine or not all(
-        isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in value
-    ):
+    if not fine or not all(isinstance(turn, Mapping) and turn.keys() >= _KEYS for turn in value):
         must = "must be a list of `role` and `content`"
         raise ConfigError(str(Problem(where, must, f"{str(value)[:80]!r}")))
-    return [{"role": str(turn["role"]), "content": str(turn["content"])} for turn in value]
+    for number, turn in enumerate(value):
+        more = [key for key, held in turn.items() if key not in _KEYS and held]
+        if more:
+            must = "must be `role` and `content` alone: nothing else of a turn is learned"
+            got = ", ".join(f"`{key}`" for key in more)
+            raise ConfigError(str(Problem(f"{where}[{number}]", must, got, "Leave it out.")))
+    return [
+        {key: _said(turn, key, f"{where}[{number}]") for key in ("role", "content")}
+        for number, turn in enumerate(value)
+    ]
+
+
+def _said(row: Mapping[str, Any], key: str, where: str) -> str:
+    """What is under a key, if it is a text: anything else would be learned as Python prints it."""
+    if not isinstance(row[key], str):
+        raise ConfigError(str(Problem(f"{where}: {key}", "must be a text", type(row[key]).__name__)))
+    return unicode(row[key], f"{where}: {key}")
+
+
+def unicode(text: str, where: str) -> str:
+    """A text as it is, where it is one: JSON may spell half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half of a character, {text[error.start]!a}, at {error.start:,}"
+        raise ConfigError(str(Problem(where, "must be valid Unicode", half))) from None
+    return text
 
 
 def written(messages: Sequence[Message], tokenizer: Tokenizer, learn_all: bool) -> tuple[Tokens, Tokens]:
@@ -107,7 +132,13 @@ def _templated(messages: Sequence[Message], tokenizer: Folder) -> tuple[Tokens, 
 
 
 def _apply(messages: Sequence[Message], tokenizer: Folder, *, ask: bool) -> Tokens:
-    made = tokenizer.inner.apply_chat_template(
-        list(messages), tokenize=True, add_generation_prompt=ask, return_dict=False
-    )
+    try:
+        made = tokenizer.inner.apply_chat_template(
+            list(messages), tokenize=True, add_generation_prompt=ask, return_dict=False
+        )
+    except Exception as error:  # the template is a program of its owner's
+        roles = ", ".join(turn["role"] for turn in messages[:8])
+        must, todo = f"must write a conversation of {roles}", "Change the template or the conversation."
+        got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(str(Problem(f"chat template of {tokenizer.name}", must, got, todo))) from error
     return np.asarray(made, dtype=np.int64)

@@ -4,21 +4,26 @@ A text file is one document, a row of the others is one. Order is that of the so
 same on every machine; which documents are held out is decided by what is in them, so it is the same
 whatever else is there. Tokens and blocks are `pack.py`'s affair.
 
-Invariant: every named file is read or refused by name; nothing that was asked for is skipped in silence.
+Invariant: every named file is read or refused by name; nothing that was asked for is skipped in silence, and
+no character of a document is one that was made up for what could not be read.
 """
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerodrift.errors import ConfigError, Problem, Problems
+from zerodrift.errors import ConfigError, Problem, Problems, first_line, said
+from zerodrift.files import kind as odd
+from zerodrift.files import opened
 from zerodrift.train import chat
 from zerodrift.train.job import Data
 
@@ -43,7 +48,7 @@ class Document:
         """A number in [0, 1) that depends on what is in it and on the seed."""
         digest = hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little"))
         for part in (self.text, *(text for turn in self.messages for text in turn.values())):
-            digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+            digest.update(part.encode() + b"\0")
         return int.from_bytes(digest.digest(), "little") / 2**64
 
 
@@ -52,20 +57,29 @@ def find(written: str | Sequence[str], pattern: str, where: str) -> list[Path]:
     problems = Problems()
     found: dict[Path, None] = {}
     for text in [written] if isinstance(written, str) else written:
-        path = Path(text).expanduser()
-        if path.is_dir():
-            files = _inside(path, pattern)
-            what = f"files that match {pattern!r}" if pattern else "files of a known kind"
-            if not files:
-                problems.add(where, f"must name folders with {what}", repr(text))
-        else:
-            files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-            files = [file for file in files if file.is_file()]
-            if not files:
-                problems.add(where, "must name files that are there", repr(text))
+        try:
+            files, must = _named(text, pattern)
+        except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home that is not there
+            files, must = [], f"must name files that are there ({first_line(error)[-80:]})"
+        if not files:
+            problems.add(where, must, repr(text))
         found |= dict.fromkeys(files)
     problems.raise_as(ConfigError)
     return sorted(found)
+
+
+def _named(text: str, pattern: str) -> tuple[list[Path], str]:
+    """The files of one path or glob, and what must hold where there are none."""
+    if not text:
+        return [], "must name files"
+    path = Path(text).expanduser()
+    if path.is_dir():
+        what = f"files that match {pattern!r}" if pattern else "files of a known kind"
+        return _inside(path, pattern), f"must name folders with {what}"
+    files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+    other = odd(path)
+    must = f"must name files, not {other}" if other else "must name files that are there"
+    return [file for file in files if file.is_file()], must
 
 
 def _inside(folder: Path, pattern: str) -> list[Path]:
@@ -107,18 +121,62 @@ def documents(files: Sequence[Path], data: Data, kind: str) -> Iterator[Document
             must = "must be JSONL or parquet, with a conversation per row"
             raise ConfigError(str(Problem(str(file), must, f"a {file.suffix or 'nameless'} file")))
         else:
-            yield Document(file.read_text(encoding="utf-8", errors="replace"))
+            yield Document(_text(file))
 
 
 def _document(row: dict[str, Any], data: Data, kind: str, where: str) -> Document:
     if kind == "chat":
-        return Document(messages=tuple(chat.conversation(row, data.messages, where)))
+        messages = chat.conversation(row, data.messages, where)
+        if data.loss_on == "answers" and not any(turn["role"] == chat.ASSISTANT for turn in messages):
+            got = ", ".join(sorted({repr(turn["role"]) for turn in messages}))
+            must = f"must have a turn of the role {chat.ASSISTANT!r}, which is what is learned"
+            raise ConfigError(str(Problem(where, must, got, "`data.loss_on: everything` learns all turns.")))
+        return Document(messages=tuple(messages))
     text = row.get(data.field)
     if not isinstance(text, str):
         got = f"{type(text).__name__}" if data.field in row else ", ".join(f"`{key}`" for key in row)
         todo = "Name the key in `data.field`."
         raise ConfigError(str(Problem(where, f"must have a text in `{data.field}`", got, todo)))
-    return Document(text)
+    return Document(chat.unicode(text, f"{where}: {data.field}"))
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """What the system says no to is an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            str(Problem(str(file), "must be readable", error.strerror or said(error)))
+        ) from None
+
+
+def _text(file: Path) -> str:
+    """A text file in full; the ends of its lines become those of Unix."""
+    with readable(file), opened(file) as stream:
+        data = stream.read()
+    text = _decoded(data, str(file))
+    if "\0" in text:
+        got = f"a zero at character {text.index(chr(0)):,}"
+        todo = "It is binary, or UTF-16: leave it out, or save it as UTF-8."
+        raise ConfigError(str(Problem(str(file), "must be text", got, todo)))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _decoded(data: bytes, where: str) -> str:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(str(Problem(where, "must be UTF-8 text", "UTF-16", "Save it as UTF-8.")))
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        got = f"byte 0x{data[error.start]:02x} at offset {error.start:,}"
+        if data.startswith(b"\x1f\x8b"):
+            got = "a gzip file"
+        todo = "Unpack it first." if got == "a gzip file" else "Leave it out, or save it as UTF-8."
+        raise ConfigError(str(Problem(where, "must be UTF-8 text", got, todo))) from None
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -126,19 +184,30 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if file.suffix in PARQUET:
         yield from enumerate(_parquet(file), 1)
         return
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with readable(file), opened(file) as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            where = f"{file}:{number}"
+            text = _decoded(line, where)
+            if not text.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(text, object_pairs_hook=_block)
             except json.JSONDecodeError as error:
                 what = f"{error.msg} at column {error.colno}"
-                raise ConfigError(str(Problem(f"{file}:{number}", "must be JSON", what))) from None
+                raise ConfigError(str(Problem(where, "must be JSON", what))) from None
+            except (ValueError, RecursionError) as error:
+                must = "must be JSON of ordinary depth and numbers, each key once"
+                raise ConfigError(str(Problem(where, must, first_line(error)))) from None
             if not isinstance(row, dict):
-                must = "must be a JSON object"
-                raise ConfigError(str(Problem(f"{file}:{number}", must, type(row).__name__)))
+                raise ConfigError(str(Problem(where, "must be a JSON object", type(row).__name__)))
             yield number, row
+
+
+def _block(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"a key twice in {', '.join(repr(key) for key, _ in pairs[:8])}")
+    return made
 
 
 def _parquet(file: Path) -> Iterator[dict[str, Any]]:
@@ -147,11 +216,15 @@ def _parquet(file: Path) -> Iterator[dict[str, Any]]:
     if importlib.util.find_spec("pyarrow") is None:
         must, todo = "`datasets` must be installed to read parquet", "pip install 'zerodrift[hf]'"
         raise ConfigError(str(Problem(str(file), must, "no such package", todo)))
-    from pyarrow import ArrowInvalid, parquet
+    from pyarrow import ArrowException, parquet
 
     try:
-        with parquet.ParquetFile(file) as opened:
-            for batch in opened.iter_batches(batch_size=1024):
+        with (
+            readable(file),
+            opened(file) as stream,
+            parquet.ParquetFile(stream, page_checksum_verification=True) as read,
+        ):
+            for batch in read.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
-    except ArrowInvalid as error:
-        raise ConfigError(str(Problem(str(file), "must be parquet", str(error)))) from None
+    except (ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(str(Problem(str(file), "must be parquet", first_line(error)))) from None

@@ -8,6 +8,7 @@ Invariant: every rank calls `export`; a folder that is there is whole.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,16 @@ from torch import nn
 from zerodrift.comm.together import together
 from zerodrift.engine.engine import Engine
 from zerodrift.io.atomic import new_folder
+from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.checkpoint.items import CheckpointReader, weight_key
-from zerodrift.io.checkpoint.manifest import verified
+from zerodrift.io.checkpoint.manifest import SHARED, read_entries, verified
 from zerodrift.io.safetensors.export import export as export_model
 from zerodrift.model.factory import make
+from zerodrift.model.meta import attempt
 from zerodrift.train import model as models
 from zerodrift.train.job import Job
-from zerodrift.train.tokens import FILES, Folder, Tokenizer
+from zerodrift.train.tokens import FILES, MODELS, Folder, Tokenizer
 
 BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
@@ -37,9 +40,9 @@ def export(engine: Engine, folder: Path, job: Job, tokenizer: Tokenizer) -> None
     else:
         _write_adapters(engine, folder)
     if engine.mesh.rank() == 0 and isinstance(tokenizer, Folder):
-        for name in (*FILES, *BESIDE_TOKENIZER):
-            if (Path(tokenizer.name) / name).is_file():
-                shutil.copyfile(Path(tokenizer.name) / name, folder / name)
+        for file in Path(tokenizer.name).iterdir():
+            if file.is_file() and (file.name in (*FILES, *BESIDE_TOKENIZER) or file.suffix in MODELS):
+                shutil.copyfile(file, folder / file.name)
     engine.comm.barrier()
 
 
@@ -60,31 +63,44 @@ def _write_adapters(engine: Engine, folder: Path) -> None:
 def read(folder: Path, job: Job) -> nn.Module:
     """An exported model, in fp32, which holds every dtype that was exported."""
     source = models.source_of(job.model)
-    if source.config is None:
-        from safetensors.torch import load_file
+    if job.model.lora is not None:
+        from peft import PeftModel
 
-        made = make(source.text)
-        for file in sorted(folder.glob("*.safetensors")):
-            made.load_state_dict(load_file(str(file)), strict=False)
-        return made
-    from transformers import AutoModelForCausalLM
+        base = models.whole(job.model, source).float()
+        return attempt(lambda: PeftModel.from_pretrained(base, str(folder)), str(folder), _HOLD)
+    if source.config is not None:
+        return models.loaded(folder, torch.float32)
+    from safetensors.torch import load_file
 
-    if job.model.lora is None:
-        with models.quiet():
-            return AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=torch.float32, local_files_only=True
-            )
-    from peft import PeftModel
+    made, tensors = make(source.text), dict[str, torch.Tensor]()
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= attempt(functools.partial(load_file, str(file)), str(file), "must be readable")
+    found = attempt(lambda: made.load_state_dict(tensors, strict=False), str(folder), _HOLD)
+    here = made.state_dict(keep_vars=True)
+    filled = {id(here[name]) for name in tensors if name in here}
+    missing = [name for name in found.missing_keys if id(here[name]) not in filled]
+    models.require_whole(folder, missing, found.unexpected_keys)
+    return made
 
-    base = models.whole(job.model, source)
-    return PeftModel.from_pretrained(base.float(), str(folder))
+
+_HOLD = "must hold the tensors of the model of this run"
 
 
 def read_checkpoint(model: nn.Module, checkpoints: Path) -> None:
-    """The weights of the newest checkpoint into a model that has memory for them."""
+    """The weights and buffers of the newest checkpoint into a model that has memory for them."""
     place = CheckpointFolder(checkpoints).find(LATEST)
     verified(place)
-    found = CheckpointReader(place)
+    found, table = CheckpointReader(place), read_entries(place)
+    found.check(table)
+    entries = {name: entry for entry in table for name in entry.names}
+    parameters = dict(model.named_parameters())
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if name not in entries or entries[name].shape != tuple(parameter.shape)
+    ]
+    models.require_whole(place, missing, ())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(found.whole(weight_key(name)).view(parameter.shape))
+        for name, parameter in parameters.items():
+            parameter.copy_(found.whole(weight_key(entries[name].name)).view(parameter.shape))
+        states.put_buffers(model, states.read_state(place, SHARED)["buffers"])

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from zerodrift.errors import ConfigError, Problem
 from zerodrift.train.job import Job
+from zerodrift.train.read import read_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,7 @@ class Folder:
 
     def load_job(self) -> Job:
         """The job of a run that was started."""
-        try:
-            text = self.job.read_text(encoding="utf-8")
-        except OSError:
+        if not self.job.is_file():
             must = "must be the folder of a run, with a `job.json`"
-            raise ConfigError(str(Problem(str(self.path), must, "none there"))) from None
-        return Job.model_validate(json.loads(text))
+            raise ConfigError(str(Problem(str(self.path), must, "none there")))
+        return read_back(self.job)

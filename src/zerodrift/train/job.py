@@ -80,7 +80,7 @@ class Data(Block):
     folder, else bytes."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """What a `.bin` file of tokens holds; a `.npy` says so itself."""
-    block: Annotated[int, Field(ge=2, strict=True)] = 512
+    block: Annotated[int, Field(ge=2, le=1 << 24, strict=True)] = 512
     """Tokens of a sample."""
     pack: Flag | None = None
     """Put documents one after the other and cut blocks from that. Without it a document is a block, cut
@@ -118,7 +118,8 @@ class Run(Block):
     keep: Positive = 2
     """Checkpoints that are kept, the newest."""
     resume: str = "auto"
-    """`auto` goes on from the newest checkpoint of the folder, `never` starts anew, or the path of one."""
+    """`auto` goes on from the newest checkpoint of the folder, `never` starts anew; or the tag of one in it,
+    or the path of another."""
     export: Flag = True
     """Write the model as safetensors at the end."""
     log_every: Positive = 1

@@ -12,19 +12,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import empty
-from zerodrift.errors import ModelError, Problem, UnsupportedError
+from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.model import safetensors
+from zerodrift.model.document import listed
 from zerodrift.model.factory import call, is_factory, make
 from zerodrift.model.huggingface import CONFIG, is_installed
 from zerodrift.model.meta import attempt
@@ -141,14 +142,48 @@ def _from_config(source: Source, weights: Path | None) -> nn.Module:
 
         config = attempt(lambda: _config(source), where, "must be a config that `transformers` can read")
         if weights is not None:
-            options = {"config": config, "dtype": "auto", "local_files_only": True}
-            load = functools.partial(AutoModelForCausalLM.from_pretrained, str(weights), **options)
-            return attempt(load, where, "must hold the weights of its config")
+            return loaded(weights, "auto", config)
         if source.weights is None:
             # First values are drawn in fp32, so that a master has all their bits.
             config.dtype = torch.float32
         from_config = functools.partial(AutoModelForCausalLM.from_config, config)
         return attempt(from_config, where, "must be a config that a model can be built from")
+
+
+def loaded(folder: Path, dtype: Any, config: Any = None) -> nn.Module:
+    """The model of a folder, with every weight out of it."""
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        given = {} if config is None else {"config": config}
+        # With what it says of the weights, its type is another.
+        load: Any = functools.partial(
+            AutoModelForCausalLM.from_pretrained,
+            str(folder),
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **given,
+        )
+        model, said = attempt(load, str(folder), "must hold the weights of its config")
+    other = [str(found[0]) for found in said.get("mismatched_keys") or ()]
+    require_whole(folder, [*said["missing_keys"], *other], said["unexpected_keys"])
+    return cast(nn.Module, model)
+
+
+def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """What is not there is never left at first values, which nothing would show."""
+    problems = Problems()
+    for must, names in (
+        ("must hold every tensor of the model, in its shape", missing),
+        ("must hold no tensor that the model lacks", unexpected),
+    ):
+        if found := sorted(names):
+            got = f"none of {listed(found)}" if names is missing else listed(found)
+            problems.add(str(folder), must, got)
+    problems.raise_as(ModelError)
 
 
 def _config(source: Source) -> Any:
@@ -220,3 +255,21 @@ def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:
                 )
             )
         )
+
+
+def positions(model: nn.Module) -> int | None:
+    """How long a text the model was made for; None where it does not say."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    known = getattr(text, "max_position_embeddings", None)
+    return known if type(known) is int and known > 0 else None
+
+
+def check_positions(model: nn.Module, block: int) -> None:
+    """Refuse blocks that are longer than the model's positions: some models look them up, and others were
+    never trained beyond them."""
+    known = positions(model)
+    if known is not None and known < block:
+        must = f"must be at most the {known:,} positions of the model's config (`max_position_embeddings`)"
+        todo = "Lower it, or raise that where the model can."
+        raise ModelError(str(Problem("data.block", must, f"{block:,}", todo)))

@@ -16,20 +16,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from zerodrift.errors import ConfigError, Problem
+from zerodrift.errors import ConfigError, Problem, Problems
+from zerodrift.files import opened
 from zerodrift.train import chat, documents
-from zerodrift.train.blocks import Blocks, Maps, open_blocks, open_tokens
+from zerodrift.train.blocks import Blocks, Maps, open_blocks, open_tokens, read_index
 from zerodrift.train.job import Data
 from zerodrift.train.tokens import Tokenizer, Tokens
 
-VERSION = 1
+VERSION = 2
 """Of what is written; another number finds nothing of this one's."""
+SAMPLES, SAMPLE = 1024, 4096
+"""Places in a token map that its digest is of, and bytes of each: a map may have terabytes."""
 TRAIN, VALIDATION = "train", "validation"
 
 
@@ -43,6 +47,8 @@ class Prepared:
     """`text`, `chat` or `tokens`."""
     key: str
     """Digest of all that the blocks depend on."""
+    notes: tuple[str, ...] = ()
+    """What became of documents that do not fit."""
 
 
 def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
@@ -54,32 +60,90 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
     if kind == "tokens":
         return _token_maps(train, held, data, tokenizer)
     cache.mkdir(parents=True, exist_ok=True)
+    before = _stamps((*train, *held))
     key = _key(train, held, data, tokenizer, kind, cache)
     folder = cache / key
     with _locked(cache / f"{key}.lock"):
         if not (folder / Maps.INDEX).is_file():
             _make(folder, [(TRAIN, train), (VALIDATION, held)], data, tokenizer, kind)
+            _require_unchanged(before, _stamps((*train, *held)), folder)
     blocks, validation = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
+    notes = _notes(read_index(folder))
     if not len(blocks):
-        must, todo = "must fill at least one block", "Name more files, or lower `data.block`."
-        raise ConfigError(str(Problem("data.train", must, f"less than {data.block} tokens", todo)))
-    if isinstance(data.validation, float) and data.validation and not len(validation) and len(blocks) > 1:
+        raise _too_little("data.train", "; ".join((f"less than {data.block} tokens", *notes)))
+    if isinstance(data.validation, float) and data.validation and not len(validation):
         # Too few documents for one of them to be chosen, a single text for example: its last blocks are.
+        if len(blocks) == 1:
+            raise _too_little("data.validation", "one block in all, which is trained on")
         blocks, validation = blocks.split(data.validation)
-    return Prepared(blocks, validation if len(validation) else None, kind, key)
+    if held and not len(validation):
+        raise _too_little("data.validation", f"less than {data.block} tokens")
+    return Prepared(blocks, validation if len(validation) else None, kind, key, notes)
+
+
+def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """Size and time of each."""
+    found = {}
+    for file in files:
+        with documents.readable(file):
+            stat = file.stat()
+        found[file] = (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def _require_unchanged(
+    before: Mapping[Path, tuple[int, int]], now: Mapping[Path, tuple[int, int]], folder: Path
+) -> None:
+    """That blocks are of what their name says: the files were read twice, for their digest and for them."""
+    problems = Problems()
+    for file, stamp in now.items():
+        if stamp != before[file]:
+            problems.add(str(file), "must stay as it is while it is read", "another size or time")
+    if problems:
+        shutil.rmtree(folder, ignore_errors=True)
+    problems.raise_as(ConfigError)
+
+
+def _too_little(where: str, got: str) -> ConfigError:
+    must, todo = "must fill at least one block", "Name more files, or lower `data.block`."
+    return ConfigError(str(Problem(where, must, got, todo)))
+
+
+def _notes(index: Mapping[str, Any]) -> tuple[str, ...]:
+    found = []
+    if cut := index["cut"]:
+        found.append(f"documents longer than a block, which are cut: {cut:,}")
+    if left := index["left"]:
+        found.append(f"blocks with nothing to learn, which are left out: {left:,}")
+    return tuple(found)
 
 
 def _token_maps(train: Sequence[Path], held: Sequence[Path], data: Data, tokenizer: Tokenizer) -> Prepared:
     share = data.validation if isinstance(data.validation, float) else 0.0
     blocks = open_tokens(train, data.token_dtype, data.block, tokenizer.vocabulary)
     validation = open_tokens(held, data.token_dtype, data.block, tokenizer.vocabulary) if held else None
+    if not len(blocks):
+        raise _too_little("data.train", f"less than {data.block} tokens")
+    if validation is not None and not len(validation):
+        raise _too_little("data.validation", f"less than {data.block} tokens")
     if share:
         blocks, validation = blocks.split(share)
-    if not len(blocks):
-        raise ConfigError(str(Problem("data.train", f"must hold at least {data.block} tokens", "less")))
-    stamp = [(str(file), file.stat().st_size) for file in (*train, *held)]
+        if not len(validation):
+            raise _too_little("data.validation", "files of one block each, which are trained on")
+    stamp = [_sampled(file) for file in (*train, *held)]
     key = hashlib.blake2b(json.dumps([stamp, data.block, share]).encode(), digest_size=12).hexdigest()
     return Prepared(blocks, validation, "tokens", key)
+
+
+def _sampled(file: Path) -> str:
+    """A digest of a file's size and of what is in it at places that are evenly spread."""
+    size = file.stat().st_size
+    digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+    step = max(SAMPLE, size // SAMPLES)
+    with documents.readable(file), opened(file) as stream:
+        for place in range(0, size, step):
+            digest.update(os.pread(stream.fileno(), SAMPLE, place))
+    return digest.hexdigest()
 
 
 # --- the key ------------------------------------------------------------------------------------------
@@ -122,15 +186,17 @@ class _Digests:
         self._file = file
         self._known: dict[str, str] = {}
         self._new = False
-        with contextlib.suppress(OSError, ValueError):
-            self._known = json.loads(file.read_text())
+        with contextlib.suppress(OSError, ValueError, RecursionError), opened(file) as stream:
+            known = json.loads(stream.read())
+            if isinstance(known, dict):
+                self._known = {stamp: digest for stamp, digest in known.items() if isinstance(digest, str)}
 
     def of(self, path: Path) -> str:
         found = path.stat()
         stamp = f"{path.resolve()}|{found.st_size}|{found.st_mtime_ns}"
         if stamp not in self._known:
             digest = hashlib.blake2b(digest_size=16)
-            with path.open("rb") as file:
+            with documents.readable(path), opened(path) as file:
                 while part := file.read(1 << 20):
                     digest.update(part)
             self._known[stamp] = digest.hexdigest()
@@ -207,6 +273,7 @@ class _Writer:
         length = self._maps.length
         tokens, learned = np.concatenate(self._tokens), np.concatenate(self._learned)
         if not self._pack:
+            self._maps.cut += len(tokens) > length
             tokens, learned = tokens[:length], learned[:length]
         if pad and len(tokens) % length:
             room = length - len(tokens) % length

@@ -46,6 +46,17 @@ def read_job(
     return _with_folder(job, heading), config
 
 
+def read_back(path: Path) -> Job:
+    """The job of a run as it was written beside it; what is under `config` is not looked at."""
+    heading, tree, problems = tree_of(path, "job")
+    walk = TreeReader(KEYS, problems)
+    job = walk.validated(walk.used(tree))
+    problems.raise_as(ConfigError, heading)
+    if job is None:
+        raise AssertionError("a job that is not valid must have a problem")
+    return job
+
+
 def _told(problems: Problems, heading: str) -> str:
     try:
         problems.raise_as(ConfigError, heading)

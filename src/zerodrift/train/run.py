@@ -21,7 +21,7 @@ from zerodrift.comm.mesh import started
 from zerodrift.config.schema import Config
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problem, Problems
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
+from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded
 from zerodrift.io.checkpoint.folder import CheckpointFolder
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
@@ -80,10 +80,10 @@ class Session:
         if wanted == "auto":
             loaded = self.checkpoints.resume()
         else:
-            loaded = self.checkpoints.load(wanted)
+            loaded = self._named(wanted)
         if loaded is None:
             return 0
-        client = loaded.client or {}
+        client = loaded.client if isinstance(loaded.client, dict) else {}
         if client.get("data") != self.place:
             raise CheckpointError(
                 f"`run.resume`: {loaded.path} must be of the same data and batch; got another `data` block, "
@@ -91,6 +91,16 @@ class Session:
                 f"`run.resume: never`."
             )
         return int(client["step"])
+
+    def _named(self, wanted: str) -> Loaded:
+        """A checkpoint of this folder by its tag, or another one by its path."""
+        path = Path(wanted).expanduser()
+        if path.name == wanted:
+            return self.checkpoints.load(wanted)
+        there = Checkpoints(self.engine, path.parent, quiet=True)
+        loaded = there.load(path.name)
+        self.checkpoints.run = there.run
+        return loaded
 
     def _require_none(self) -> None:
         """Before the first step, and not when the first checkpoint is to be saved."""
@@ -135,6 +145,7 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
     source = models.source_of(job.model)
     built = models.build(job.model, source)
     models.check_vocabulary(built, letters.vocabulary, letters.name)
+    models.check_positions(built, job.data.block)
     driver = _driver(job, config, built, source, _numbers(job, config, steps))
     engine = driver.engine
     try:
@@ -252,8 +263,11 @@ def _data_text(prepared: Prepared, letters: Tokenizer, steps: int, engine: Engin
     seat = _seat(engine)
     held = f", {len(prepared.validation):,} held out" if prepared.validation is not None else ""
     epochs = steps * seat.samples / len(prepared.train)
-    return (
-        f"data: {len(prepared.train):,} blocks of {prepared.train.length} tokens ({prepared.kind}, "
-        f"{letters.name}){held}\n"
-        f"training: {steps:,} steps of {seat.samples} blocks, {epochs:.2f} epochs"
+    return "\n".join(
+        [
+            f"data: {len(prepared.train):,} blocks of {prepared.train.length} tokens ({prepared.kind}, "
+            f"{letters.name}){held}",
+            *(f"data: {note}" for note in prepared.notes),
+            f"training: {steps:,} steps of {seat.samples} blocks, {epochs:.2f} epochs",
+        ]
     )

@@ -9,14 +9,14 @@ Invariant: equal seed, prompt and settings give equal text.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerodrift.errors import ConfigError, Problem
+from zerodrift.errors import ConfigError, NonFiniteError, Problem
 from zerodrift.train import chat, export
 from zerodrift.train import model as models
 from zerodrift.train.folder import Folder
@@ -56,6 +56,12 @@ class Sampler:
         else:
             given = self._letters.encode(prompt)
         tokens = [int(token) for token in given] or [self._letters.end]
+        room = models.positions(self._model)
+        if room is not None and len(tokens) >= room:
+            must = f"must leave room in the model's {room:,} positions"
+            raise ConfigError(str(Problem("--prompt", must, f"{len(tokens):,} tokens", "Shorten it.")))
+        if room is not None:
+            taste = replace(taste, tokens=min(taste.tokens, room - len(tokens)))
         generator = torch.Generator().manual_seed(taste.seed)
         said: list[int] = []
         shown = ""
@@ -90,6 +96,10 @@ class Sampler:
 
 def choose(logits: torch.Tensor, taste: Taste, generator: torch.Generator) -> int:
     """The next token, of `[vocabulary]`."""
+    if not logits.max().isfinite() or logits.isnan().any():
+        raise NonFiniteError(
+            "`logits`: must be finite; got others. The model has diverged: sample an earlier one."
+        )
     if taste.temperature <= 0:
         return int(logits.argmax())
     logits = logits / taste.temperature

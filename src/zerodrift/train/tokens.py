@@ -29,6 +29,8 @@ FILES = (
     "vocab.txt",
 )
 """What a folder with a tokenizer has some of."""
+MODELS = (".model", ".spm", ".bpe", ".vocab")
+"""What its other files end in."""
 
 
 class Tokenizer(Protocol):
@@ -55,7 +57,7 @@ class Bytes:
     fingerprint = "bytes"
 
     def encode(self, text: str) -> Tokens:
-        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+        return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
@@ -68,7 +70,8 @@ class Folder:
         self.name = str(folder)
         self.fingerprint = _digest(folder)
         self.inner = _load(folder)
-        self.vocabulary = len(self.inner)
+        # Numbers may have holes: how many there are does not say which is the last.
+        self.vocabulary = 1 + max([len(self.inner) - 1, *self.inner.get_vocab().values()])
         end = self.inner.eos_token_id
         end = self.inner.pad_token_id if end is None else end
         if end is None:
@@ -111,11 +114,17 @@ def holds(folder: Path) -> bool:
 
 
 def _digest(folder: Path) -> str:
+    """Of every file of words, rules and templates: which of them a class reads is its own affair."""
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(path.name for path in folder.iterdir()):
-        if name in FILES or name in ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"):
-            digest.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
+    for path in (*sorted(folder.glob("*")), *sorted(folder.glob("*_templates/*"))):
+        if path.suffix in _SUFFIXES and path.is_file() and not str(path).endswith(_OTHERS):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+_SUFFIXES = (".json", ".txt", ".jinja", *MODELS)
+_OTHERS = ("/config.json", "/generation_config.json", ".index.json")
+"""Files of a model's folder that say nothing of its tokens."""
 
 
 def _load(folder: Path) -> Any:

@@ -1,0 +1,350 @@
+"""Data files that are not what they seem: every token that is learned is one that was written, or the file is
+named."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.test_train_data import TALK, TEXTS, data, jsonl, made, stream
+from zerodrift.errors import ConfigError, ModelError
+from zerodrift.train.blocks import Maps
+from zerodrift.train.model import check_positions
+from zerodrift.train.pack import Prepared
+from zerodrift.train.tokens import Bytes
+
+TEXT = "a text of some length, with Übung in it\n" * 20
+ROW = json.dumps({"text": TEXT}) + "\n"
+
+
+def row(**values: Any) -> str:
+    return json.dumps(values) + "\n"
+
+
+def talk(**last: Any) -> str:
+    return row(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", **last}])
+
+
+REFUSED: dict[str, tuple[str, bytes | str, str]] = {
+    "latin1": ("a.txt", TEXT.encode("latin1"), "must be UTF-8 text; got byte 0xdc at offset 28"),
+    "bytes": ("a.txt", b"\x80\xff" * 500, "must be UTF-8 text"),
+    "utf16": ("a.txt", TEXT.encode("utf-16"), "must be UTF-8 text; got UTF-16"),
+    "utf16 unmarked": ("a.txt", "plain".encode("utf-16-le") * 20, "must be text; got a zero at character 1"),
+    "zeros": ("a.txt", bytes(500), "must be text; got a zero"),
+    "gzip": ("a.jsonl.gz", gzip.compress(ROW.encode()), "got a gzip file. Unpack it first"),
+    "gzip of text": ("a.txt", gzip.compress(TEXT.encode()), "got a gzip file"),
+    "latin1 row": ("a.jsonl", ROW.encode() + b'{"text": "\xe9"}\n', r"a\.jsonl:2.*must be UTF-8"),
+    "utf16 rows": ("a.jsonl", ROW.encode("utf-16"), "got UTF-16"),
+    "half a character": ("a.jsonl", '{"text": "\\ud800 and more"}\n', "text.*must be valid Unicode"),
+    "deep": ("a.jsonl", "[" * 100_000 + "\n", r"a\.jsonl:1.*ordinary depth"),
+    "digits": ("a.jsonl", '{"text": "a", "n": %s}\n' % ("9" * 10_000), "ordinary depth and numbers"),
+    "a key twice": ("a.jsonl", '{"text": "a", "text": "b"}\n', "a key twice"),
+    "cut": ("a.jsonl", ROW + ROW[:-9], r"a\.jsonl:2.*must be JSON"),
+    "null": ("a.jsonl", ROW + row(text=None), r"a\.jsonl:2.*must have a text"),
+    "rows of two kinds": ("a.jsonl", ROW + talk(), r"a\.jsonl:2.*must have a text"),
+    "no answer": ("a.jsonl", row(messages=TALK[:1]), "must have a turn of the role 'assistant'.*'user'"),
+    "other roles": (
+        "a.jsonl",
+        row(messages=[{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Yo"}]),
+        "must have a turn of the role 'assistant'.*'gpt', 'human'",
+    ),
+    "content null": ("a.jsonl", talk(content=None), r"messages\[1\]: content.*must be a text; got NoneType"),
+    "content in parts": ("a.jsonl", talk(content=[{"text": "Yo"}]), "must be a text; got list"),
+    "role null": ("a.jsonl", talk(role=None), r"messages\[1\]: role.*must be a text"),
+    "tool calls": (
+        "a.jsonl",
+        talk(tool_calls=[{"name": "f"}]),
+        "`role` and `content` alone.*tool_calls",
+    ),
+    "completion null": ("a.jsonl", row(prompt="Hi", completion=None), "completion.*must be a text"),
+    "completion of turns": ("a.jsonl", row(prompt=TALK[:1], completion=TALK[1:2]), "prompt.*must be a text"),
+    "output number": ("a.jsonl", row(instruction="Hi", output=7), "output.*must be a text; got int"),
+    "input list": ("a.jsonl", row(instruction="Hi", input=["a"], output="b"), "input.*must be a text"),
+    "parquet": ("a.parquet", b"PAR1" + bytes(100), "must be parquet"),
+    "no parquet": ("a.parquet", b"", "must be parquet"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_learned_as_it_is_is_refused(kind: str, tmp_path: Path) -> None:
+    name, content, words = REFUSED[kind]
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="comes with `datasets`")
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=words):
+        made(tmp_path, data(file))
+    left = {path.name for path in (tmp_path / "cache").glob("*")}
+    assert all(name == "digests.json" or name.endswith(".lock") for name in left)
+
+
+SAME: dict[str, Callable[[str], bytes]] = {
+    "marked": lambda text: codecs.BOM_UTF8 + text.encode(),
+    "windows": lambda text: text.replace("\n", "\r\n").encode(),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_what_an_editor_adds_is_no_token(kind: str, suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"a.{suffix}"
+    file.write_bytes(SAME[kind](TEXT if suffix == "txt" else ROW * 2))
+    assert stream(made(tmp_path, data(file)).train)[: len(TEXT.encode())].tolist() == [*TEXT.encode()]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "~nobody-here/a.txt", "a\0b", "/dev/zero", "/dev/null"])
+@pytest.mark.timeout(30)
+def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train.*must name files"):
+        made(tmp_path, data(Path("unused"), train=name))
+
+
+def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    assert made(tmp_path, data(file, pack=False)).notes == (
+        "documents longer than a block, which are cut: 2",
+    )
+    asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
+    other = jsonl(tmp_path / "b.jsonl", [asked, {"prompt": "q", "completion": "answer"}])
+    assert made(tmp_path, data(other, block=32)).notes[1:] == (
+        "blocks with nothing to learn, which are left out: 1",
+    )
+
+
+# --- what is held out ---------------------------------------------------------------------------------
+
+
+def test_a_validation_that_was_asked_for_is_there(tmp_path: Path) -> None:
+    file, empty = tmp_path / "a.txt", tmp_path / "empty.txt"
+    file.write_text(TEXT)
+    empty.write_text("")
+    numbers, few = tmp_path / "a.bin", tmp_path / "few.bin"
+    np.arange(64, dtype=np.uint16).tofile(numbers)
+    np.arange(3, dtype=np.uint16).tofile(few)
+    for train, held in ((file, empty), (numbers, few)):
+        with pytest.raises(ConfigError, match=r"data\.validation.*must fill at least one block"):
+            made(tmp_path, data(train, validation=str(held)))
+    for train in (file, numbers):
+        with pytest.raises(ConfigError, match=r"data\.validation.*which (is|are) trained on"):
+            made(tmp_path, data(train, block=64 if train == numbers else 4096, validation=0.1, seed=1))
+
+
+# --- token maps ---------------------------------------------------------------------------------------
+
+
+def numbers(file: Path, values: np.ndarray) -> Path:
+    np.save(file, values) if file.suffix == ".npy" else values.tofile(file)
+    return file
+
+
+FEW = np.arange(640) % 250
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("a.npy", FEW - 1, "none below 0; got -1 to 14"),
+        ("a.npy", np.full(640, 2**63, np.uint64), "below 257"),
+        ("a.npy", FEW * 1.0, "one row of whole numbers; got float64"),
+        ("a.npy", FEW.reshape(20, 32), "one row of whole numbers"),
+        ("a.npy", FEW > 3, "one row of whole numbers; got bool"),
+        ("a.bin", FEW.astype(np.uint32), "in every second place.*token_dtype: uint32"),
+    ],
+)
+def test_other_numbers_are_refused(name: str, values: np.ndarray, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(tmp_path, data(numbers(tmp_path / name, values)))
+
+
+@pytest.mark.parametrize("cut", [0, 6, 60, 200, -7, 5])
+def test_an_array_of_other_length_is_refused(cut: int, tmp_path: Path) -> None:
+    file = numbers(tmp_path / "a.npy", FEW.astype(np.uint16))
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"12345" if cut == 5 else whole[:cut])
+    with pytest.raises(ConfigError, match=r"a\.npy"):
+        made(tmp_path, data(file))
+
+
+def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
+    """Every bit of it: the numbers that were written, or an error that names the file."""
+    file = numbers(tmp_path / "a.npy", FEW.astype(np.uint16))
+    before, whole = file.read_bytes(), stream(made(tmp_path, data(file)).train)
+    caught = 0
+    for at, bit in [(at, 1 << bit) for at in range(0, 128, 2) for bit in range(0, 8, 2)]:
+        file.write_bytes(before[:at] + bytes([before[at] ^ bit]) + before[at + 1 :])
+        try:
+            found = stream(made(tmp_path, data(file)).train)
+        except ConfigError as error:
+            assert "a.npy" in str(error)
+            caught += 1
+        else:
+            assert np.array_equal(found, whole) or at < 60, at
+    assert caught > 100
+
+
+@pytest.mark.parametrize("bad", [-1, 257, 60_000])
+def test_a_token_that_the_model_does_not_know_is_named_where_it_is_read(bad: int, tmp_path: Path) -> None:
+    values = FEW.astype(np.int64)
+    values[400] = bad
+    blocks = made(tmp_path, data(numbers(tmp_path / "a.npy", values))).train
+    blocks.read(np.arange(25))
+    with pytest.raises(ConfigError, match=r"a\.npy.*must hold tokens below 257.* in block 25"):
+        blocks.read(np.array([3, 25]))
+
+
+def test_a_map_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
+    file = numbers(tmp_path / "a.bin", FEW.astype(np.uint16))
+    for change in (
+        lambda: os.truncate(file, 16),
+        lambda: numbers(file, FEW.astype(np.uint16)[::-1]),
+        file.unlink,
+    ):
+        numbers(file, FEW.astype(np.uint16))
+        os.utime(file, (1e9, 1e9))
+        blocks = made(tmp_path, data(file)).train
+        assert blocks.read(np.array([39]))[0].tolist() == [FEW[-16:].tolist()]
+        change()
+        with pytest.raises(ConfigError, match=r"a\.bin.*must stay as it is while a run reads it"):
+            blocks.read(np.array([39]))
+
+
+def test_another_map_of_the_same_size_is_another_place_in_the_data(tmp_path: Path) -> None:
+    first = made(tmp_path, data(numbers(tmp_path / "a.bin", FEW.astype(np.uint16))))
+    moved = made(tmp_path, data(numbers(tmp_path / "b.bin", FEW.astype(np.uint16))))
+    other = made(tmp_path, data(numbers(tmp_path / "a.bin", FEW[::-1].astype(np.uint16))))
+    assert first.key == moved.key != other.key
+
+
+# --- the cache ----------------------------------------------------------------------------------------
+
+
+def read_all(parts: Prepared) -> list[np.ndarray]:
+    return [*parts.train.read(np.arange(len(parts.train))), parts.train.labels(np.arange(len(parts.train)))]
+
+
+def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
+    """Bits, halves and additions of every file: the blocks that were written, or an error with the folder."""
+    written = data(jsonl(tmp_path / "a.jsonl", [{"messages": TALK}] * 6), block=64)
+    whole = read_all(made(tmp_path, written))
+    folder = tmp_path / "cache" / made(tmp_path, written).key
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "blocks.json",
+        *(f"train.{of}" for of in ("tokens", "learned", "counts.npy", "sums.npy")),
+    }
+    draw = np.random.default_rng(0)
+    caught = 0
+    for name in sorted(names):
+        file = folder / name
+        before = file.read_bytes()
+        flips = [(int(at), 1 << int(draw.integers(8))) for at in draw.integers(len(before), size=60)]
+        for at, bit in flips:
+            file.write_bytes(before[:at] + bytes([before[at] ^ bit]) + before[at + 1 :])
+            caught += _is_caught(tmp_path, written, whole)
+        for content in (b"", before[: len(before) // 2], before + b"\0" * 64):
+            file.write_bytes(content)
+            caught += _is_caught(tmp_path, written, whole)
+        file.unlink()
+        if name != Maps.INDEX:  # without that it is not there, and made anew
+            assert _is_caught(tmp_path, written, whole)
+        file.write_bytes(before)
+    assert caught > 200
+
+
+def _is_caught(folder: Path, written: Any, whole: list[np.ndarray]) -> bool:
+    try:
+        found = read_all(made(folder, written))
+    except ConfigError as error:
+        assert "must hold the blocks that were written" in str(error), error
+        return True
+    for here, there in zip(found, whole, strict=True):
+        assert np.array_equal(here, there)
+    return False
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[]", b"\xff", b'{"a": 3}', b"[" * 10**5])
+def test_damaged_digests_are_made_anew(content: bytes, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    key = made(tmp_path, data(file)).key
+    (tmp_path / "cache" / "digests.json").write_bytes(content)
+    assert made(tmp_path, data(file)).key == key
+
+
+def test_a_file_that_changes_while_it_is_packed_leaves_no_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(TEXT)
+    whole = Bytes.encode
+
+    def encode(self: Bytes, text: str) -> np.ndarray:
+        file.write_text(TEXT * 2)
+        return whole(self, text)
+
+    monkeypatch.setattr(Bytes, "encode", encode)
+    with pytest.raises(ConfigError, match=r"a\.txt.*must stay as it is while it is read"):
+        made(tmp_path, data(file))
+    assert not list((tmp_path / "cache").glob("*/blocks.json"))
+
+
+# --- models and tokenizers ----------------------------------------------------------------------------
+
+
+def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 257}
+    for model in (
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=32, **sizes)),
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                max_position_embeddings=32,
+                num_hidden_layers=1,
+                hidden_size=8,
+                intermediate_size=8,
+                num_attention_heads=1,
+                vocab_size=257,
+            )
+        ),
+    ):
+        check_positions(model, 32)
+        with pytest.raises(ModelError, match=r"data\.block.*at most the 32 positions"):
+            check_positions(model, 33)
+
+
+def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.unit.letters import byte_tokenizer
+    from zerodrift.train.tokens import Folder
+
+    folder = byte_tokenizer(tmp_path)
+    plain = Folder(folder)
+    file = folder / "tokenizer.json"
+    written = json.loads(file.read_text())
+    word, last = max(written["model"]["vocab"].items(), key=lambda item: item[1])
+    written["model"]["vocab"][word] = last + 1000
+    for added in written.get("added_tokens", []):
+        added["id"] += 1000 if added["id"] == last else 0
+    file.write_text(json.dumps(written))
+    assert Folder(folder).vocabulary == plain.vocabulary + 1000
+    assert Folder(folder).fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[7].content }}", "{% if"])
+def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.unit.letters import byte_tokenizer
+    from zerodrift.train import chat
+    from zerodrift.train.tokens import Folder
+
+    letters = Folder(byte_tokenizer(tmp_path))
+    letters.inner.chat_template = template
+    with pytest.raises(ConfigError, match=r"chat template of .*must write a conversation of user, assistant"):
+        chat.written(TALK, letters, learn_all=True)
