@@ -11,6 +11,7 @@ import torch
 
 from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
+from zerodrift.plan.table import Plan
 from zerodrift.train.here import train
 
 
@@ -172,6 +173,9 @@ def test_a_dtype_wider_than_the_plans_is_said_and_ends_nothing(
     )
     report = (tmp_path / "run" / "report.html").read_text()
     assert "wider" in report and "DIFFERENT" not in report
+    notes = Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text())).notes
+    (note,) = [note for note in notes if "head.weight and 1 more, for bfloat16 in the plan" in note]
+    assert f"<li>{note}</li>" in report.replace("&#x27;", "'").replace("&#39;", "'")
 
 
 def test_no_memory_says_what_was_expected_and_what_helps(tmp_path: Path) -> None:

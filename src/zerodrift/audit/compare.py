@@ -163,16 +163,30 @@ def line(plan: Plan, observed: Observed) -> str:
     return "precision: " + " ".join(words)
 
 
-def widened(plan: Plan, observed: Observed) -> str:
-    """What the model's own code computed wider than declared, in a line; "" where nothing was."""
-    cells = [cell for cell in table(plan, observed) if cell.verdict == "wider" and cell.column == "compute"]
-    if not cells:
-        return ""
-    count = sum(cell.parameters for cell in cells)
-    return (
-        f"wider than planned: the model's own code computes in {cells[0].seen} with {cells[0].example} "
-        f"({count} in all), for {cells[0].declared} in the plan; nothing is lost"
+def widened(plan: Plan, observed: Observed) -> tuple[str, ...]:
+    """What the model's own code computed wider than planned, a line each; none where it did not."""
+    return tuple(
+        _WIDENED[cell.column].format(
+            seen=cell.seen,
+            whose=cell.example + (f" and {cell.parameters - 1} more" if cell.parameters > 1 else ""),
+            declared=cell.declared,
+        )
+        for cell in table(plan, observed)
+        if cell.verdict == "wider"
     )
+
+
+_WIDENED = {
+    "compute": (
+        "wider than planned: the model's own code computes in {seen} with {whose}, for {declared} in the "
+        "plan; nothing is lost"
+    ),
+    "grad": (
+        "wider than planned: the model's own code leaves gradients of {whose} in {seen}; they are rounded "
+        "to {declared}, as the plan says, where autograd adds them"
+    ),
+}
+"""By column, of those in `THE_MODELS`."""
 
 
 def require_declared(plan: Plan, observed: Observed) -> None:
@@ -187,6 +201,11 @@ def _message(found: Sequence[Finding]) -> str:
     lines += [f"  {number}. {finding}" for number, finding in enumerate(found[:10], 1)]
     if len(found) > 10:
         lines.append(f"  and {len(found) - 10} more.")
+    if any(finding.column in THE_MODELS for finding in found):
+        lines.append(
+            "  What a parameter computes in is also its model's own code, which may round what it is given: "
+            "change that, or what the plan says of the parameter."
+        )
     return "\n".join(lines)
 
 

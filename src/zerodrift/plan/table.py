@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -169,6 +170,10 @@ class Plan:
         decided = {key: value for key, value in self.to_json().items() if key not in ("source", "notes")}
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def noted(self, more: Iterable[str]) -> Plan:
+        """The same decisions, with more to know."""
+        return replace(self, notes=(*self.notes, *more))
 
     def slices(self, segment: Segment) -> int:
         """Ranks that share a segment."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerodrift.errors import ConfigError, Problem
+from zerodrift.plan.table import Plan
 from zerodrift.train.job import Job
 from zerodrift.train.read import read_back
 
@@ -78,6 +79,9 @@ class Folder:
     def save_job(self, job: Job) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self.job.write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+
+    def save_plan(self, plan: Plan) -> None:
+        self.plan.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
 
     def load_job(self) -> Job:
         """The job of a run that was started."""

@@ -206,15 +206,17 @@ class Loop:
         seen = together(self._engine.comm.all_gather_object(mine))
         plan = self._engine.plan
         self._display.say(compare.line(plan, seen))
-        if wider := compare.widened(plan, seen):
-            self._display.say(wider)
+        wider = compare.widened(plan, seen)
+        for note in wider:
+            self._display.say(legible(note))
         if self._leads:
             cells = [
                 [c.column, c.declared, c.seen, c.parameters, c.numel, c.verdict]
                 for c in compare.table(plan, seen)
             ]
             values = {"step": step, "line": compare.line(plan, seen), "logits": sorted(seen.logits)}
-            self._write("precision", {**values, "cells": cells})
+            self._write("precision", {**values, "cells": cells, "notes": wider})
+            self._session.folder.save_plan(plan.noted(wider))
         compare.require_declared(plan, seen)
 
     # --- what is not finite -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Invariant: every figure on it is in the metrics or in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -30,6 +30,7 @@ Lines = Sequence[dict[str, Any]]
 
 def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
     """The whole page."""
+    plan = plan.noted(_found(lines).get("notes", ()))
     body = [
         _head(job, plan, lines, steps),
         _tiles(lines, steps),
@@ -166,11 +167,15 @@ def _count(value: float) -> str:
 # --- precision ----------------------------------------------------------------------------------------
 
 
+def _found(lines: Lines) -> Mapping[str, Any]:
+    """What was observed in the first step; empty where nobody looked."""
+    return next((line for line in reversed(lines) if line["kind"] == "precision"), {})
+
+
 def _precision(lines: Lines) -> Markup:
-    found = [line for line in lines if line["kind"] == "precision"]
-    if not found:
+    last = _found(lines)
+    if not last:
         return tag("p", "Not compared: no step was taken, or `run.check_precision` is false.", class_="quiet")
-    last = found[-1]
     heads = [tag("th", head, scope="col") for head in ("column", "declared", "observed", "", "parameters")]
     rows = []
     before = ""

@@ -7,7 +7,6 @@ Invariant: every rank does the same in the same order, and only rank 0 writes wh
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -251,7 +250,7 @@ def _seat(engine: Engine) -> Seat:
 
 def _write_head(folder: Folder, job: Job, engine: Engine) -> None:
     folder.save_job(job)
-    folder.plan.write_text(json.dumps(engine.plan.to_json()) + "\n", encoding="utf-8")
+    folder.save_plan(engine.plan)
 
 
 def _plan_text(engine: Engine, color: bool) -> str:
