@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
@@ -82,8 +83,11 @@ NAMED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[str]]] = {
 }
 
 
-def norm(model: nn.Module, units: list[str], stage: int = 3) -> tuple[float | str, list[str]]:
-    engine = make(config(stage, "fp32", sharding={"units": units} if units else {}), model)
+def norm(
+    model: nn.Module, units: list[str], stage: int = 3, backend: str = "native"
+) -> tuple[float | str, list[str]]:
+    written = config(stage, "fp32", backend=backend, sharding={"units": units} if units else {})
+    engine = make(written, model)
     try:
         torch.manual_seed(engine.mesh.rank())
         engine.backward(engine(torch.randn(4, WIDTH)))
@@ -96,27 +100,37 @@ def norm(model: nn.Module, units: list[str], stage: int = 3) -> tuple[float | st
     return value, names
 
 
-def everything() -> list[str]:
+def with_other_values(b: Any, x: torch.Tensor) -> torch.Tensor:
+    """What torch's hooks of `fully_shard` would put aside without a word."""
+    return torch.func.functional_call(b, {name: value * 2 for name, value in b.named_parameters()}, (x,))
+
+
+def everything(backend: str) -> list[str]:
     problems = []
     for name, (block, call, unit) in FOUND.items():
         whole, _ = norm(Net(block, call), [], stage=0)
-        value, units = norm(Net(block, call), [])
+        value, units = norm(Net(block, call), [], backend=backend)
         if value != whole or unit not in units:
             problems.append(f"{name}: {value} for {whole}, {units}")
     for name, (call, globs) in NAMED.items():
         whole, _ = norm(Net(Block, call), [], stage=0)
-        said, _ = norm(Net(Block, call), [])
+        said, _ = norm(Net(Block, call), [], backend=backend)
         written = str(globs).replace("'", '"')
         if not isinstance(said, str) or f"`sharding.units: {written}`" not in said:
             problems.append(f"{name}: {said}")
-        value, _ = norm(Net(Block, call), globs)
+        value, _ = norm(Net(Block, call), globs, backend=backend)
         if value != whole:
             problems.append(f"{name}, named: {value} for {whole}")
-    outside, _ = norm(Net(Block, lambda b, x: linear(b(x), b.a.weight)), [])
-    if not isinstance(outside, str) or "`blocks.0.a.weight`" not in outside:
+    outside, _ = norm(Net(Block, lambda b, x: linear(b(x), b.a.weight)), [], backend=backend)
+    named = "`blocks.0.a.weight`" if backend == "native" else "linear(b(x), b.a.weight)"
+    if not isinstance(outside, str) or named not in outside:
         problems.append(f"a weight used outside: {outside}")
+    other, _ = norm(Net(Block, with_other_values), [], backend=backend)
+    if not isinstance(other, str) or "`blocks.0." not in other:
+        problems.append(f"called with other values: {other}")
     return problems
 
 
-def test_units_are_found_or_named() -> None:
-    assert run_ranks(everything, 2, timeout=120.0) == [[], []]
+@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+def test_units_are_found_or_named(backend: str) -> None:
+    assert run_ranks(everything, 2, backend, timeout=120.0) == [[], []]

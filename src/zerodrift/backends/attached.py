@@ -4,60 +4,93 @@ The counterpart of `engine/attached.py`: torch swaps a parameter between its sha
 and any other object in its place would be trained by nobody. Loading is let in only where full values are
 shown, by name, as there.
 
-Invariant: a parameter that is neither form is named in an error before anything is computed with it.
+Invariant: a parameter that is neither form is named in an error before anything is computed with it, and so
+is one that is not gathered where a module computes with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerodrift.backends.group import Member
+from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.engine.attached import LOAD
+from zerodrift.engine.unit import not_gathered
 from zerodrift.errors import ModelError, Problems
 
 
 class TensorsAttached:
     """All places of a model."""
 
-    def __init__(self, members: Iterable[Member]) -> None:
-        self._members = tuple(members)
+    def __init__(self, groups: Iterable[LiveGroup], units: Mapping[str, str]) -> None:
+        """`units`: the unit of each parameter, by row name."""
+        self._groups, self._units = tuple(groups), units
+        self._members = tuple(member for group in self._groups for member in group.members)
         self._shown: Mapping[str, nn.Parameter] = {}
-        """What the parameters are while they can be written, by row name."""
+        """What hangs in the model where full values are shown, by row name."""
+        self._written: Mapping[str, nn.Parameter] = {}
+        """The same, of what can be written."""
 
     def check(self, *, stepping: bool = False) -> None:
         """Raise where a parameter has left its place; before a step, where one is not trained."""
+        self._check(self._members, stepping=stepping)
+
+    def _check(self, members: Iterable[Member], *, stepping: bool) -> None:
         problems = Problems()
-        for member in self._members:
+        for member in members:
             for module, attribute in member.places:
                 problem = _problem(member, module._parameters.get(attribute), stepping=stepping)
                 if problem is not None:
                     problems.add(member.row.name, *problem)
         problems.raise_as(ModelError)
 
-    def open(self, shown: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-        """These full parameters hang in the model, and what is written to them will be kept; returns which
-        did before."""
-        outer, self._shown = self._shown, {**self._shown, **shown}
-        return outer
-
-    def close(self, outer: Mapping[str, nn.Parameter]) -> None:
-        self._shown = outer
+    @contextlib.contextmanager
+    def showing(self, shown: Mapping[str, nn.Parameter], *, write: bool) -> Iterator[None]:
+        """Inside, these full parameters hang in the model; with `write`, what is written to them is kept."""
+        outer = self._shown, self._written
+        self._shown = {**self._shown, **shown}
+        self._written = {**self._written, **shown} if write else self._written
+        try:
+            yield
+        finally:
+            self._shown, self._written = outer
 
     def attach(self) -> list[Any]:
-        """Hooks that refuse `load_state_dict` where its values would be lost; returns their handles."""
+        """Hooks that refuse `load_state_dict` where its values would be lost, and forwards that torch would
+        run with other values or with slices; returns their handles."""
         held: dict[nn.Module, list[tuple[Member, str]]] = {}
         for member in self._members:
             for module, attribute in member.places:
                 held.setdefault(module, []).append((member, attribute))
         handles = []
+        for group in self._groups:
+            for module in group.modules:
+                # Before torch's own, which puts the gathered form wherever it was.
+                handles.append(module.register_forward_pre_hook(self._keeps(group), prepend=True))
         for module, places in held.items():
+            handles.append(module.register_forward_pre_hook(self._gathered(places)))
             handles.append(module.register_load_state_dict_pre_hook(self._takes(places)))
             handles.append(module.register_load_state_dict_post_hook(self._shows(places)))
         return handles
+
+    def _keeps(self, group: LiveGroup) -> Any:
+        def keep(module: nn.Module, args: Any) -> None:
+            self._check((each for each in group.members if each.row.name not in self._shown), stepping=False)
+
+        return keep
+
+    def _gathered(self, places: list[tuple[Member, str]]) -> Any:
+        def require(module: nn.Module, args: Any) -> None:
+            for member, attribute in places:
+                if module._parameters.get(attribute) is member.sharded:
+                    name = member.row.names[member.places.index((module, attribute))]
+                    raise not_gathered(name.rpartition(".")[0], self._units[member.row.name])
+
+        return require
 
     def _takes(self, places: list[tuple[Member, str]]) -> Any:
         @torch.no_grad()
@@ -66,7 +99,7 @@ class TensorsAttached:
                 key = prefix + attribute
                 if key not in state:
                     continue
-                shown = self._shown.get(member.row.name)
+                shown = self._written.get(member.row.name)
                 if shown is None:
                     raise ModelError(
                         f"`{member.row.name}`: must be loaded inside `engine.gathered(write=True)`, where "
@@ -85,7 +118,7 @@ class TensorsAttached:
     def _shows(self, places: list[tuple[Member, str]]) -> Any:
         def show(module: nn.Module, keys: Any) -> None:
             for member, attribute in places:
-                shown = self._shown.get(member.row.name)
+                shown = self._written.get(member.row.name)
                 if shown is not None:
                     module._parameters[attribute] = shown
 

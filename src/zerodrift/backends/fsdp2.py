@@ -14,7 +14,9 @@ reduced; stage 3 gathers for every forward and backward.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +31,13 @@ from zerodrift.backends.shards import TensorPiece, pieces
 from zerodrift.backends.values import TensorValues
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
+from zerodrift.comm.watch import is_the_users
 from zerodrift.engine import compute, steps
 from zerodrift.engine.course import Course, StepResult
 from zerodrift.engine.grads import Watcher
 from zerodrift.engine.place import Sources
 from zerodrift.engine.scale import Norm, Scaler, bad_parameters, global_norm
-from zerodrift.errors import RankError, UnsupportedError
+from zerodrift.errors import ModelError, RankError, UnsupportedError
 from zerodrift.plan.table import Plan
 from zerodrift.report.explain import Explanation, explain
 
@@ -77,7 +80,8 @@ class FsdpEngine:
         self._handles += compute.attach(model, plan.boundaries)
         self.members = {member.row.name: member for group in self.units for member in group.members}
         """By the first name of a parameter."""
-        self.attached = TensorsAttached(self.members.values())
+        unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}
+        self.attached = TensorsAttached(self.units, unit_of)
         self._handles += self.attached.attach()
         self._trained = [self.members[row.name] for row in plan.rows if row.columns.update is not None]
         self.updater: TensorUpdater | None = None
@@ -102,8 +106,10 @@ class FsdpEngine:
                 return self.module(*args, **kwargs)
         except RankError:
             raise  # there is nobody to finish with what is under way
-        except BaseException:
+        except BaseException as error:
             self._recover()
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise _used_elsewhere(error) from error
             raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -313,3 +319,13 @@ class FsdpEngine:
         self.passes.watcher = None
         self.ground.stop()
         self.mesh.stop()
+
+
+def _used_elsewhere(error: BaseException) -> ModelError:
+    """For torch's word on a forward that computes with a parameter which is not gathered there."""
+    lines = [line for line in traceback.extract_tb(error.__traceback__) if is_the_users(line.filename)]
+    at = f"`{lines[-1].line}` ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else "`forward`"
+    return ModelError(
+        f"{at}: must use parameters where they are gathered, in the forward of the module that they belong "
+        f"to; got a sharded one. Compute with it there."
+    )

@@ -44,21 +44,20 @@ class TensorValues:
             group.drop()
         before = {name: hanging(member) for name, member in members.items()}
         shown = {name: self._show(member) for name, member in members.items()}
-        outer = self._engine.attached.open(shown) if write else {}
         values = {name: shown[member.row.name].data for name, member in found.items()}
+        showing = self._engine.attached.showing(shown, write=write)
         try:
             if not write:
                 then = {name: value.clone() for name, value in values.items()}
-                yield values
+                with showing:
+                    yield values
                 _require_unwritten(then, values)
                 return
-            with together(self._engine.comm):
+            with showing, together(self._engine.comm):
                 yield values
             for name, member in members.items():
                 self._take_over(member, shown[name])
         finally:
-            if write:
-                self._engine.attached.close(outer)
             for name, member in members.items():
                 hang(member, before[name])  # of an outer context, what that shows
 

@@ -430,11 +430,16 @@ def _members(group: Any) -> tuple[int, ...]:
     return ()
 
 
+def is_the_users(file: str) -> bool:
+    """Whether code of a file is neither torch's nor ours."""
+    return not file.startswith((_TORCH, _OURS, "<frozen"))
+
+
 def _user_line(frame: FrameType | None) -> str:
     """The innermost line that is neither torch's nor ours."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _OURS, "<frozen")):
+        if is_the_users(name):
             return f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""

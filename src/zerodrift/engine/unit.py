@@ -320,20 +320,24 @@ def guard(model: nn.Module, segments: list[FlatSegment]) -> list[Any]:
 def _refusal(path: str, owner: nn.Module, held: list[FlatSegment]) -> Callable[..., None]:
     def refuse(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module is owner and not all(segment.is_full for segment in held):
-            unit = next(segment.unit for segment in held if not segment.is_full)
-            todo = "Call the model"
-            if unit:
-                todo = (
-                    f"Call `{unit}` itself, not its parts or its `forward`, or write `sharding.units: "
-                    f"{finer(unit, path + '.')}`, so that its parts are gathered by themselves; else call "
-                    f"the model"
-                )
-            raise ModelError(
-                f"`{path or 'model'}`: its parameters must be gathered when it is called; got sharded ones. "
-                f"{todo}, or call it inside `engine.gathered()`."
-            )
+            raise not_gathered(path, next(segment.unit for segment in held if not segment.is_full))
 
     return refuse
+
+
+def not_gathered(path: str, unit: str) -> ModelError:
+    """For a module of a unit that is called while the unit is not gathered."""
+    todo = "Call the model"
+    if unit:
+        todo = (
+            f"Call `{unit}` itself, not its parts or its `forward`, or write `sharding.units: "
+            f"{finer(unit, path + '.')}`, so that its parts are gathered by themselves; else call "
+            f"the model"
+        )
+    return ModelError(
+        f"`{path or 'model'}`: its parameters must be gathered when it is called; got sharded ones. "
+        f"{todo}, or call it inside `engine.gathered()`."
+    )
 
 
 def finer(unit: str, name: str) -> str:
