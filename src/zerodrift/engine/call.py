@@ -36,6 +36,10 @@ class Call:
         """Inputs that were changed in place."""
         return (tensor for tensor, version in self.inputs if tensor._version != version)
 
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the node behind a tensor is one that the forward has added to the graph."""
+        return _number(tensor) > self.newest
+
     def tell(self, over: Callable[[], None], inside: bool) -> None:
         """Call `over` when a gradient is about to go on from the newest input: autograd runs newer nodes
         first, so all that the forward added has run.

@@ -84,7 +84,8 @@ class Engine:
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
             self.segments, self.units, masters = place(self.part, model, self.comm, self._pools, sources)
-        self._walk = Walk(self.units)
+        alone = policy.pipeline is not None or not any(segment.gathers for segment in self.segments)
+        self._walk = Walk(self.units, None if alone else self.comm.all_gather_object)
         self.gradients = Gradients(self._walk, policy.averaging.before)
         self.precision = compute.Precision(plan, mesh.device)
         """How forwards and backwards are entered."""

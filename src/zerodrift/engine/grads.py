@@ -87,6 +87,8 @@ class Gradients:
         """Whether the backward under way adds to gradients of parameters, and so is a micro-batch."""
         self._told = False
         """Whether the engine itself calls the backward that comes, which counts whatever it reaches."""
+        self._reached: frozenset[int] = frozenset()
+        """The units whose gradients it adds to."""
         self._uses: list[int] = []
         """Of each unit, when the backward began."""
         self._last = True
@@ -148,7 +150,7 @@ class Gradients:
 
     def _start(self) -> None:
         self.hide()
-        self._running, self.counts, self._task = True, False, -1
+        self._running, self.counts, self._task, self._reached = True, False, -1, frozenset()
         self._walk.turn()
         self._last = self.watcher is None or self.watcher.is_last()
         self._ready.clear()
@@ -162,6 +164,7 @@ class Gradients:
         reached = frozenset(unit.number for unit in self._trained if unit.is_reached())
         self.counts = self._told or bool(reached)
         if self.counts:
+            self._reached = reached
             self._walk.reaches(reached)
 
     def over(self, unit: LiveUnit) -> None:
@@ -179,8 +182,8 @@ class Gradients:
             for unit, uses in zip(self._units, self._uses, strict=True):
                 if not self.counts:
                     unit.uses = uses
-                elif self._last:
-                    unit.uses = 0
+                elif self._last or unit.number not in self._reached:
+                    unit.uses = 0  # no backward is to come to what this one had no use for
                 unit.rest()
         finally:
             self._running = False

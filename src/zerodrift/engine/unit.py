@@ -11,8 +11,9 @@ this leads to is for `walk.py` to say of gathers and for `grads.py` of reduction
 
 [Note: end of a backward] A unit's backward is over when a gradient is about to reach what came before its
 forward. Of the inputs, the newest tells: autograd runs what is newer first, so by then all that the unit
-added to the graph has run, weight gradients included. Where no input has a graph behind it, or a unit was not
-used at all, the end of the whole backward tells, by a callback of the engine of autograd.
+added to the graph has run, weight gradients included. Where no input has a graph behind it, the unit that the
+backward comes to next tells, for the same reason; where none comes, or a unit was not used at all, the end of
+the whole backward, by a callback of the engine of autograd.
 
 [Note: recomputation] Activation checkpointing runs forwards inside a backward. Such a forward counts no new
 use and does not release the unit, which its own backward needs at once: no third gather. Reentrant
@@ -46,7 +47,7 @@ from zerodrift.engine import saved
 from zerodrift.engine.call import BEFORE_ALL, Call
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.walk import Backward, Walk
+from zerodrift.engine.walk import Backward, Walk, will_be_recomputed
 from zerodrift.errors import ModelError
 from zerodrift.plan.table import Unit
 
@@ -193,8 +194,9 @@ class LiveUnit:
                     self.walk.enter(torch.is_grad_enabled())
                 self.walk.forward(self)
             self._calls.append(Call.of(args, kwargs))
-            if torch.is_grad_enabled():
-                self._calls[-1].tell(lambda: self._backward_is_over(backward), inside=in_backward())
+            discarded = in_backward() and will_be_recomputed()  # see [Note: recomputation]
+            if torch.is_grad_enabled() and not discarded:
+                self._calls[-1].tell(lambda: self.backward_is_over(backward), inside=in_backward())
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module is not self.module or in_backward():
@@ -210,14 +212,16 @@ class LiveUnit:
             if not torch.is_grad_enabled():
                 self.release()
                 return
-            left = [*tensors_in(output), *call.changed()]
+            # What only went through, as the position bias of T5 does, is not the unit's own.
+            left = [tensor for tensor in (*tensors_in(output), *call.changed()) if call.made(tensor)]
             nodes = {tensor.grad_fn for tensor in left if tensor.grad_fn is not None}
             if not nodes:
                 self.release()
                 return
+            nobody_tells = call.newest == BEFORE_ALL
             for node in nodes:
                 # After all hooks of tensors: the unit that comes next tells by one of these that it is over.
-                node.register_prehook(lambda grads: self._backward_begins(backward))
+                node.register_prehook(lambda grads: self._backward_begins(backward, nobody_tells))
             self.uses += 1
             if self._gathers and not self._keep_after_forward:
                 gathering = [segment for segment in self.segments if segment.gathers]
@@ -262,10 +266,12 @@ class LiveUnit:
         if self._before_backward is not None:
             self._before_backward.remove()
 
-    def _backward_begins(self, backward: Backward) -> None:
+    def _backward_begins(self, backward: Backward, nobody_tells: bool = False) -> None:
         if in_backward():
             backward.begin()
             self.walk.backward(self, backward)
+            if nobody_tells:
+                self.walk.ends_with_the_next(self)
             self._open_gradients(backward)
         else:
             self.gather()  # somebody looks at what a node has saved
@@ -274,7 +280,8 @@ class LiveUnit:
         for segment in self.segments if backward.counts else ():
             segment.open_gradients()
 
-    def _backward_is_over(self, backward: Backward) -> None:
+    def backward_is_over(self, backward: Backward) -> None:
+        """A gradient is about to go on from the input of one of its forwards."""
         backward.begin()
         if not self.walk.is_over(self, backward):
             return

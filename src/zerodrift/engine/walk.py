@@ -11,6 +11,13 @@ each at most once, are the plan's list. A unit that runs out of turn, or again, 
 [Note: order] Ranks that run units in different orders would still mix their weights. A checksum of what
 was gathered, in its order, travels with the norm (`scale.global_norm`), and a difference is an error.
 
+[Note: learned order] A model may define its units in another order than it runs them, and drop some at
+random, on each rank others. So until every unit has run somewhere, ranks tell each other at the end of a
+forward in which order they ran theirs, and from then on go through them in that order: the plan's where
+nobody says otherwise. Until then, a rank that comes to a unit out of turn first goes through all that are
+left, as the others do by the end of their forwards; then all gather together what any of them asks for.
+Units that run several times in a forward have no place of this kind: around them nothing may be dropped.
+
 [Note: nested units] A block that is recomputed runs the units inside it forward, and needs them again at
 once, in reverse. So they are gathered together when a backward comes to the block, also those that this
 rank has no use for; without recomputation, one after the other.
@@ -18,7 +25,11 @@ rank has no use for; without recomputation, one after the other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -45,6 +56,41 @@ class Backward(Protocol):
         """The unit's gradients have landed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank says of a forward; see [Note: learned order]."""
+
+    wants: int | None
+    """The number of a unit that it has come to out of turn; None where its forward ends."""
+    ran: tuple[int, ...] = ()
+    """At the end: the units that it has run, in their order."""
+
+
+Meet: TypeAlias = Callable[[Told], Sequence[Told]]
+"""What this rank says to what all say."""
+
+
+def in_order(numbers: Iterable[int], before: Iterable[tuple[int, int]]) -> list[int] | None:
+    """The numbers so that the first of each pair comes before the second, else as they are; None where no
+    order is of that kind."""
+    places = {number: place for place, number in enumerate(numbers)}
+    after: dict[int, list[int]] = {number: [] for number in places}
+    waits = dict.fromkeys(places, 0)
+    for first, second in before:
+        after[first].append(second)
+        waits[second] += 1
+    ready = [(place, number) for number, place in places.items() if not waits[number]]
+    found: list[int] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        found.append(number)
+        for other in after[number]:
+            waits[other] -= 1
+            if not waits[other]:
+                heapq.heappush(ready, (places[other], other))
+    return found if len(found) == len(places) else None
+
+
 def will_be_recomputed() -> bool:
     """Whether activation checkpointing is around a forward that is part of a training step.
 
@@ -58,21 +104,25 @@ def will_be_recomputed() -> bool:
 class Walk:
     """Where a step is among the units of an engine."""
 
-    def __init__(self, units: list[LiveUnit]) -> None:
+    def __init__(self, units: list[LiveUnit], meet: Meet | None = None) -> None:
+        """`meet` is None where gathers need no other rank."""
         self.units = units
         self.checksum = 0
         """See [Note: order]; the engine clears it in every step."""
-        self._forth = [unit for unit in units if not unit.is_root]
-        by_name = {unit.spec.name: unit for unit in units}
-        back = [by_name[spec.name] for spec in backward_order([unit.spec for unit in units])]
-        self._back = [unit for unit in back if not unit.is_root]
-        self._forth_place = {unit.number: place for place, unit in enumerate(self._forth)}
-        self._back_place = {unit.number: place for place, unit in enumerate(self._back)}
-        self._inside = {unit.number: self._units_inside(unit) for unit in self._back}
-        self._nested = {other.number for inside in self._inside.values() for other in inside}
-        trained = [place for place, unit in enumerate(self._back) if unit.trains]
-        self._until = trained[-1] + 1 if trained else 0
-        """Units of `_back` after it have no gradient."""
+        self._arrange([unit for unit in units if not unit.is_root])
+        self._meet = meet
+        """None as soon as the order is known; see [Note: learned order]."""
+        self._before = {
+            (outer.number, inner.number)
+            for outer in self._forth
+            for inner in self._forth
+            if outer is not inner and holds(outer.spec, inner.spec)
+        }
+        """Pairs of units: the first runs before the second."""
+        self._unseen = {unit.number for unit in self._forth}
+        """Units that have run on no rank."""
+        self._ran: list[int] = []
+        """Units that have run in this forward, in their order."""
         self._walking = False
         """Whether a forward of the root is under way, so that units have a next one."""
         self._training = False
@@ -80,10 +130,25 @@ class Walk:
         """How many of `_forth` this forward has come past."""
         self._came = 0
         """How many of `_back` this backward has come past."""
+        self._silent: dict[LiveUnit, None] = {}
+        """Units that this backward has come to, and of which nothing tells when it is through."""
         self._reached: frozenset[int] | None = None
         """Trained units whose gradients this backward adds to; None where it adds to none."""
         for unit in units:
             unit.walk = self
+
+    def _arrange(self, forth: list[LiveUnit]) -> None:
+        """From now on units come in this order."""
+        self._forth = forth
+        by_name = {unit.spec.name: unit for unit in forth}
+        self._back = [by_name[spec.name] for spec in backward_order([unit.spec for unit in forth])]
+        self._forth_place = {unit.number: place for place, unit in enumerate(self._forth)}
+        self._back_place = {unit.number: place for place, unit in enumerate(self._back)}
+        self._inside = {unit.number: self._units_inside(unit) for unit in self._back}
+        self._nested = {other.number for inside in self._inside.values() for other in inside}
+        trained = [place for place, unit in enumerate(self._back) if unit.trains]
+        self._until = trained[-1] + 1 if trained else 0
+        """Units of `_back` after it have no gradient."""
 
     def _units_inside(self, block: LiveUnit) -> list[LiveUnit]:
         return [other for other in self._back if other is not block and holds(block.spec, other.spec)]
@@ -99,6 +164,7 @@ class Walk:
         """The root's forward begins. Without gradients, units are gathered where they are used and nowhere
         else: a decoder that generates does not gather its encoder at every token."""
         self._walking, self._training, self._went = True, training, 0
+        self._ran = []
 
     def forward(self, unit: LiveUnit) -> None:
         """Come to a unit: full when this returns."""
@@ -108,6 +174,8 @@ class Walk:
         place = self._forth_place[unit.number]
         if self._training:
             unit.recomputed = will_be_recomputed()
+            if self._meet is not None:
+                self._learn(unit, place)
             self._pass_by(place)
         self._go(place)
 
@@ -115,6 +183,8 @@ class Walk:
         """The root's forward ends."""
         if self._walking and self._training:
             self._pass_by(len(self._forth))
+            if self._meet is not None:
+                self._end_learning(self._meet)
         self._walking = False
 
     def _pass_by(self, until: int) -> None:
@@ -129,12 +199,51 @@ class Walk:
             for ahead in self._forth[place + 1 : place + 2]:
                 ahead.start_gather()
 
+    # --- the order, while it is not known; see [Note: learned order] -------------------------------------
+
+    def _learn(self, unit: LiveUnit, place: int) -> None:
+        """Come to a unit in training."""
+        if unit.number not in self._ran:
+            self._ran.append(unit.number)
+        if self._meet is not None and place < self._went and not unit.is_full:
+            self._pass_by(len(self._forth))
+            self._serve(self._meet(Told(unit.number)), unit.number)
+
+    def _end_learning(self, meet: Meet) -> None:
+        """This rank's forward ends: serve the others until theirs have ended."""
+        while True:
+            told = meet(Told(None, tuple(self._ran)))
+            if all(each.wants is None for each in told):
+                break
+            self._serve(told)
+        orders = [each.ran for each in told]
+        self._before |= {pair for ran in orders for pair in itertools.pairwise(ran)}
+        self._unseen -= {number for ran in orders for number in ran}
+        numbers = in_order([unit.number for unit in self._forth], self._before)
+        if numbers is None:
+            self._meet = None  # no order serves all: what is not alike on all ranks is an error from now on
+            return
+        if numbers != [unit.number for unit in self._forth]:
+            by_number = {unit.number: unit for unit in self._forth}
+            self._arrange([by_number[number] for number in numbers])
+        if not self._unseen:
+            self._meet = None
+
+    def _serve(self, told: Sequence[Told], mine: int | None = None) -> None:
+        """Gather what any rank asks for; what is not this rank's own goes again."""
+        by_number = {unit.number: unit for unit in self._forth}
+        for number in sorted({each.wants for each in told if each.wants is not None}):
+            by_number[number].gather()
+            if number != mine:
+                by_number[number].leave()
+
     # --- backward ---------------------------------------------------------------------------------------
 
     def turn(self) -> None:
         """A backward begins."""
         self._walking = False
         self._came = 0
+        self._silent.clear()
         self._reached = None
 
     def reaches(self, reached: frozenset[int]) -> None:
@@ -149,7 +258,7 @@ class Walk:
             return True
         if self._reached is None or unit.number not in self._reached:
             return False
-        self.backward(unit, step)
+        self._come_back(unit, step)
         return True
 
     def _is_to_come(self, unit: LiveUnit) -> bool:
@@ -158,8 +267,23 @@ class Walk:
             return unit.uses > 0
         return unit.number in self._reached
 
+    def ends_with_the_next(self, unit: LiveUnit) -> None:
+        """The backward of a unit has begun, and nothing tells of its end."""
+        if not unit.is_root:
+            self._silent[unit] = None
+
+    def _end_silent(self, step: Backward, following: LiveUnit | None = None) -> None:
+        for unit in list(self._silent):
+            if following is None or not (unit is following or holds(unit.spec, following.spec)):
+                del self._silent[unit]
+                unit.backward_is_over(step)
+
     def backward(self, unit: LiveUnit, step: Backward) -> None:
         """Come to a unit again: full when this returns."""
+        self._end_silent(step, unit)
+        self._come_back(unit, step)
+
+    def _come_back(self, unit: LiveUnit, step: Backward) -> None:
         if unit.is_root:
             unit.gather()
             if self._came == 0:
@@ -172,6 +296,7 @@ class Walk:
 
     def end(self, step: Backward) -> None:
         """No gradient will come to those that are left."""
+        self._end_silent(step)
         self._pass_back(self._until, step)
 
     def recompute(self, unit: LiveUnit, step: Backward) -> None:
@@ -179,7 +304,7 @@ class Walk:
         if unit.number in self._nested:
             unit.gather()  # not in its turn, which is to come
         else:
-            self.backward(unit, step)
+            self._come_back(unit, step)
 
     def _pass_back(self, until: int, step: Backward) -> None:
         for place in range(self._came, until):
