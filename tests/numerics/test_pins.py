@@ -451,6 +451,7 @@ USES: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks there
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
     for name, use in USES.items():

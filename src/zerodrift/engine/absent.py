@@ -43,11 +43,13 @@ _ASKED = frozenset((
 
 
 class Absent(nn.Parameter):
-    """What an ordinary parameter is while its values are elsewhere."""
+    """What an ordinary parameter is while its values are elsewhere. Each has a class of its own, so that
+    coming and going sets nothing else."""
 
     path: str
-    kind: type
-    lost: bool
+    kind: type = nn.Parameter
+    """The class that it is of while its values are there."""
+    lost = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,8 +61,7 @@ class Absent(nn.Parameter):
             found = next(_of_class(cls, (args, kwargs)))
             if name in _SAME:
                 same = func(*args, **(kwargs or {}))
-                leave(same, found.path)  # and no node of a graph, as `as_subclass` would leave
-                vars(same)["lost"] = found.lost
+                same.__class__ = type(found)  # and no node of a graph, as `as_subclass` would leave
                 return same
         raise _refusal(found.path, name, found.lost)
 
@@ -128,38 +129,44 @@ def _refusal(path: str, what: str, is_lost: bool) -> ModelError:
     )
 
 
-def leave(parameter: Any, path: str) -> None:
+def absence(path: str) -> type[Absent]:
+    """The class of a parameter of that name while it is not there."""
+    return type("Absent", (Absent,), {"path": path})
+
+
+def leave(parameter: Any, absent: Any) -> None:
     """Its values are not there from now on."""
     kind = type(parameter)
-    if kind is not Absent:
-        vars(parameter).update(path=path, kind=kind, lost=False)
-        parameter.__class__ = Absent
+    if kind is not absent:
+        absent.kind = kind
+        parameter.__class__ = absent
 
 
 def come(parameter: Any) -> None:
     """Its values are there again."""
-    if type(parameter) is Absent:
-        parameter.__class__ = kind_of(parameter)
-        for name in ("path", "kind", "lost"):
-            del vars(parameter)[name]
+    kind = type(parameter)
+    if issubclass(kind, Absent):
+        parameter.__class__ = kind.kind
 
 
 def lose(parameter: Any) -> None:
     """Its values went with the engine that held them."""
-    if type(parameter) is Absent:
-        vars(parameter)["lost"] = True
+    kind = type(parameter)
+    if issubclass(kind, Absent):
+        kind.lost = True
 
 
 def kind_of(parameter: Any) -> type:
     """The class that it is of while its values are there."""
-    found: type = vars(parameter)["kind"] if type(parameter) is Absent else type(parameter)
-    return found
+    kind = type(parameter)
+    return kind.kind if issubclass(kind, Absent) else kind
 
 
 def become(parameter: Any, kind: type) -> None:
     """Be of a class while its values are there."""
-    if type(parameter) is Absent:
-        vars(parameter)["kind"] = kind
+    found = type(parameter)
+    if issubclass(found, Absent):
+        found.kind = kind
     else:
         parameter.__class__ = kind
 

@@ -59,6 +59,17 @@ class Place:
     def found(self) -> torch.Tensor | None:
         return self.module._parameters.get(self.attribute)
 
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether there is no problem in the usual way: nothing is shown, and it is trained as planned."""
+        parameter = self.parameter
+        return (
+            self.module._parameters.get(self.attribute) is parameter
+            and not self.segment.is_full
+            and parameter.requires_grad is (self.segment.update is not None)
+            and _is_view(parameter, self.segment.stubs[self.index])
+        )
+
     def problem(self, *, stepping: bool) -> tuple[str, str, str] | None:
         """What must hold, what is, and what to do."""
         found, trained = self.found, self.segment.update is not None
@@ -98,13 +109,13 @@ class Ours:
     compiled calls it where it is. That is private in torch (2.13 to 2.15), and imports the compiler no sooner
     than the public one."""
 
-    __slots__ = ("_call", "_require")
+    __slots__ = ("_apart", "_call", "_require")
 
     def __init__(self, call: Callable[..., Any], require: Callable[[], None] | None = None) -> None:
-        self._call, self._require = _disable_dynamo(call), require
+        self._call, self._apart, self._require = call, _disable_dynamo(call), require
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return (self._apart if torch.compiler.is_compiling() else self._call)(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce__()[0]()
@@ -225,7 +236,7 @@ class Attached:
 
     def _look(self, problems: Problems, stepping: bool) -> None:
         for place in self._places:
-            problem = place.problem(stepping=stepping)
+            problem = None if place.is_as_it_was else place.problem(stepping=stepping)
             if problem is not None:
                 problems.add(place.name, *problem)
         if not problems:

@@ -62,8 +62,9 @@ def pack(
     was there before. `gather` makes the segments full."""
     # Parameters may be of classes that would be asked for each of their attributes.
     with torch._C.DisableTorchFunctionSubclass():
+        buffers = [_Buffer.of(segment) for segment in segments]
         for raw in _saved(outputs, after):
-            view = _view_of(raw.data, segments)
+            view = _view_of(raw.data, buffers)
             if view is not None:
                 raw.register_hooks(functools.partial(_place, view), functools.partial(_unpack, gather))
 
@@ -102,7 +103,23 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _view_of(tensor: torch.Tensor, segments: Sequence[FlatSegment]) -> SavedView | None:
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Where the full form of a segment is."""
+
+    segment: FlatSegment
+    start: int
+    end: int
+    size: int
+    """Of an element."""
+
+    @classmethod
+    def of(cls, segment: FlatSegment) -> _Buffer:
+        start, size = segment.full.data_ptr(), segment.full.element_size()
+        return cls(segment, start, start + segment.full.numel() * size, size)
+
+
+def _view_of(tensor: torch.Tensor, buffers: Sequence[_Buffer]) -> SavedView | None:
     # Another layout keeps its bytes in its own way, as do tensors around tensors, of `torch.func` too, and a
     # pending conjugation is no place.
     if (
@@ -114,12 +131,11 @@ def _view_of(tensor: torch.Tensor, segments: Sequence[FlatSegment]) -> SavedView
     ):
         return None
     address = tensor.data_ptr()
-    for segment in segments:
-        flat = segment.full
-        start = flat.data_ptr()
-        if not start <= address < start + flat.numel() * flat.element_size():
+    for buffer in buffers:
+        if not buffer.start <= address < buffer.end:
             continue
-        row = bisect_right(segment.starts, (address - start) // flat.element_size()) - 1
+        segment = buffer.segment
+        row = bisect_right(segment.starts, (address - buffer.start) // buffer.size) - 1
         place = int(tensor.storage_offset())
         version = segment.parameters[row]._version
         return SavedView(segment, tuple(tensor.shape), tensor.stride(), place, tensor.dtype, row, version)

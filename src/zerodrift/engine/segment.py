@@ -42,7 +42,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
-from zerodrift.engine.absent import Collected, come, leave
+from zerodrift.engine.absent import Collected, absence, come, leave
 from zerodrift.engine.pools import Pools
 from zerodrift.kernels.prints import BYTES, prints
 from zerodrift.optim.split import round_away
@@ -113,7 +113,7 @@ class FlatSegment:
         self._shows_collected = False
         self._views: list[torch.Tensor] = []
         """Of `full`, one per parameter."""
-        self._stubs: list[torch.Tensor] = []
+        self.stubs: list[torch.Tensor] = []
         """What parameters are while `full` is not there; see [Note: freeing]."""
         self._own = 0
         """How many tensors of this segment share the memory of `full` while no parameter does."""
@@ -123,6 +123,8 @@ class FlatSegment:
         """How often each parameter is held while no graph has saved it."""
         self.starts = [row.offset for row in rows]
         """Of each row, in elements."""
+        self._absences: list[type] = []
+        """The class of each parameter while it is not there."""
         self._absent = torch.empty(0)
         """The one element of each of those."""
         self._lent = 0
@@ -155,7 +157,7 @@ class FlatSegment:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
         self._views = self._views_of_full()
         self._absent = self.full.new_full((len(self.rows),), _nowhere(self.full.dtype))
-        self._stubs = [one.expand(row.shape) for one, row in zip(self._absent, self.rows, strict=True)]
+        self.stubs = [one.expand(row.shape) for one, row in zip(self._absent, self.rows, strict=True)]
         self._show(self._views)
         if self.update is not None:
             for parameter in self.parameters:
@@ -185,14 +187,17 @@ class FlatSegment:
             parameter.data = tensor
 
     def _hide(self) -> None:
-        self._show(self._stubs)
-        for parameter, row in zip(self.parameters, self.rows, strict=True):
-            leave(parameter, row.name)
+        self._show(self.stubs)
+        if not self._absences:
+            pairs = zip(self.parameters, self.rows, strict=True)
+            self._absences = [absence(row.name) for parameter, row in pairs]
+        for parameter, kind in zip(self.parameters, self._absences, strict=True):
+            leave(parameter, kind)
 
     @property
     def shown(self) -> list[torch.Tensor]:
         """What each parameter is a view of now."""
-        return self._views if self.is_full else self._stubs
+        return self._views if self.is_full else self.stubs
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's equal slice of a `[padded]` buffer."""
@@ -321,8 +326,21 @@ class FlatSegment:
         """The first parameter with a gradient that was not collected; "" where there is none."""
         if self.update is None:
             return ""
-        pairs = zip(self.rows, self.parameters, strict=True)
-        return next((row.name for row, parameter in pairs if _given(parameter) is not None), "")
+        given = self._given()
+        if not any(grad is not None for grad in given):
+            return ""
+        return next(row.name for row, grad in zip(self.rows, given, strict=True) if grad is not None)
+
+    def _given(self) -> list[torch.Tensor | None]:
+        """What is in `param.grad` of each, where that is not what the engine has."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [parameter.grad for parameter in self.parameters]
+        return [None if type(grad) is Collected else grad for grad in found]
+
+    def _clear(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                parameter.grad = None
 
     @property
     def waits(self) -> bool:
@@ -335,7 +353,7 @@ class FlatSegment:
         A parameter without a gradient counts as zero, so every rank reduces the same segments whatever its
         data did.
         """
-        arrived = [_given(parameter) for parameter in self.parameters]
+        arrived = self._given()
         with torch.no_grad():
             if self.landing is None:
                 self._land_first(arrived)
@@ -347,8 +365,7 @@ class FlatSegment:
                         home.copy_(_dense(grad))  # `create_graph` puts old + new in the old one's place
                     else:
                         home.add_(_dense(grad))
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._clear()
         self._opened.clear()
         if self._shows_collected:
             self.show_collected()
@@ -498,8 +515,7 @@ class FlatSegment:
     def drop_gradients(self) -> None:
         """Forget every gradient, landed or reduced."""
         self._shows_collected = False
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._clear()
         if self.reduced is not None and self._whole is None and self.reduced is not self.landing:
             self._sum_pool.give(self.reduced)
         for flat in (self.landing, self._whole):
@@ -672,11 +688,6 @@ class FlatSegment:
             for row in self.rows
             if blocks[row.offset * size // BYTES : -(-(row.offset + row.numel) * size // BYTES)].any()
         ]
-
-
-def _given(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Its gradient, where that is not what the engine has."""
-    return None if type(parameter.grad) is Collected else parameter.grad
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
