@@ -74,9 +74,9 @@ def test_a_cell_that_cannot_be_made_is_said_and_left_out(
 
 def test_a_row_is_kept_once(matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "PAGE", tmp_path / "versions.md")
-    first = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "unit", "9", "1 `test_a`", "0", "2026-01-01")
-    other = matrix.Row("3.11.7", "2.14.1", "5.23.0", "-", "unit", "9", "0", "1", "2026-01-01")
-    again = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "unit", "10", "0", "0", "2026-01-02")
+    first = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "quick", "9", "1 `test_a`", "0", "2026-01-01")
+    other = matrix.Row("3.11.7", "2.14.1", "5.23.0", "-", "quick", "9", "0", "1", "2026-01-01")
+    again = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "quick", "10", "0", "0", "2026-01-02")
     for row in (first, other, again):
         matrix.keep(row)
     assert matrix.rows_of(matrix.PAGE.read_text()) == [other, again]
