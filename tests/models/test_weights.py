@@ -27,7 +27,7 @@ def _mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
 
 
-MODELS = {**ARCHITECTURES, "mixtral": Architecture(_mixtral, "*.mlp.gate.*")}
+MODELS = {**ARCHITECTURES, "mixtral": Architecture(_mixtral, "*.gate.*")}
 PER_EXPERT = {"qwen3-moe", "deepseek-v3", "mixtral"}
 """Architectures whose files hold every expert by itself, and whose models hold them stacked."""
 
@@ -138,6 +138,7 @@ def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:
 
 def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: Path) -> None:
     """`from_pretrained` adds the prefix; the head, tied here, comes with the embedding."""
+    pytest.importorskip("transformers.core_model_loading", reason="the prefix is added by transformers 5")
     want = MODELS["llama"].model()
     want.model.save_pretrained(tmp_path)
     assert not any(name.startswith("model.") for name in _names(tmp_path))
@@ -187,6 +188,9 @@ def test_models_without_memory_start_from_their_own_distribution(name: str) -> N
 
 def test_what_an_architecture_keeps_in_fp32_is_built_so(tmp_path: Path) -> None:
     """The correction bias of DeepSeek-V3's router is a buffer that a bf16 config must not round."""
+    pytest.importorskip(
+        "transformers.core_model_loading", reason="transformers 4 keeps nothing of it in fp32"
+    )
     want = saved("deepseek-v3", tmp_path, torch.bfloat16)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     values = torch.linspace(0.1, 0.9, 4)
