@@ -436,6 +436,14 @@ def gradients_that_are_dropped_after_a_backward(loop: Loop) -> None:
     net.step()
 
 
+def gradients_that_are_zeroed_after_a_backward(loop: Loop) -> None:
+    """`zero_grad(set_to_none=False)` in the wrong place: plain torch would not move the weights."""
+    net = loop.train(Net())
+    net.backward(square(net(loop.data(0))))
+    net.module.zero_grad(set_to_none=False)
+    net.step()
+
+
 def two_engines(loop: Loop) -> None:
     """A GAN: two models, two optimizers, one process."""
     make, judge = loop.train(Net()), loop.train(Net(out=1))
@@ -597,6 +605,11 @@ HABITS = (
     Habit(
         gradients_that_are_dropped_after_a_backward,
         refused="`head.weight`: its gradient must be forgotten by the engine",
+        why=COLLECTED,
+    ),
+    Habit(
+        gradients_that_are_zeroed_after_a_backward,
+        refused="its gradient must be forgotten by the engine",
         why=COLLECTED,
     ),
     Habit(two_engines),

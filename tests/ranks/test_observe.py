@@ -143,7 +143,7 @@ def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
     weight = "layers.0.mlp.up.weight"
     pins = (
         {"rules": [{"match": "layers.0.mlp.up.*", "pin": "fp32", "output": "input"}]}
-        if what == "compute"
+        if what in ("compute", "compute of a copy")
         else {}
     )
     engine = make(config(3, "bf16", 2, precision=pins), GPT(tied=False))
@@ -153,6 +153,11 @@ def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
         module = engine.module.get_submodule("layers.0.mlp.up")
         module.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
             x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()
+        ).to(x.dtype)
+    elif what == "compute of a copy":
+        copied = engine.module.get_submodule("layers.0.mlp.up")
+        copied.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
+            x.bfloat16(), (copied.weight * 1).bfloat16(), (copied.bias * 1).bfloat16()
         ).to(x.dtype)
     elif what == "wider compute":
         up = engine.module.get_submodule("layers.0.mlp.up")
@@ -193,12 +198,13 @@ class Widened(torch.autograd.Function):
         return gradient.float() * 1.01  # a widening cast alone loses and gains nothing
 
 
-@pytest.mark.parametrize("what", ["compute", "state"])
+@pytest.mark.parametrize("what", ["compute", "compute of a copy", "state"])
 def test_what_is_not_as_declared_is_found(what: str) -> None:
+    planned = what.partition(" ")[0]
     for found, told in run_ranks(planted, 2, what):
-        assert ("layers.0.mlp.up.weight", what) in [(name, column) for name, column, _ in found]
-        assert {column for _, column, _ in found} == {what}, found
-        assert f"`{what}` must be " in told and "cells differ" in told
+        assert ("layers.0.mlp.up.weight", planned) in [(name, column) for name, column, _ in found]
+        assert {column for _, column, _ in found} == {planned}, found
+        assert f"`{planned}` must be " in told and "cells differ" in told
 
 
 @pytest.mark.parametrize("what", ["wider compute", "wider grad"])

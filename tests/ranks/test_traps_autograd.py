@@ -270,9 +270,9 @@ def a_loop_of_the_users_own(stage: int) -> Any:
     for step in range(2):
         for micro in range(2):
             engine.module(data(micro + step)).backward()
-        before = engine.module.into.weight.grad
+        before = left_behind(engine)
         result = engine.step()
-        if not result.updated or before is not None:
+        if not result.updated or before:
             return f"{result}, {before}"
     engine.module(data()).backward()
     engine.zero_grad()

@@ -76,6 +76,8 @@ class Collected(torch.Tensor):
     """What the gradient of an ordinary parameter is while the engine has it."""
 
     path: str
+    cleared: bool
+    """Whether somebody has set it to zero, or believes so."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor, path: str) -> Collected:
@@ -83,7 +85,7 @@ class Collected(torch.Tensor):
         dtype = parameter.grad_dtype or parameter.dtype
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
         found = nothing.expand(parameter.shape).as_subclass(cls)
-        found.path = path
+        found.path, found.cleared = path, False
         return found
 
     @classmethod
@@ -95,6 +97,10 @@ class Collected(torch.Tensor):
             found = next(_of_class(cls, (args, kwargs)))
             if name in _SAME:
                 return found
+        if name in ("zero_", "_foreach_zero_"):
+            for each in _of_class(cls, args):
+                each.cleared = True
+            return found
         if name in _SUMS and len(args) == 2 and not kwargs:
             return args[1] if args[0] is found else args[0]
         raise ModelError(

@@ -393,10 +393,10 @@ class FlatSegment:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, row in zip(self.parameters, self.rows, strict=True):
                 found = parameter.grad
-                if found is None:
+                if found is None or (type(found) is Collected and found.cleared):
                     cleared = cleared or row.name
-                elif type(found) is Collected:
-                    parameter.grad = None
+                if type(found) is Collected:
+                    parameter.grad, found.cleared = None, False
         return cleared
 
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:

@@ -53,8 +53,8 @@ def taken_away(name: str) -> UnsupportedError:
     """A gradient that somebody believes to be forgotten."""
     return UnsupportedError(
         f"`{name}`: its gradient must be forgotten by the engine, which has collected it; got `param.grad` "
-        f"set to None between `backward` and `step`, as a `zero_grad` does. Call `engine.zero_grad()`, or "
-        f"for one parameter `engine.set_full_gradient(name, zeros)`."
+        f"set to None or zero between `backward` and `step`, as by `zero_grad`. Call `engine.zero_grad()`, "
+        f"or for one parameter `engine.set_full_gradient(name, zeros)`."
     )
 
 
