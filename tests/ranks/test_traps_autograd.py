@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from tests.ranks.plain import differs, left_behind, pair, run_all
 
@@ -351,34 +350,3 @@ CHECKS = [
 def test_traps_of_autograd(world: int) -> None:
     for found in run_ranks(run_all, world, CHECKS):
         assert found == []
-
-
-# --- a leaf that goes into the first block, as with a frozen embedding and adapters ------------------------
-
-
-class Recomputed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self._reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.requires_grad_()
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self._reentrant)
-        return x.square().mean()
-
-
-def micro_batches_of_one_backward() -> list[int]:
-    found = []
-    for stage in (0, 3):
-        for reentrant in (False, True):
-            engine = make(config(stage, "fp32", 2), Recomputed(reentrant))
-            engine.backward(engine(torch.rand(2, WIDTH)))
-            found.append(engine.micro_batches)
-            engine.destroy()
-    return found
-
-
-def test_a_leaf_behind_a_checkpoint_makes_no_micro_batch_more() -> None:
-    assert run_ranks(micro_batches_of_one_backward, 1) == [[1, 1, 1, 1]]

@@ -182,7 +182,7 @@ class Gradients:
             for unit, uses in zip(self._units, self._uses, strict=True):
                 if not self.counts:
                     unit.uses = uses
-                elif self._last or unit.number not in self._reached:
+                elif self._last or (unit.trains and unit.number not in self._reached):
                     unit.uses = 0  # no backward is to come to what this one had no use for
                 unit.rest()
         finally:
