@@ -44,8 +44,9 @@ ATTENTION = "multi_head_attention_forward"
 """A whole block in one function: what comes after it computes in its input's dtype."""
 
 OTHERS = frozenset((
-    "grad", "embedding", "embedding_bag", "zeros_like", "ones_like", "empty_like", "full_like",
-    "rand_like", "randn_like", "randint_like", "new", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+    "grad", "embedding", "embedding_bag", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
+    "randn_like", "randint_like", "new", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full",
+    "new_empty_strided",
 ))  # fmt: skip
 """Whose results are no weights: gradients, what tokens look up, tensors of other values."""
 CASTS = frozenset(["to", "type", "type_as", "bfloat16", "half"])
