@@ -139,7 +139,8 @@ def refused_by_system(error: OSError) -> ZerodriftError | None:
     """A file that cannot be used, in our words; None for an error that is of no file."""
     if error.filename is None or not error.strerror:
         return None
-    where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    place = error.filename if error.filename2 is None else error.filename2  # of a rename, what it was to be
+    where = os.fsdecode(place) if isinstance(place, (str, bytes)) else str(place)
     return ZerodriftError(str(Problem(where, "must be usable", error.strerror)))
 
 

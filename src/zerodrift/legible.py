@@ -20,6 +20,9 @@ LINE = 8_000
 
 _LONG = re.compile(rf"\S{{{WORD + 1},}}")
 
+_PLAIN = str.maketrans({"─": "-", "█": "#"})
+"""For terminals that cannot show the drawing characters."""
+
 
 def legible(text: str) -> str:
     """`text` on one line: with escapes for what is not printable, without the middle of what is too long."""
@@ -30,6 +33,16 @@ def legible(text: str) -> str:
     if len(text) > WORD:
         text = _LONG.sub(lambda found: _cut(found[0], WORD), text)
     return _cut(text, LINE)
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """`text` in what a stream can show: what it cannot is replaced."""
+    encoding = encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
+    return text
 
 
 def lines(text: str) -> str:

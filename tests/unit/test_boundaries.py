@@ -12,7 +12,7 @@ from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
 from tests.unit.test_checkpoint_folder import manifest
 from tests.unit.test_policy import at, plan
 from zerodrift.dtypes import DType
-from zerodrift.io.checkpoint.differences import Difference, Running, differences
+from zerodrift.io.checkpoint.differences import CheckpointDifference, Running, differences
 from zerodrift.model.spec import ModelSpec, Owner
 from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.cost import cost
@@ -345,7 +345,7 @@ def test_a_checkpoint_tells_of_boundaries_that_changed_where_it_holds_them() -> 
     running = Running(now, "", {}, (), "", ())
     head = replace(manifest("t", 1), digest="ab" * 32, mesh=now.mesh, versions=())
 
-    def told(written: dict[str, Any]) -> dict[str, Difference]:
+    def told(written: dict[str, Any]) -> dict[str, CheckpointDifference]:
         return {each.what: each for each in differences(head, (), written, running)}
 
     found = told(before.to_json())["boundary"]

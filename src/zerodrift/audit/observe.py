@@ -154,6 +154,8 @@ class _Operations(TorchDispatchMode):
 
     def _forward(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
         for tensor in tensors_in((args, kwargs)):
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                continue  # a parameter's bits, or what is unpacked before it is used
             owner = self._owners.of(tensor)
             if owner is None:
                 continue

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import typer
 
 from zerodrift.errors import ZerodriftError, refused_by_system
-from zerodrift.legible import legible
+from zerodrift.legible import encodable, legible
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes; the last two are those of a shell for SIGINT and SIGPIPE."""
@@ -63,13 +63,8 @@ def emit(text: str) -> None:
     """Print the product. A reader who has gone away, `| head`, is no error; a disk that is full is."""
     if sys.stdout is None:  # a shell's `>&-`
         raise ZerodriftError("`stdout`: must be open, for what is printed; got it closed.")
-    encoding = sys.stdout.encoding or "utf-8"
     try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
-    try:
-        sys.stdout.write(text)
+        sys.stdout.write(encodable(text, sys.stdout.encoding))
         sys.stdout.flush()
     except OSError as error:
         raise _not_taken(error) from None
@@ -100,5 +95,3 @@ def _not_taken(error: OSError) -> Exception:
 
 
 _OF_STREAMS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
-_PLAIN = str.maketrans({"─": "-", "█": "#"})
-"""For terminals that cannot show the drawing characters."""

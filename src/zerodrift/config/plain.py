@@ -76,8 +76,17 @@ class _Copier:
         if isinstance(value, Mapping):
             return self._block(value, path, depth)
         if isinstance(value, (list, tuple)):
-            return [self.copy(item, join(path, index), depth + 1) for index, item in enumerate(value)]
+            return self._list(value, path, depth)
         return self._scalar(value, path)
+
+    def _list(self, items: Sequence[Any], path: str, depth: int) -> list[Any]:
+        made: list[Any] = []
+        for index, item in enumerate(items):
+            copied = self.copy(item, join(path, index), depth + 1)
+            if self._left < 0:
+                break
+            made.append(copied)
+        return made
 
     def _block(self, block: Mapping[Any, Any], path: str, depth: int) -> Tree:
         for key in block.repeated if isinstance(block, WrittenBlock) else ():

@@ -279,11 +279,8 @@ def _located(used: Tree, location: Iterable[str | int], error: str) -> Steps:
 def _deepest(found: list[Steps]) -> list[Steps]:
     """Each place once; a place inside another tells more than the one around it."""
     unique = list(dict.fromkeys(found))
-    return [
-        steps
-        for steps in unique
-        if not any(len(other) > len(steps) and other[: len(steps)] == steps for other in unique)
-    ]
+    around = {steps[:length] for steps in unique for length in range(len(steps))}
+    return [steps for steps in unique if steps not in around]
 
 
 def _value_at(used: Tree, steps: Steps) -> Any:

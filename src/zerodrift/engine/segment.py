@@ -138,7 +138,7 @@ class FlatSegment:
         self._versions: list[int] = []
         """Of the parameters, as the engine left them."""
         self._overwritten: torch.Tensor | None = None
-        """Elements of this rank's slice that somebody wrote to while they were gathered, on the device."""
+        """Blocks of this rank's slice that somebody wrote to while they were gathered, on the device."""
         self._frees = self._looks = 0
         """How often the full form has gone, and how often ranks were to compare what they hold."""
 
@@ -289,7 +289,7 @@ class FlatSegment:
         with torch.no_grad():
             own = self.slice_of(self.full) if self.sharded else self.full
             kept = self.storage.to(columns.gather.torch) if self.sharded else self.storage
-            differ = _bits(own) != _bits(kept.to(own.dtype))
+            differ = prints(own) != prints(kept.to(own.dtype))
             self._overwritten = differ if self._overwritten is None else self._overwritten | differ
 
     def written_while_gathered(self) -> list[Row]:
@@ -297,9 +297,8 @@ class FlatSegment:
         found, self._overwritten = self._overwritten, None
         if found is None or not found.any():
             return []
-        first = self.rank * found.numel() if self.sharded else 0
-        spans = ((max(0, row.offset - first), max(0, row.offset + row.numel - first)) for row in self.rows)
-        return [row for row, (start, end) in zip(self.rows, spans, strict=True) if found[start:end].any()]
+        own = self.slice_of(self.full) if self.sharded else self.full
+        return self._rows_of(found, own, self.rank * own.numel() if self.sharded else 0)
 
     @property
     def gathers(self) -> bool:
@@ -679,25 +678,21 @@ class FlatSegment:
             raise AssertionError("nothing is known of storage")
         return self._known != prints(self.storage)
 
-    def _rows_of(self, blocks: torch.Tensor, flat: torch.Tensor) -> list[Row]:
+    def _rows_of(self, blocks: torch.Tensor, flat: torch.Tensor, first: int = 0) -> list[Row]:
+        """The rows that have a part in some of the blocks of a flat form, which begins at element `first`."""
         size = flat.element_size()
         if not blocks.any():
             return []
+        spans = ((max(0, row.offset - first), max(0, row.offset + row.numel - first)) for row in self.rows)
         return [
             row
-            for row in self.rows
-            if blocks[row.offset * size // BYTES : -(-(row.offset + row.numel) * size // BYTES)].any()
+            for row, (start, end) in zip(self.rows, spans, strict=True)
+            if blocks[start * size // BYTES : -(-end * size // BYTES)].any()
         ]
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
-
-
-def _bits(flat: torch.Tensor) -> torch.Tensor:
-    """Of floating numbers, by which NaN is NaN."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return flat.view(whole[flat.element_size()]) if flat.is_floating_point() else flat
 
 
 def _holders(flat: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ import math
 import sys
 from typing import Any, Protocol
 
+from zerodrift.legible import encodable
 from zerodrift.report.figures import elements, significant, size
 from zerodrift.train.metrics import Step
 
@@ -104,7 +105,7 @@ class Lines:
             self.say(f"going on after step {step}")
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(encodable(text, sys.stdout.encoding), flush=True)
 
     def step(self, step: Step) -> None:
         left = self._pace.left(step, self._steps)
