@@ -297,8 +297,8 @@ class FlatSegment:
         found, self._overwritten = self._overwritten, None
         if found is None or not found.any():
             return []
-        own = self.slice_of(self.full) if self.sharded else self.full
-        return self._rows_of(found, own, self.rank * own.numel() if self.sharded else 0)
+        first = self.rank * (self.spec.padded // self.ranks) if self.sharded else 0
+        return self._rows_of(found, self.full, first)
 
     @property
     def gathers(self) -> bool:
@@ -678,9 +678,10 @@ class FlatSegment:
             raise AssertionError("nothing is known of storage")
         return self._known != prints(self.storage)
 
-    def _rows_of(self, blocks: torch.Tensor, flat: torch.Tensor, first: int = 0) -> list[Row]:
-        """The rows that have a part in some of the blocks of a flat form, which begins at element `first`."""
-        size = flat.element_size()
+    def _rows_of(self, blocks: torch.Tensor, like: torch.Tensor, first: int = 0) -> list[Row]:
+        """The rows that have a part in some of the blocks of what holds elements like `like`, from element `first`
+        on; the memory of `like` itself need not be there."""
+        size = like.element_size()
         if not blocks.any():
             return []
         spans = ((max(0, row.offset - first), max(0, row.offset + row.numel - first)) for row in self.rows)
