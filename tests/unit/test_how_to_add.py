@@ -1,4 +1,4 @@
-"""CONTRIBUTING says which files a new column value, optimizer or backend touches: each is done for a toy one.
+"""CONTRIBUTING says which files what is new touches: each kind of addition is made with a toy.
 
 The package is copied, the files that the recipe names are edited, and nothing else; then a process of its own
 uses what was added.
@@ -163,6 +163,115 @@ else:
 """
 
 
+A_REFUSED_KEY: Edits = {
+    "config/deepspeed.py": (
+        (
+            '        _ignored("dataloader_drop_last",',
+            '        _refused("toy_batches", "batches are no toys", "Write `train_batch_size`.", (0,)),\n'
+            '        _ignored("dataloader_drop_last",',
+        ),
+    ),
+}
+
+USE_KEY = """
+from zerodrift import ConfigError, load
+from zerodrift.config.reference import render_page
+
+assert "`toy_batches`" in render_page()
+(use,) = [use for use in load({"toy_batches": 0}).keys if use.path == "toy_batches"]
+assert use.status == "ignored" and "batches are no toys" in use.because, use
+try:
+    load({"toy_batches": 3})
+except ConfigError as error:
+    assert "`toy_batches`: must be " in str(error) and "got 3. Write `train_batch_size`." in str(error), error
+else:
+    raise AssertionError("it was taken")
+try:
+    load({"toy_batch": 3})
+except ConfigError as error:
+    assert "toy_batches" in str(error), error
+"""
+
+A_HALVING_SCHEDULE: Edits = {
+    "optim/schedules.py": (
+        (
+            "\nSCHEDULES: dict[str, type] = {\n",
+            "\nclass Halving:\n"
+            "    def __init__(self, optimizer, every, last_batch_iteration=-1):\n"
+            "        self.optimizer, self.every = _optimizer(optimizer), every\n"
+            '        self.whole = [group["lr"] for group in self.optimizer.param_groups]\n'
+            "        self.last_batch_iteration = last_batch_iteration\n"
+            "\n"
+            "    def get_lr(self):\n"
+            "        halvings = (self.last_batch_iteration + 1) // self.every\n"
+            "        return [rate * 0.5**halvings for rate in self.whole]\n"
+            "\n"
+            "    step, get_last_lr = _step, _get_last_lr\n"
+            "    state_dict, load_state_dict = _state_dict, _load_state_dict\n"
+            "\n\n"
+            'SCHEDULES: dict[str, type] = {\n    "Halving": Halving,\n',
+        ),
+    ),
+    "policy/arguments.py": (
+        ('    "WarmupLR": {**_WARMUP,', '    "Halving": {"every": STEPS},\n    "WarmupLR": {**_WARMUP,'),
+        ('    "OneCycle": ("cycle_min_lr",', '    "Halving": ("every",),\n    "OneCycle": ("cycle_min_lr",'),
+    ),
+    "config/schema.py": (('"""WarmupLR, WarmupDecayLR,', '"""Halving, WarmupLR, WarmupDecayLR,'),),
+}
+
+USE_SCHEDULE = """
+import tempfile
+import torch
+from torch import nn
+import zerodrift
+from zerodrift import Checkpoints, ConfigError
+from zerodrift.config.reference import render_config
+
+config = {
+    "precision": {"mode": "fp32"},
+    "gradient_clipping": 0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "scheduler": {"type": "Halving", "params": {"every": 2}},
+}
+torch.manual_seed(1)
+weight = nn.Linear(8, 8, bias=False).weight.detach()
+inputs = torch.randn(6, 4, 8)
+
+def made():
+    model = nn.Linear(8, 8, bias=False)
+    model.weight.data.copy_(weight)
+    return zerodrift.initialize(model, config=config, device="cpu", quiet=True)
+
+def plain(weight, batch, rate):
+    leaf = weight.clone().requires_grad_()
+    (batch @ leaf.T).square().sum().backward()
+    return weight - rate * leaf.grad
+
+expected = weight
+engine = made()
+with tempfile.TemporaryDirectory() as folder:
+    for number, batch in enumerate(inputs):
+        if number == 3:
+            Checkpoints(engine, folder).save("third")
+            engine.destroy()
+            engine = made()
+            Checkpoints(engine, folder).load("third")
+        engine.backward(engine(batch).square().sum())
+        engine.step()
+        expected = plain(expected, batch, 0.5 * 0.5 ** (number // 2))
+        assert torch.equal(engine.full_master("weight"), expected), number
+assert "Halving, WarmupLR" in render_config()
+for params in ({}, {"every": 0}):
+    try:
+        scheduler = {"type": "Halving", "params": params}
+        zerodrift.make_plan({**config, "scheduler": scheduler}, nn.Linear(2, 2), world_size=1)
+    except ConfigError as error:
+        assert "`scheduler.params.every`: must be " in str(error), error
+    else:
+        raise AssertionError("it was taken")
+"""
+
+
 def recipe(title: str) -> str:
     """A paragraph of CONTRIBUTING, as far as it speaks of what every such change touches."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -176,6 +285,8 @@ def recipe(title: str) -> str:
         ("A column value", FP8_ON_THE_WIRE, USE_FP8),
         ("An optimizer", SIGN_OF_A_TRACE, USE_TOY),
         ("A backend", A_FRUGAL_BACKEND, USE_BACKEND),
+        ("A DeepSpeed key", A_REFUSED_KEY, USE_KEY),
+        ("A schedule", A_HALVING_SCHEDULE, USE_SCHEDULE),
     ],
 )
 def test_the_files_of_a_recipe_are_enough(title: str, edits: Edits, use: str, tmp_path: Path) -> None:
