@@ -63,8 +63,8 @@ def pack(
     # Parameters may be of classes that would be asked for each of their attributes.
     with torch._C.DisableTorchFunctionSubclass():
         buffers = [_Buffer.of(segment) for segment in segments]
-        for raw in _saved(outputs, after):
-            view = _view_of(raw.data, buffers)
+        for raw, tensor in _saved(outputs, after):
+            view = _view_of(tensor, buffers)
             if view is not None:
                 raw.register_hooks(functools.partial(_place, view), functools.partial(_unpack, gather))
 
@@ -79,8 +79,8 @@ def _unpack(gather: Callable[[], None], view: SavedView) -> torch.Tensor:
     return view.tensor()
 
 
-def _saved(outputs: Iterable[torch.Tensor], after: int) -> Iterator[Any]:
-    """Every tensor that newer nodes have saved and nobody has packed."""
+def _saved(outputs: Iterable[torch.Tensor], after: int) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Where newer nodes have saved a tensor that nobody has packed, and that tensor."""
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     visited = set()
     while waiting:
@@ -92,9 +92,11 @@ def _saved(outputs: Iterable[torch.Tensor], after: int) -> Iterator[Any]:
         for name in _names(kind):
             found = getattr(node, name)
             for raw in found if isinstance(found, tuple) else (found,):
-                if raw is not None and raw.unpack_hook is None and raw.data is not None:
-                    yield raw
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
+                if raw is not None and raw.unpack_hook is None:
+                    tensor = raw.data
+                    if tensor is not None:
+                        yield raw, tensor
+        waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 @functools.cache
@@ -120,13 +122,10 @@ class _Buffer:
 
 
 def _view_of(tensor: torch.Tensor, buffers: Sequence[_Buffer]) -> SavedView | None:
-    # Another layout keeps its bytes in its own way, as do tensors around tensors, of `torch.func` too, and a
-    # pending conjugation is no place.
+    # Another layout keeps its bytes in its own way, as do tensors around tensors, of `torch.func` too.
     if (
-        is_traceable_wrapper_subclass(tensor)
+        (type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor))
         or tensor.layout is not torch.strided
-        or tensor.is_conj()
-        or tensor.is_neg()
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     ):
         return None
@@ -134,6 +133,8 @@ def _view_of(tensor: torch.Tensor, buffers: Sequence[_Buffer]) -> SavedView | No
     for buffer in buffers:
         if not buffer.start <= address < buffer.end:
             continue
+        if tensor.is_conj() or tensor.is_neg():  # a pending conjugation is no place
+            return None
         segment = buffer.segment
         row = bisect_right(segment.starts, (address - buffer.start) // buffer.size) - 1
         place = int(tensor.storage_offset())
