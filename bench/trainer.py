@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from about import about
 
-from zerodrift.train.display import Lines
+from zerodrift.train.display import LineDisplay
 from zerodrift.train.drive import loss_of
 from zerodrift.train.loop import Loop, _Clock
 from zerodrift.train.metrics import Metrics
@@ -93,7 +93,7 @@ def main() -> None:
     print(about("transformers"))
     with tempfile.TemporaryDirectory() as name:
         written, config = read_job(job(Path(name), arguments))
-        show = Lines(every=1_000_000)
+        show = LineDisplay(every=1_000_000)
         show.say = lambda text: None  # type: ignore[method-assign]
         session = assemble(written, config, show)
         loop = Loop(session, show, Stop())

@@ -36,7 +36,7 @@ from zerodrift.dtypes import BLOCK, DType
 from zerodrift.kernels import device, native
 from zerodrift.kernels.squares import block_square_sums, digits, total
 from zerodrift.optim.fused import update
-from zerodrift.optim.reference import Step, reference_update
+from zerodrift.optim.reference import UpdateStep, reference_update
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme, allocate
 from zerodrift.optim.updates import Hyper, Root, moment_count
@@ -211,7 +211,7 @@ def ours(
             factor = 0.5
             if clip:
                 factor = min(1.0, 1.0 / (total(digits(block_square_sums(given))) ** 0.5 + 1e-6))
-            path(scheme, mine, given, Step(algorithm, (HYPER,), 10, factor, root))
+            path(scheme, mine, given, UpdateStep(algorithm, (HYPER,), 10, factor, root))
 
         return step
 

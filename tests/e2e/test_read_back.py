@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.jobs import job, losses
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.folder import Folder
+from zerodrift.train.folder import RunFolder
 from zerodrift.train.here import train
-from zerodrift.train.sample import Sampler, Taste, choose
+from zerodrift.train.sample import SamplingOptions, TextGenerator, choose
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +105,20 @@ def test_a_damaged_run_is_not_sampled_from(damage: str, run: Path, tmp_path: Pat
     change, words = DAMAGES[damage]
     change(tmp_path / "run")
     with pytest.raises(ZerodriftError, match=words):
-        Sampler(tmp_path / "run")
+        TextGenerator(tmp_path / "run")
 
 
 def test_export_and_checkpoint_are_one_model(run: Path, tmp_path: Path) -> None:
-    taste = Taste(tokens=20, temperature=1.0, top=0, seed=3)
-    said = "".join(Sampler(run / "run").continued("It is", taste))
+    taste = SamplingOptions(tokens=20, temperature=1.0, top=0, seed=3)
+    said = "".join(TextGenerator(run / "run").continued("It is", taste))
     shutil.copytree(run / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "export")
-    assert "".join(Sampler(tmp_path / "run").continued("It is", taste)) == said
-    other = json.loads(Folder(tmp_path / "run").job.read_text())
+    assert "".join(TextGenerator(tmp_path / "run").continued("It is", taste)) == said
+    other = json.loads(RunFolder(tmp_path / "run").job.read_text())
     other["model"]["source"] = "tests.e2e.small_models:deep"
-    Folder(tmp_path / "run").job.write_text(json.dumps(other))
+    RunFolder(tmp_path / "run").job.write_text(json.dumps(other))
     with pytest.raises(ZerodriftError):
-        Sampler(tmp_path / "run")
+        TextGenerator(tmp_path / "run")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -126,4 +126,4 @@ def test_a_model_that_diverged_is_not_sampled_from(bad: float) -> None:
     logits = torch.zeros(8)
     logits[3] = bad
     with pytest.raises(ZerodriftError, match="`logits`: must be finite"):
-        choose(logits, Taste(1, 1.0, 0, 0), torch.Generator())
+        choose(logits, SamplingOptions(1, 1.0, 0, 0), torch.Generator())

@@ -40,9 +40,9 @@ from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
 from zerodrift.optim import fused
 from zerodrift.optim.device import update_on_device
-from zerodrift.optim.reference import Step
+from zerodrift.optim.reference import UpdateStep
 from zerodrift.optim.rounding import block_keys
-from zerodrift.optim.schemes import Scheme, Slice, allocate
+from zerodrift.optim.schemes import Scheme, SliceTensors, allocate
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.update import Owned, make_updater
 from zerodrift.optim.updates import Hyper
@@ -92,13 +92,13 @@ def schemes(states: Sequence[State]) -> list[tuple[Scheme, torch.dtype]]:
     return list(itertools.product(found, GRADIENTS))
 
 
-def over_there(of: Slice) -> Slice:
+def over_there(of: SliceTensors) -> SliceTensors:
     """A copy of a slice on the device."""
 
     def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(DEVICE, copy=True)
 
-    return Slice(
+    return SliceTensors(
         storage=of.storage.to(DEVICE, copy=True),
         master=moved(of.master),
         moments=tuple(moment.to(DEVICE, copy=True) for moment in of.moments),
@@ -108,7 +108,7 @@ def over_there(of: Slice) -> Slice:
     )
 
 
-def back(of: Slice) -> Slice:
+def back(of: SliceTensors) -> SliceTensors:
     return replace(
         of,
         storage=of.storage.cpu(),
@@ -118,7 +118,9 @@ def back(of: Slice) -> Slice:
     )
 
 
-def check_steps(scheme: Scheme, here: Slice, gradients: list[torch.Tensor], steps: list[Step]) -> None:
+def check_steps(
+    scheme: Scheme, here: SliceTensors, gradients: list[torch.Tensor], steps: list[UpdateStep]
+) -> None:
     """Step by step on the CPU and on the device."""
     there = over_there(here)
     for gradient, step in zip(gradients, steps, strict=True):
@@ -138,7 +140,7 @@ def test_programs_equal_the_cpu_kernels(algorithm: Algorithm, state: State) -> N
 
 def test_sgd_without_momentum_has_no_moment() -> None:
     scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
-    step = Step(optimizers.SGD, (Hyper(1e-2, weight_decay=0.1),), 1, 0.5)
+    step = UpdateStep(optimizers.SGD, (Hyper(1e-2, weight_decay=0.1),), 1, 0.5)
     check_steps(scheme, make(scheme, 0, groups=False), [gradient_of(NUMEL, 1)], [step])
 
 
@@ -167,7 +169,7 @@ def test_special_values() -> None:
     for scheme, _ in schemes(tuple(State))[:: 1 if INTERPRETED else 3]:
         for algorithm in ELEMENTWISE:
             hypers = [Hyper(1e-2, number, weight_decay=0.1, momentum=0.9) for number in (1, 2)]
-            steps = [Step(algorithm, (hyper,), number) for number, hyper in enumerate(hypers, 1)]
+            steps = [UpdateStep(algorithm, (hyper,), number) for number, hyper in enumerate(hypers, 1)]
             here = allocate(
                 scheme,
                 torch.empty(weight.numel(), dtype=scheme.storage.torch),
@@ -193,7 +195,7 @@ def test_a_second_moment_under_the_normal_numbers() -> None:
     """No root or quotient takes a subnormal for zero: eps is smaller still."""
     scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
     here = allocate(scheme, torch.zeros(512), 2)
-    step = Step(optimizers.ADAMW, (Hyper(1e-3, 1, (0.9, 0.999), 0.0),), 1)
+    step = UpdateStep(optimizers.ADAMW, (Hyper(1e-3, 1, (0.9, 0.999), 0.0),), 1)
     gradient = torch.full((512,), 1e-18)
     check_steps(scheme, here, [gradient], [step])
     assert (here.storage != 0).all() and (here.moments[1] < 2.0**-126).all()

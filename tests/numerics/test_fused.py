@@ -17,9 +17,9 @@ from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import native
 from zerodrift.kernels.probe import contraction
 from zerodrift.optim import fused
-from zerodrift.optim.reference import Step, reference_update
+from zerodrift.optim.reference import UpdateStep, reference_update
 from zerodrift.optim.rounding import block_keys, parameter_key
-from zerodrift.optim.schemes import Scheme, Slice, allocate, read, write
+from zerodrift.optim.schemes import Scheme, SliceTensors, allocate, read, write
 from zerodrift.optim.split import round_away
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updates import Hyper, Root
@@ -46,7 +46,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make(scheme: Scheme, moments: int = 2, blocks: int = BLOCKS, groups: bool = True) -> Slice:
+def make(scheme: Scheme, moments: int = 2, blocks: int = BLOCKS, groups: bool = True) -> SliceTensors:
     numel = 256 * blocks
     return allocate(
         scheme,
@@ -65,20 +65,20 @@ def gradient_of(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Te
     return gradient.to(dtype)
 
 
-def step_of(algorithm: Algorithm, number: int, root: Root = Root.EXACT) -> Step:
+def step_of(algorithm: Algorithm, number: int, root: Root = Root.EXACT) -> UpdateStep:
     hypers = (
         Hyper(1e-3, number, weight_decay=0.1, momentum=0.9, dampening=0.1),
         Hyper(1e-2, number, (0.3, 0.95), 1e-6, momentum=0.0, dampening=0.3),
         Hyper(3e-4, number, (0.95, 0.98), weight_decay=0.01, momentum=0.8, nesterov=True, maximize=True),
     )
-    return Step(algorithm, hypers, number, torch.tensor(0.37), root)
+    return UpdateStep(algorithm, hypers, number, torch.tensor(0.37), root)
 
 
 def moments_of(algorithm: Algorithm) -> int:
     return 2 if algorithm in (optimizers.ADAM, optimizers.ADAMW) else 1
 
 
-def assert_equal(one: Slice, other: Slice, what: str = "") -> None:
+def assert_equal(one: SliceTensors, other: SliceTensors, what: str = "") -> None:
     """Bit for bit, any NaN for any NaN."""
     pairs = {"storage": (one.storage, other.storage)}
     if one.master is not None and other.master is not None:
@@ -118,7 +118,7 @@ def test_what_keeps_no_moments_needs_no_place_for_them(state: State) -> None:
     scheme = Scheme(DType.BF16, Master.SPLIT, state)
     one = make(scheme, 0, groups=False)
     other = copy.deepcopy(one)
-    gradient, step = gradient_of(NUMEL, 1), Step(optimizers.SGD, (Hyper(1e-3, weight_decay=0.1),), 1)
+    gradient, step = gradient_of(NUMEL, 1), UpdateStep(optimizers.SGD, (Hyper(1e-3, weight_decay=0.1),), 1)
     reference_update(scheme, one, gradient, step)
     fused.update(scheme, other, gradient, step)
     assert_equal(one, other)
@@ -144,7 +144,7 @@ def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm)
 
 def test_statistics_say_what_was_lost() -> None:
     """bf16 weights of 1 and a change of a thousandth: every update is lost, unless there is a master."""
-    step = Step(optimizers.SGD, (Hyper(1e-3),), 1)
+    step = UpdateStep(optimizers.SGD, (Hyper(1e-3),), 1)
     for scheme, lost in (
         (Scheme(DType.BF16, Master.SAME, State.FP32), 1.0),
         (Scheme(DType.BF16, Master.FP32, State.FP32), 0.0),
@@ -214,7 +214,7 @@ def test_special_values() -> None:
             )
             other = copy.deepcopy(one)
             for number in (1, 2):
-                step = Step(algorithm, (Hyper(1e-2, number, weight_decay=0.1, momentum=0.9),), number)
+                step = UpdateStep(algorithm, (Hyper(1e-2, number, weight_decay=0.1, momentum=0.9),), number)
                 reference_update(scheme, one, gradient, step)
                 fused.update(scheme, other, gradient, step)
                 assert_equal(one, other, f"{scheme} {algorithm}")
@@ -255,7 +255,7 @@ def test_codes_around_the_bounds_of_decades_and_binades() -> None:
         one = allocate(scheme, torch.zeros(values.numel()), moments_of(algorithm), keys=keys)
         other = copy.deepcopy(one)
         for number in range(1, 9):
-            step = Step(algorithm, (Hyper(1e-3, 1, (0.9, 0.0), momentum=0.9),), number)
+            step = UpdateStep(algorithm, (Hyper(1e-3, 1, (0.9, 0.0), momentum=0.9),), number)
             reference_update(scheme, one, gradient, step)
             fused.update(scheme, other, gradient, step)
             assert_equal(one, other, f"{algorithm} {number}")
@@ -276,7 +276,7 @@ def test_large_slices_equal_the_reference(storage: DType, master: Master, shift:
         for path in (reference_update, fused.update):
             held = torch.zeros(numel + shift, dtype=storage.torch)[shift:]
             mine = allocate(scheme, held, 2, initial=weights.clone())
-            path(scheme, mine, gradient, Step(optimizers.ADAMW, (Hyper(1e-2, 1),), 1, 0.37))
+            path(scheme, mine, gradient, UpdateStep(optimizers.ADAMW, (Hyper(1e-2, 1),), 1, 0.37))
             made.append(mine)
     finally:
         torch.set_num_threads(before)
@@ -301,10 +301,10 @@ def test_threads_do_not_change_bits() -> None:
     assert_equal(found[0], found[2])
 
 
-def part(of: Slice, first: int, last: int) -> Slice:
+def part(of: SliceTensors, first: int, last: int) -> SliceTensors:
     """A slice of its own with blocks [first, last), as another rank would hold it."""
     span = slice(first * 256, last * 256)
-    return Slice(
+    return SliceTensors(
         storage=of.storage[span].clone(),
         master=None if of.master is None else of.master[span].clone(),
         moments=tuple(moment[span].clone() for moment in of.moments),

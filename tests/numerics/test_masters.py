@@ -15,8 +15,8 @@ from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.optim.flat import FlatUpdater
 from zerodrift.optim.fused import update
-from zerodrift.optim.reference import Step
-from zerodrift.optim.schemes import Scheme, Slice
+from zerodrift.optim.reference import UpdateStep
+from zerodrift.optim.schemes import Scheme, SliceTensors
 from zerodrift.optim.split import round_away
 from zerodrift.optim.statistics import Statistics
 
@@ -38,14 +38,14 @@ def engine_of(stage: int, master: str, state: str) -> Engine:
     return make(config(stage, "bf16", precision={"master": master, "state": state}), on_ties())
 
 
-def show_away(of: Slice) -> None:
+def show_away(of: SliceTensors) -> None:
     """The visible weights of a slice, rounded from its fp32 masters as `split` rounds."""
     assert of.master is not None
     of.storage.copy_(round_away(of.master))
 
 
 def update_away(
-    scheme: Scheme, of: Slice, gradient: torch.Tensor, step: Step, statistics: Statistics | None
+    scheme: Scheme, of: SliceTensors, gradient: torch.Tensor, step: UpdateStep, statistics: Statistics | None
 ) -> None:
     update(scheme, of, gradient, step, statistics)
     show_away(of)

@@ -17,7 +17,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize, make_plan
 from zerodrift.errors import ConfigError, UnsupportedError
 from zerodrift.optim import muon
-from zerodrift.optim.muon import Numbers
+from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.update import make_updater
 from zerodrift.plan.table import Plan
 
@@ -88,7 +88,7 @@ def test_one_matrix_is_torchs_bit_for_bit(shape: tuple[int, int], adjust: str | 
     theirs = nn.Parameter(torch.randn(shape, generator=generator))
     mine, moment = theirs.detach().clone()[None], torch.zeros(1, *shape)
     plain = torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn=adjust, nesterov=nesterov)
-    numbers = Numbers(lr=0.02, nesterov=nesterov, adjust_lr_fn=adjust or "original")  # type: ignore[arg-type]
+    numbers = MuonHyper(lr=0.02, nesterov=nesterov, adjust_lr_fn=adjust or "original")  # type: ignore[arg-type]
     for _ in range(5):
         gradient = torch.randn(shape, generator=generator)
         theirs.grad = gradient.clone()
@@ -100,7 +100,7 @@ def test_one_matrix_is_torchs_bit_for_bit(shape: tuple[int, int], adjust: str | 
 
 def test_the_defaults_are_torchs() -> None:
     group = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]
-    mine = Numbers()
+    mine = MuonHyper()
     for key in ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps"):
         assert getattr(mine, key) == group[key]
     assert mine.ns_eps == group["eps"]
@@ -110,7 +110,7 @@ def test_the_defaults_are_torchs() -> None:
 def test_newton_schulz_against_the_polynomial_on_singular_values(dtype: Any, within: float) -> None:
     """In fp64, from the singular value decomposition: the same vectors, each value through the quintic."""
     matrix = torch.randn(20, 30, generator=torch.Generator().manual_seed(3))
-    numbers = Numbers(ns_dtype=dtype)
+    numbers = MuonHyper(ns_dtype=dtype)
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / matrix.double().norm()
     a, b, c = numbers.ns_coefficients
@@ -231,7 +231,7 @@ def test_narrow_moments_are_the_same_bits_for_every_slicing(state: str) -> None:
 def test_a_bf16_moment_is_rounded_to_nearest_once_a_step() -> None:
     """By hand on one matrix: two steps, the moment through bf16 between."""
     plan, masters, states = updated(1, "bf16", steps=2, state="bf16")
-    name, numbers = "layers.1.attention.qkv.weight", Numbers(lr=PARAMS["lr"])
+    name, numbers = "layers.1.attention.qkv.weight", MuonHyper(lr=PARAMS["lr"])
     weight, moment = initial(plan)[name][None], torch.zeros(initial(plan)[name].shape)[None]
     for step in range(2):
         wanted = muon.direction(numbers, moment, gradients(plan, step)[name][None] * 0.5)

@@ -22,7 +22,7 @@ from tests.numerics.runs import Run, config, make, train
 from tests.ranks.harness import run_ranks
 from zerodrift.api import make_plan
 from zerodrift.optim.offload import Offloaded
-from zerodrift.optim.transfers import Arrival, SideStreams, Transfers
+from zerodrift.optim.transfers import PendingCopy, SideStreams, Transfers
 from zerodrift.optim.update import Owned, Updater, make_updater
 from zerodrift.plan.table import Plan
 
@@ -47,10 +47,10 @@ class Late:
         assert not self._pending, "begun twice"
         self.log.append("begin")
 
-    def down(self, host: torch.Tensor, there: torch.Tensor) -> Arrival:
+    def down(self, host: torch.Tensor, there: torch.Tensor) -> PendingCopy:
         return self._later(Ticket(self.log, "down", host, there))
 
-    def up(self, there: torch.Tensor, host: torch.Tensor) -> Arrival:
+    def up(self, there: torch.Tensor, host: torch.Tensor) -> PendingCopy:
         ticket = Ticket(self.log, "up", there, host)
         self._pending.append(ticket)
         return self._later(ticket)

@@ -13,7 +13,7 @@ from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
 from zerodrift.optim.fused import update
-from zerodrift.optim.reference import Step, reference_update
+from zerodrift.optim.reference import UpdateStep, reference_update
 from zerodrift.optim.schemes import Scheme, allocate
 from zerodrift.optim.updates import Hyper, Root, moment_count
 from zerodrift.optimizers import Algorithm
@@ -73,7 +73,7 @@ def differences(case: Case, path: Any, numel: int, root: Root, **kind: bool) -> 
         parameter.grad = gradient.clone()
         plain.step()
         hyper = Hyper(rate, number, **case.numbers)
-        path(PLAIN, mine, gradient, Step(case.algorithm, (hyper,), number, root=root))
+        path(PLAIN, mine, gradient, UpdateStep(case.algorithm, (hyper,), number, root=root))
     theirs = [parameter.detach()]
     theirs += [value for value in plain.state[parameter].values() if value is not None and value.dim() == 1]
     names = ["weight", "first", "second"]
@@ -150,7 +150,7 @@ def test_lion_is_its_formula(path: Any) -> None:
     weight, mean = weight.double(), torch.zeros(numel, dtype=torch.float64)
     for number, gradient in enumerate(gradients(numel, 10), 1):
         hyper = Hyper(rate, number, (beta1, beta2), weight_decay=decay)
-        path(PLAIN, mine, gradient, Step(optimizers.LION, (hyper,), number))
+        path(PLAIN, mine, gradient, UpdateStep(optimizers.LION, (hyper,), number))
         wide = gradient.double()
         weight = weight * (1 - rate * decay) - rate * (beta1 * mean + (1 - beta1) * wide).sign()
         mean = beta2 * mean + (1 - beta2) * wide
@@ -167,7 +167,7 @@ def test_the_multiplier_is_one_product_in_fp32(path: Any) -> None:
     for given, multiplier in ((gradient, 0.37), (gradient, torch.tensor(0.37)), (gradient * 0.37, 1.0)):
         mine = allocate(PLAIN, torch.ones(numel), 2)
         kept = given.clone()
-        path(PLAIN, mine, given, Step(optimizers.ADAMW, (hyper,), 1, multiplier))
+        path(PLAIN, mine, given, UpdateStep(optimizers.ADAMW, (hyper,), 1, multiplier))
         assert torch.equal(given, kept), "the gradient is not the update's to change"
         found.append(mine.storage)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -181,7 +181,7 @@ def test_groups_are_as_if_alone(path: Any) -> None:
     groups = torch.tensor([0, 0, 1, 2, 1, 1, 0, 2, 2, 2, 2, 0], dtype=torch.int32)
     start = torch.randn(256 * blocks, generator=torch.Generator().manual_seed(3))
     gradient = gradients(256 * blocks, 1)[0]
-    step = Step(optimizers.ADAMW, hypers, 1)
+    step = UpdateStep(optimizers.ADAMW, hypers, 1)
     together = allocate(PLAIN, start.clone(), 2, groups=groups)
     path(PLAIN, together, gradient, step)
     for number, hyper in enumerate(hypers):

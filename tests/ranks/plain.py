@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.numerics.runs import config, make
-from zerodrift.engine.absent import Collected
+from zerodrift.engine.absent import CollectedGradient
 from zerodrift.engine.engine import Engine
 
 STAGES = (0, 3)
@@ -44,7 +44,9 @@ def differs(engine: Engine, plain: nn.Module, factor: float = 1.0) -> list[str]:
 def left_behind(engine: Engine) -> list[str]:
     """Parameters with a gradient that the engine has not collected."""
     grads = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
-    return [name for name, grad in grads.items() if grad is not None and not isinstance(grad, Collected)]
+    return [
+        name for name, grad in grads.items() if grad is not None and not isinstance(grad, CollectedGradient)
+    ]
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:

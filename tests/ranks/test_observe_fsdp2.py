@@ -17,7 +17,7 @@ from zerodrift.audit.observed import together
 from zerodrift.backends.carry import ReduceScatter
 from zerodrift.dtypes import DType
 from zerodrift.errors import PrecisionError
-from zerodrift.policy.nouns import Reduce
+from zerodrift.policy.nouns import Reduction
 
 ON_FSDP2 = [
     (0, "bf16", {}, "gather=- compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=float32",
@@ -107,7 +107,7 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
 
         group.name_dtypes = name_narrow
     elif what == "reduce":
-        narrow = Reduce(DType.BF16, DType.BF16, "every")
+        narrow = Reduction(DType.BF16, DType.BF16, "every")
         group.modules[0].set_custom_reduce_scatter(ReduceScatter(group.sends, narrow, 1.0))
     with observe(engine) as seen:
         engine.backward(engine(batch(0, engine.mesh.rank("data"))))

@@ -16,7 +16,7 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.comm import watch
-from zerodrift.comm.watch import Place, stuck
+from zerodrift.comm.watch import WaitReport, stuck
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError
 
@@ -166,9 +166,11 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
     assert min(run_ranks(slow, 2)) > 2.5
 
 
-def place(group: str = "range(0, 2)", number: int = 0, needs: tuple[int, ...] = (), **more: Any) -> Place:
+def place(
+    group: str = "range(0, 2)", number: int = 0, needs: tuple[int, ...] = (), **more: Any
+) -> WaitReport:
     given = {"beat": 0, "serial": "", "what": "gather of a", "at": "", "sure": True, **more}
-    return Place(group=group, number=number, needs=needs, **given)
+    return WaitReport(group=group, number=number, needs=needs, **given)
 
 
 def test_only_a_circle_is_stuck() -> None:
@@ -194,7 +196,7 @@ def test_only_a_circle_is_stuck() -> None:
 
 def test_a_place_is_read_as_it_was_written() -> None:
     here = place(number=3, needs=(1,), trails={"range(0, 2)": (4, ("a", "b"))})
-    assert Place.read(here.write().encode()) == here
+    assert WaitReport.read(here.write().encode()) == here
 
 
 @pytest.mark.parametrize("name", ["a", "ü `x`"])

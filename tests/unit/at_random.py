@@ -29,7 +29,7 @@ from tests.unit.models import EMBEDDING, NORM, moe, parameter, tied
 from zerodrift import ZerodriftError, cost, describe, make_plan
 from zerodrift.config import deepspeed, fields
 from zerodrift.dtypes import DType
-from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import REQUIRED, SCHEDULES
@@ -320,7 +320,7 @@ def model(draw: random.Random) -> ModelSpec:
     for name in draw.sample(ODD_NAMES, draw.randint(1, 8)):
         klass = draw.choice((NORM, "", "evil.\x1b[5m" + "K" * 400, "[blink]Linear[/blink]"))
         dtype = draw.choice(list(DType))
-        owner = (Owner(name.rpartition(".")[0], klass),)
+        owner = (OwningModule(name.rpartition(".")[0], klass),)
         shape = tuple(draw.choice((0, 1, 3, 256, 300)) for _ in range(draw.randrange(4)))
         made.append(ParameterSpec((name,), shape, dtype, owner, dtype.is_floating and draw.random() < 0.8))
     buffers = (BufferSpec(draw.choice(ODD_NAMES), (4,), draw.choice(list(DType))),)

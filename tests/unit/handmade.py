@@ -12,21 +12,21 @@ from typing import Any
 
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.mesh import MeshShape
-from zerodrift.plan.cost import Cost, Peak, Rest, Traffic
+from zerodrift.plan.cost import Cost, Peak, RestingBytes, Traffic
 from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import (
     COLUMNS,
     Averaging,
     Batch,
     Columns,
+    ComponentSpec,
     Decision,
     Master,
     Mode,
     Placed,
     Policy,
-    Recipe,
-    Reduce,
-    Sharding,
+    Reduction,
+    ShardingPolicy,
     State,
     Update,
 )
@@ -37,7 +37,7 @@ def columns(dtype: DType = DType.BF16, why: str = "mode bf16", **changes: Any) -
     update = Update(
         grad=dtype,
         accumulate=Placed(DType.FP32, "shard"),
-        reduce=Reduce(DType.FP32, DType.FP32, "every"),
+        reduce=Reduction(DType.FP32, DType.FP32, "every"),
         master=Master.SPLIT if dtype is DType.BF16 else Master.SAME,
         state=State.FP32,
         axis="shard",
@@ -107,13 +107,13 @@ def policy(**changes: Any) -> Policy:
         buffers=None,
         buffers_why="default: buffers are kept as the model made them",
         allow_narrow=False,
-        sharding=Sharding(3, (), "never", True, False),
+        sharding=ShardingPolicy(3, (), "never", True, False),
         batch=Batch(4, 8, 2048),
         averaging=Averaging(True, 1.0),
         clip=1.0,
         loss_scale=None,
         skip_nonfinite=True,
-        optimizer=Recipe("AdamW", '{"lr":0.0001}'),
+        optimizer=ComponentSpec("AdamW", '{"lr":0.0001}'),
         schedule=None,
         statistics=False,
         print_every=10,
@@ -208,7 +208,7 @@ def cost(of: Plan, **changes: Any) -> Cost:
     """A bill with plausible figures."""
     total = sum(row.numel for row in of.rows)
     each = max(total // of.mesh.shard, 1)
-    rest = Rest(storage=2 * each, buffers=4096, accumulate=0, master=2 * each, state=8 * each)
+    rest = RestingBytes(storage=2 * each, buffers=4096, accumulate=0, master=2 * each, state=8 * each)
     made = Cost(
         micro_batches=8,
         pipeline_stage=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerodrift.dtypes import DType
-from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 
 LINEAR = "torch.nn.modules.linear.Linear"
 NORM = "models.RMSNorm"
@@ -18,12 +18,12 @@ def parameter(
     trained: bool = True,
 ) -> ParameterSpec:
     """A parameter owned by the module that its name says."""
-    return ParameterSpec((name,), shape, dtype, (Owner(name.rpartition(".")[0], klass),), trained)
+    return ParameterSpec((name,), shape, dtype, (OwningModule(name.rpartition(".")[0], klass),), trained)
 
 
 def tied(names: tuple[str, ...], shape: tuple[int, ...], klasses: tuple[str, ...]) -> ParameterSpec:
     """A parameter with several names."""
-    owners = tuple(Owner(n.rpartition(".")[0], k) for n, k in zip(names, klasses, strict=True))
+    owners = tuple(OwningModule(n.rpartition(".")[0], k) for n, k in zip(names, klasses, strict=True))
     return ParameterSpec(names, shape, DType.FP32, owners)
 
 

@@ -226,6 +226,6 @@ def test_the_tables_name_what_the_builders_take() -> None:
             "optimizer"
         }
         assert set(REQUIRED.get(kind, ())) == required
-    names = {field.name for field in fields(muon.Numbers)}
+    names = {field.name for field in fields(muon.MuonHyper)}
     assert set(OPTIMIZERS["Muon"]) == names | {"betas", "eps", "muon_lr", "adam_lr"}
     assert TABLES["optimizer", "Muon"]["ns_steps"].words.endswith("99")

@@ -13,7 +13,7 @@ from tests.unit.test_checkpoint_folder import manifest
 from tests.unit.test_policy import at, plan
 from zerodrift.dtypes import DType
 from zerodrift.io.checkpoint.differences import CheckpointDifference, Running, differences
-from zerodrift.model.spec import ModelSpec, Owner
+from zerodrift.model.spec import ModelSpec, OwningModule
 from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Boundary, Plan
@@ -166,7 +166,7 @@ def test_keep_wins_where_rules_say_both() -> None:
 def named(model: ModelSpec) -> ModelSpec:
     """The same model as files know it."""
     bare = tuple(
-        replace(p, owners=tuple(Owner(owner.path, "") for owner in p.owners)) for p in model.parameters
+        replace(p, owners=tuple(OwningModule(owner.path, "") for owner in p.owners)) for p in model.parameters
     )
     return replace(model, parameters=bare, buffers=(), containers=frozenset(), shared=())
 

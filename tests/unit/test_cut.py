@@ -14,7 +14,7 @@ from zerodrift.config.load import load
 from zerodrift.errors import ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
-from zerodrift.pipeline.cut import Elsewhere, Parts, Pass, check_names, prune
+from zerodrift.pipeline.cut import Elsewhere, Parts, PassThrough, check_names, prune
 from zerodrift.plan.build import build
 from zerodrift.plan.stages import names_of
 from zerodrift.policy.resolve import resolve
@@ -44,7 +44,7 @@ def test_a_piece_has_the_models_own_modules_and_changes_nothing_of_it() -> None:
     first, middle, last = (prune(model, each, PARTS) for each in names(model))
     assert {name: id(module) for name, module in model.named_modules()} == before
     assert middle.get_submodule("layers.2") is model.layers[2]
-    assert isinstance(middle.get_submodule("layers.0"), Pass)
+    assert isinstance(middle.get_submodule("layers.0"), PassThrough)
     assert isinstance(first.get_submodule("norm"), Elsewhere)
     assert last.get_submodule("head").weight is first.get_submodule("embed").weight  # tied, by both names
     called: list[str] = []
@@ -57,7 +57,8 @@ def test_layers_without_parameters_go_with_the_layer_before_them() -> None:
     cut: Any = Parts("", before=lambda model, x: x, after=lambda model, hidden, x: hidden.sum())
     pieces = [prune(model, each, cut) for each in names(model)]
     kept = [
-        [name for name, child in piece.named_children() if not isinstance(child, Pass)] for piece in pieces
+        [name for name, child in piece.named_children() if not isinstance(child, PassThrough)]
+        for piece in pieces
     ]
     assert kept == [["0", "1"], ["2", "3"], ["4", "5"]]
 

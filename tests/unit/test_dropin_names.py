@@ -13,7 +13,7 @@ import pytest
 import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed import absent
 from zerodrift.deepspeed.absent import NotHereError
-from zerodrift.deepspeed.answers import Answers
+from zerodrift.deepspeed.answers import ConfigGetters
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.errors import UnsupportedError
 
@@ -207,7 +207,7 @@ GONE = {"amp_enabled", "get_pld_theta", "curriculum_enabled_legacy", "eigenvalue
 @needs_deepspeed
 def test_every_getter_is_one_of_deepspeeds() -> None:
     theirs = real().DeepSpeedEngine
-    for name in (name for name in dir(Answers) if not name.startswith("_")):
+    for name in (name for name in dir(ConfigGetters) if not name.startswith("_")):
         assert hasattr(theirs, name) or name in {"bfloat16_enabled", "fp16_enabled"} | GONE, name
 
 

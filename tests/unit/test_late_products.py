@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from zerodrift.engine.pins import _class_for
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
-from zerodrift.pipeline.products import Place
+from zerodrift.pipeline.products import StridedView
 
 
 class Through(nn.Module):
@@ -244,7 +244,7 @@ def test_one_tensor_that_is_put_several_times_is_added_as_often() -> None:
     queue, value = defer_weight_grads(module), torch.ones(2, 2)
     for _ in range(3):
         queue.put(module.weight, lambda dtype: value)
-    queue.put(module.weight, lambda dtype: value[:1], place=Place((1, 2), (2, 1), 0))
+    queue.put(module.weight, lambda dtype: value[:1], place=StridedView((1, 2), (2, 1), 0))
     queue.drain()
     assert module.weight.grad is not None
     assert module.weight.grad.tolist() == [[4, 4], [3, 3]] and value.tolist() == [[1, 1], [1, 1]]

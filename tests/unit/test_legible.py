@@ -22,7 +22,7 @@ from zerodrift.cli import streams
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.legible import LINE, WORD, legible
-from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 from zerodrift.report import as_json, page, rows, terminal
 from zerodrift.report.explain import explain_row
 from zerodrift.report.frame import elide
@@ -100,7 +100,10 @@ def test_an_error_tells_fifty_problems_and_counts_the_rest() -> None:
 def odd_plan() -> Plan:
     parameters = tuple(
         ParameterSpec(
-            (name, f"tied.{name}"), (4, 4), DType.FP32, (Owner(name, name), Owner(f"t.{name}", name))
+            (name, f"tied.{name}"),
+            (4, 4),
+            DType.FP32,
+            (OwningModule(name, name), OwningModule(f"t.{name}", name)),
         )
         for name in dict.fromkeys((*ODD, *(f"blocks.0.{name}.w" for name in ODD)))
     )

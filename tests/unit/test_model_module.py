@@ -7,7 +7,7 @@ import pytest
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model.module import _Used, from_module
-from zerodrift.model.spec import BufferSpec, Owner
+from zerodrift.model.spec import BufferSpec, OwningModule
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -43,8 +43,8 @@ def test_names_shapes_owners_and_order_are_the_modules_own() -> None:
     spec = from_module(model)
     assert [parameter.name for parameter in spec.parameters] == [name for name, _ in model.named_parameters()]
     assert [parameter.shape for parameter in spec.parameters] == [(5, 3), (5,), (5,), (5,)]
-    assert spec.parameters[0].owners == (Owner("0", LINEAR),)
-    assert spec.parameters[2].owners == (Owner("2", "torch.nn.modules.normalization.LayerNorm"),)
+    assert spec.parameters[0].owners == (OwningModule("0", LINEAR),)
+    assert spec.parameters[2].owners == (OwningModule("2", "torch.nn.modules.normalization.LayerNorm"),)
     assert all(parameter.dtype is DType.FP32 and parameter.trained for parameter in spec.parameters)
     assert (spec.source, spec.checkpoint, spec.numel) == ("Sequential", (), 30)
 
@@ -64,7 +64,7 @@ def test_a_parameter_of_the_root_is_owned_by_the_root() -> None:
     model.register_parameter("scale", nn.Parameter(torch.zeros(())))
     scale = from_module(model).parameters[0]
     assert (scale.name, scale.shape, scale.numel) == ("scale", (), 1)
-    assert scale.owners == (Owner("", f"{__name__}.Tied"),)
+    assert scale.owners == (OwningModule("", f"{__name__}.Tied"),)
 
 
 def test_a_tied_parameter_is_one_with_all_its_names() -> None:
@@ -74,7 +74,7 @@ def test_a_tied_parameter_is_one_with_all_its_names() -> None:
         ("body.weight",),
         ("body.bias",),
     ]
-    assert spec.parameters[0].owners == (Owner("embed", EMBEDDING), Owner("head", LINEAR))
+    assert spec.parameters[0].owners == (OwningModule("embed", EMBEDDING), OwningModule("head", LINEAR))
     assert spec.numel == 24 + 16 + 4
 
 

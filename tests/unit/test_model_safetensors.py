@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model.safetensors import from_safetensors, natural, stored
-from zerodrift.model.spec import Owner
+from zerodrift.model.spec import OwningModule
 
 Entry = dict[str, Any]
 
@@ -62,10 +62,10 @@ def test_a_file_gives_names_shapes_dtypes_and_owners(tmp_path: Path) -> None:
     spec = from_safetensors(write(tmp_path / "a.safetensors", header, 24))
     found = {p.name: (p.shape, p.dtype, p.owners, p.trained) for p in spec.parameters}
     assert found == {
-        "layer.weight": ((2, 3), DType.BF16, (Owner("layer", ""),), True),
-        "layer.steps": ((), DType.INT64, (Owner("layer", ""),), False),
-        "scale": ((), DType.FP32, (Owner("", ""),), True),
-        "none": ((0, 4), DType.FP32, (Owner("", ""),), True),
+        "layer.weight": ((2, 3), DType.BF16, (OwningModule("layer", ""),), True),
+        "layer.steps": ((), DType.INT64, (OwningModule("layer", ""),), False),
+        "scale": ((), DType.FP32, (OwningModule("", ""),), True),
+        "none": ((0, 4), DType.FP32, (OwningModule("", ""),), True),
     }
     assert dict(spec.checkpoint)["layer.steps"] is DType.INT64
     assert spec.source == str(tmp_path / "a.safetensors")

@@ -19,7 +19,7 @@ from zerodrift.errors import ConfigError, ModelError
 from zerodrift.train.blocks import Maps
 from zerodrift.train.model import check_positions
 from zerodrift.train.pack import Prepared
-from zerodrift.train.tokens import Bytes
+from zerodrift.train.tokens import ByteTokenizer
 
 TEXT = "a text of some length, with Übung in it\n" * 20
 ROW = json.dumps({"text": TEXT}) + "\n"
@@ -283,13 +283,13 @@ def test_a_file_that_changes_while_it_is_packed_leaves_no_blocks(
 ) -> None:
     file = tmp_path / "a.txt"
     file.write_text(TEXT)
-    whole = Bytes.encode
+    whole = ByteTokenizer.encode
 
-    def encode(self: Bytes, text: str) -> np.ndarray:
+    def encode(self: ByteTokenizer, text: str) -> np.ndarray:
         file.write_text(TEXT * 2)
         return whole(self, text)
 
-    monkeypatch.setattr(Bytes, "encode", encode)
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
     with pytest.raises(ConfigError, match=r"a\.txt.*must stay as it is while it is read"):
         made(tmp_path, data(file))
     assert not list((tmp_path / "cache").glob("*/blocks.json"))
@@ -322,10 +322,10 @@ def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
 def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.tokens import Folder
+    from zerodrift.train.tokens import TransformersTokenizer
 
     folder = byte_tokenizer(tmp_path)
-    plain = Folder(folder)
+    plain = TransformersTokenizer(folder)
     file = folder / "tokenizer.json"
     written = json.loads(file.read_text())
     word, last = max(written["model"]["vocab"].items(), key=lambda item: item[1])
@@ -333,8 +333,8 @@ def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> Non
     for added in written.get("added_tokens", []):
         added["id"] += 1000 if added["id"] == last else 0
     file.write_text(json.dumps(written))
-    assert Folder(folder).vocabulary == plain.vocabulary + 1000
-    assert Folder(folder).fingerprint != plain.fingerprint
+    assert TransformersTokenizer(folder).vocabulary == plain.vocabulary + 1000
+    assert TransformersTokenizer(folder).fingerprint != plain.fingerprint
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[7].content }}", "{% if"])
@@ -342,9 +342,9 @@ def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
     from zerodrift.train import chat
-    from zerodrift.train.tokens import Folder
+    from zerodrift.train.tokens import TransformersTokenizer
 
-    letters = Folder(byte_tokenizer(tmp_path))
+    letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     letters.inner.chat_template = template
     with pytest.raises(ConfigError, match=r"chat template of .*must write a conversation of user, assistant"):
         chat.written(TALK, letters, learn_all=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.models import EMBEDDING, LINEAR, NORM
 from zerodrift import Plan, ZerodriftError, build, cost, load, mesh_for, resolve
 from zerodrift.dtypes import DType
-from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 from zerodrift.plan.check import broken
 from zerodrift.plan.schedule import collectives
 
@@ -117,7 +117,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
     for name in [*NAMES, *(e for e in extra if e not in NAMES)]:
         klass = draw(st.sampled_from([LINEAR, NORM, EMBEDDING, ""]))
         names = (name, f"tied.{name}") if draw(st.booleans()) and name in NAMES else (name,)
-        owners = tuple(Owner(n.rpartition(".")[0], klass) for n in names)
+        owners = tuple(OwningModule(n.rpartition(".")[0], klass) for n in names)
         trained = draw(st.booleans())
         source = draw(SOURCE if trained else SOURCE | st.just(DType.INT8))
         parameters.append(ParameterSpec(names, draw(SHAPE), source, owners, trained))

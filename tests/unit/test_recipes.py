@@ -18,13 +18,13 @@ from zerodrift.errors import ConfigError, UnsupportedError
 from zerodrift.optim.flat import algorithm_of, arguments
 from zerodrift.optim.updates import Root
 from zerodrift.optimizers import Algorithm
-from zerodrift.policy.nouns import Recipe
+from zerodrift.policy.nouns import ComponentSpec
 
 ADAMW, ADAM = optimizers.ADAMW, optimizers.ADAM
 
 
-def recipe(kind: str, **params: Any) -> Recipe:
-    return Recipe(type=kind, params=json.dumps(params))
+def recipe(kind: str, **params: Any) -> ComponentSpec:
+    return ComponentSpec(type=kind, params=json.dumps(params))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from tests.unit import handmade
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.mesh import MeshShape
-from zerodrift.plan.cost import Peak, Rest
+from zerodrift.plan.cost import Peak, RestingBytes
 from zerodrift.plan.table import BufferRow, Plan
-from zerodrift.policy.nouns import COLUMNS, Columns, Decision, Master, Placed, Recipe, Reduce, State
+from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec, Decision, Master, Placed, Reduction, State
 from zerodrift.report import names, summary, terminal
 from zerodrift.report.explain import explain
 from zerodrift.report.rows import grouped, single
@@ -24,7 +24,7 @@ BF16 = handmade.columns()
 NARROW = handmade.columns(
     DType.FP16,
     why="mode fp16",
-    reduce=Reduce(DType.FP16, DType.FP32, "last"),
+    reduce=Reduction(DType.FP16, DType.FP32, "last"),
     master=Master.FP32,
     state=State.BF16_STOCHASTIC,
 )
@@ -69,7 +69,9 @@ PLANS = {
         [handmade.given("a", (4,), BF16)],
         decisions=(Decision("k" * 60, "v" * 90, "w" * 200), Decision("key", "value " * 30, "why " * 60)),
         ignored=(("deep.key." * 12, "because " * 40),),
-        optimizer=Recipe("AdamW", '{"lr": 0.001, "betas": [0.9, 0.95], "weight_decay": 0.1, "eps": 1e-08}'),
+        optimizer=ComponentSpec(
+            "AdamW", '{"lr": 0.001, "betas": [0.9, 0.95], "weight_decay": 0.1, "eps": 1e-08}'
+        ),
     ),
     "buffers and notes": handmade.plan(
         [handmade.given("a", (4,), BF16)],
@@ -192,7 +194,9 @@ def test_letters_that_follow_each_other_are_a_run() -> None:
 
 def test_a_cost_of_nothing_is_shown_too() -> None:
     plan = PLANS["an empty parameter"]
-    bill = handmade.cost(plan, parameters=0, rest=Rest(0, 0, 0, 0, 0), peak=Peak(0, 0, 0, 0, 0), traffic=())
+    bill = handmade.cost(
+        plan, parameters=0, rest=RestingBytes(0, 0, 0, 0, 0), peak=Peak(0, 0, 0, 0, 0), traffic=()
+    )
     text = terminal.plan_text(plan, bill, grouped(plan), color=False)
     check(text)
     assert "nothing is sent" in text

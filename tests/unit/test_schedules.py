@@ -13,7 +13,7 @@ from zerodrift.api import make_plan
 from zerodrift.deepspeed.runtime import lr_schedules
 from zerodrift.errors import ConfigError
 from zerodrift.optim import schedules as mine
-from zerodrift.policy.nouns import Recipe
+from zerodrift.policy.nouns import ComponentSpec
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 7}),
@@ -111,7 +111,7 @@ def test_a_schedule_goes_on_from_its_state(kind: str, params: dict[str, Any]) ->
 )
 def test_wrong_arguments_are_named(kind: str, params: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError, match=where):
-        mine.make_schedule(Recipe(kind, json.dumps(params)), optimizer())
+        mine.make_schedule(ComponentSpec(kind, json.dumps(params)), optimizer())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
 from zerodrift.io.convert import convert
 from zerodrift.optim.schedules import SCHEDULES, make_schedule
-from zerodrift.policy.nouns import Recipe
+from zerodrift.policy.nouns import ComponentSpec
 
 STEPS, MORE, LR = 3, 4, 1e-3
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ torchs = torch.optim.lr_scheduler
 
 
 def of_block(kind: str, groups: torch.optim.Optimizer) -> Any:
-    return make_schedule(Recipe(kind, json.dumps(BLOCKS[kind])), groups)
+    return make_schedule(ComponentSpec(kind, json.dumps(BLOCKS[kind])), groups)
 
 
 OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

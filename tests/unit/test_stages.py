@@ -17,7 +17,7 @@ from zerodrift.config.load import load
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
-from zerodrift.model.spec import ModelSpec, Owner, ParameterSpec
+from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.build import build
 from zerodrift.plan.check import broken
@@ -146,7 +146,9 @@ def test_the_bill_is_that_of_the_dearest_stage() -> None:
 def test_what_a_token_costs_between_ranks() -> None:
     """Known of models of `transformers`, by their embedding; of others it is said that it is not known."""
     model = tied(8, ("model.embed_tokens.weight", "lm_head.weight"))
-    ours = tuple(replace(each, owners=(Owner(each.owners[0].path, KLASS),)) for each in model.parameters[1:])
+    ours = tuple(
+        replace(each, owners=(OwningModule(each.owners[0].path, KLASS),)) for each in model.parameters[1:]
+    )
     library = replace(model, parameters=(model.parameters[0], *ours))
     for schedule, stages, count in (
         ("1f1b", 4, 3),

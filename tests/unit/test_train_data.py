@@ -15,7 +15,7 @@ from zerodrift.train.blocks import IGNORED, Blocks
 from zerodrift.train.documents import Document
 from zerodrift.train.job import Data
 from zerodrift.train.pack import Prepared, prepare
-from zerodrift.train.tokens import Bytes
+from zerodrift.train.tokens import ByteTokenizer
 
 TEXTS = ["first document", "zweites Dokument mit Übung", "third", "the fourth one is longer than the others"]
 
@@ -25,7 +25,7 @@ def data(path: Path, **rest: Any) -> Data:
 
 
 def made(tmp_path: Path, written: Data) -> Prepared:
-    return prepare(written, Bytes(), tmp_path / "cache")
+    return prepare(written, ByteTokenizer(), tmp_path / "cache")
 
 
 def stream(blocks: Blocks) -> np.ndarray:
@@ -96,7 +96,9 @@ def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Pa
         folder = tmp_path / str(order is texts)
         folder.mkdir()
         file = jsonl(folder / "a.jsonl", [{"text": text} for text in order])
-        parts = prepare(data(file, validation=0.25, seed=3, pack=False, block=64), Bytes(), folder / "cache")
+        parts = prepare(
+            data(file, validation=0.25, seed=3, pack=False, block=64), ByteTokenizer(), folder / "cache"
+        )
         assert parts.validation is not None
         assert (len(parts.train), len(parts.validation)) == (len(texts) - len(held), len(held))
     assert {text for text in texts if Document(text).share(4) < 0.25} != held
@@ -165,19 +167,19 @@ TALK = [
 
 
 def test_only_what_the_assistant_says_is_learned() -> None:
-    tokens, learned = chat.written(TALK, Bytes(), learn_all=False)
+    tokens, learned = chat.written(TALK, ByteTokenizer(), learn_all=False)
     said = "".join(chr(token) if token < 256 else "$" for token in tokens)
     assert said == "<|user|>\nHi$<|assistant|>\nYo$<|user|>\nMore$<|assistant|>\nNo$"
     assert "".join(said[place] for place in np.flatnonzero(learned)) == "Yo$No$"
-    assert chat.written(TALK, Bytes(), learn_all=True)[1].all()
+    assert chat.written(TALK, ByteTokenizer(), learn_all=True)[1].all()
 
 
 def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.tokens import Folder
+    from zerodrift.train.tokens import TransformersTokenizer
 
-    letters = Folder(byte_tokenizer(tmp_path))
+    letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     tokens, learned = chat.written(TALK, letters, learn_all=False)
     kept = letters.inner.decode(tokens[learned])
     assert letters.inner.decode(tokens).count("[assistant]") == 2

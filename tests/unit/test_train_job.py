@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zerodrift.errors import ConfigError, ZerodriftError
-from zerodrift.train.folder import Folder
+from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job, Lora
 from zerodrift.train.read import every_path, read_job
 
@@ -104,11 +104,11 @@ def test_a_config_file_is_read_and_overridden(tmp_path: Path) -> None:
 def test_a_job_survives_its_folder(tmp_path: Path) -> None:
     written = least(run={"folder": str(tmp_path)}, auto={"optimizer.params.lr": 0.1})
     job, _ = read_job(written, ["data.validation=0.1"])
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     folder.save_job(job)
     assert folder.load_job() == job
     with pytest.raises(ConfigError, match="must be the folder of a run"):
-        Folder(tmp_path / "none").load_job()
+        RunFolder(tmp_path / "none").load_job()
 
 
 def test_every_key_has_a_docstring() -> None:

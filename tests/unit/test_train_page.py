@@ -17,15 +17,17 @@ from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.train.curves import Chart, Series, binary_ticks, chart, even_ticks, log_ticks, stretches
-from zerodrift.train.display import Lines, Pace, clock
-from zerodrift.train.folder import Folder
+from zerodrift.train.display import LineDisplay, Pace, clock
+from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job, Run
-from zerodrift.train.metrics import Metrics, Step, read
+from zerodrift.train.metrics import Metrics, StepMetrics, read
 from zerodrift.train.page import run_page
 
 
-def step(number: int, loss: float = 2.0, skipped: bool = False) -> Step:
-    return Step(number, loss, 1.5, 1e-3, 1.0, number * 64, number / 10, number * 0.5, 128.0, 1 << 28, skipped)
+def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
+    return StepMetrics(
+        number, loss, 1.5, 1e-3, 1.0, number * 64, number / 10, number * 0.5, 128.0, 1 << 28, skipped
+    )
 
 
 # --- ticks and curves ---------------------------------------------------------------------------------
@@ -101,7 +103,10 @@ CELLS = [
 LINES: list[dict[str, Any]] = [
     {"kind": "start", "step": 0},
     {"kind": "precision", "step": 1, "line": "", "logits": ["bfloat16"], "cells": CELLS},
-    *({"kind": "step", **{f: getattr(step(n), f) for f in Step.__dataclass_fields__}} for n in (1, 2, 3)),
+    *(
+        {"kind": "step", **{f: getattr(step(n), f) for f in StepMetrics.__dataclass_fields__}}
+        for n in (1, 2, 3)
+    ),
     {"kind": "evaluation", "step": 3, "validation_loss": 1.875},
 ]
 
@@ -136,7 +141,7 @@ def test_a_run_without_a_step_has_a_page() -> None:
 
 
 def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     first = Metrics(folder, Run(), after=0)
     for number in range(1, 6):
         first.step(step(number, loss=math.nan if number == 2 else 1.0))
@@ -162,7 +167,7 @@ def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> No
     ],
 )
 def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     first = Metrics(folder, Run(), after=0)
     for number in (1, 2):
         first.step(step(number))
@@ -179,16 +184,16 @@ def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
 @pytest.mark.timeout(30)
 def test_metrics_that_are_no_file_are_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(Folder(tmp_path).metrics)
+    make(RunFolder(tmp_path).metrics)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl.*must be a file"):
-        Metrics(Folder(tmp_path), Run(), after=0)
+        Metrics(RunFolder(tmp_path), Run(), after=0)
 
 
 # --- lines --------------------------------------------------------------------------------------------
 
 
 def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines(every=2)
+    lines = LineDisplay(every=2)
     lines.start(0, 5)
     for number in range(1, 6):
         lines.step(step(number))

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from zerodrift.train.blocks import Blocks, Rows
-from zerodrift.train.feed import Feed, Seat, held_out
-from zerodrift.train.sampler import Sampler, permuted, share
+from zerodrift.train.feed import BatchLayout, Feed, held_out
+from zerodrift.train.sampler import BlockSampler, permuted, share
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
 def test_an_epoch_has_every_block_once(count: int) -> None:
-    sampler = Sampler(count, seed=3)
+    sampler = BlockSampler(count, seed=3)
     for epoch in range(3):
         found = [sampler.at(epoch * count + place) for place in range(count)]
         assert sorted(found) == list(range(count))
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
-    first = [Sampler(1000, 3).at(place) for place in range(1000)]
-    assert first == [Sampler(1000, 3).at(place) for place in range(1000)]
-    assert first != [Sampler(1000, 4).at(place) for place in range(1000)]
-    assert first != [Sampler(1000, 3).at(1000 + place) for place in range(1000)]
+    first = [BlockSampler(1000, 3).at(place) for place in range(1000)]
+    assert first == [BlockSampler(1000, 3).at(place) for place in range(1000)]
+    assert first != [BlockSampler(1000, 4).at(place) for place in range(1000)]
+    assert first != [BlockSampler(1000, 3).at(1000 + place) for place in range(1000)]
 
 
 def test_an_order_looks_like_chance() -> None:
@@ -38,7 +38,7 @@ def test_an_order_looks_like_chance() -> None:
 
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 2, 6), (2, 3, 2), (4, 1, 3), (6, 2, 1)])
 def test_a_step_has_the_same_blocks_on_any_number_of_ranks(ranks: int, micro: int, accumulation: int) -> None:
-    chosen = Sampler(100, 0).step(7, 12)
+    chosen = BlockSampler(100, 0).step(7, 12)
     found = [share(chosen, turn, rank, ranks, micro) for rank in range(ranks) for turn in range(accumulation)]
     assert sorted(np.concatenate(found)) == sorted(chosen)
 
@@ -57,8 +57,8 @@ def blocks(folder: Path, count: int, length: int = 8, partly: bool = True) -> Bl
     return Blocks(maps, marks, learned[:, 1:].sum(1).astype(np.int32), length, tokens.size)
 
 
-def seat(rank: int, ranks: int, micro: int, accumulation: int) -> Seat:
-    return Seat(rank, ranks, micro, accumulation, torch.device("cpu"))
+def seat(rank: int, ranks: int, micro: int, accumulation: int) -> BatchLayout:
+    return BatchLayout(rank, ranks, micro, accumulation, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 6, 1), (2, 3, 1), (1, 2, 3), (3, 1, 2)])
@@ -68,7 +68,7 @@ def test_weights_make_the_mean_over_all_labels_of_the_step(
     """The average over ranks and micro-batches of weight x mean is the mean over the step's labels."""
     data = blocks(tmp_path, 20)
     values = np.random.default_rng(0).normal(size=20)
-    chosen = Sampler(20, 0).step(2, 6)
+    chosen = BlockSampler(20, 0).step(2, 6)
     counts = data.labels(chosen)
     expected = (values[chosen] * counts).sum() / counts.sum()
     found = []

@@ -61,7 +61,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ComparedCell:
     """One column over all parameters that agree in what is declared and what was seen."""
 
     column: str
@@ -127,7 +127,7 @@ def findings(plan: Plan, observed: Observed) -> list[Finding]:
     return found
 
 
-def table(plan: Plan, observed: Observed) -> list[Cell]:
+def table(plan: Plan, observed: Observed) -> list[ComparedCell]:
     """Column by column: what is declared, what was seen, for how many."""
     cells: dict[tuple[str, str, str, Verdict], list[Row]] = {}
     for column in COLUMNS:
@@ -140,7 +140,7 @@ def table(plan: Plan, observed: Observed) -> list[Cell]:
             key = (column, said, ", ".join(sorted(found)) or UNSEEN, judged)
             cells.setdefault(key, []).append(row)
     return [
-        Cell(
+        ComparedCell(
             column=column,
             declared=said,
             seen=seen,

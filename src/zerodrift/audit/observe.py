@@ -17,7 +17,7 @@ A column is looked at where it is a tensor or a call, never in a config:
     state       the moments that the updater holds
 
 Forward and backward are watched here, alike on every backend. Where a backend keeps the other columns is
-known by its `Subject`: `segments.py` for the native one, `tensors.py` for `fully_shard`.
+known by its `ObservedEngine`: `segments.py` for the native one, `tensors.py` for `fully_shard`.
 
 Invariant: looking changes nothing. Every hook is gone when the context ends, however it ends.
 """
@@ -38,7 +38,7 @@ from zerodrift.engine.engine import Engine
 from zerodrift.engine.nested import tensors_in
 
 
-class Subject(Protocol):
+class ObservedEngine(Protocol):
     """An engine, as far as it can be looked at."""
 
     def owner(self, tensor: torch.Tensor) -> str | None:
@@ -79,7 +79,7 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
     subject.resting(seen)
 
 
-def _subject(engine: Any) -> Subject:
+def _subject(engine: Any) -> ObservedEngine:
     if engine.plan.policy.backend == "native":
         return Segments(engine)
     from zerodrift.audit.tensors import Tensors  # torch's FSDP takes a while to import
@@ -93,7 +93,7 @@ def _subject(engine: Any) -> Subject:
 class _Owners:
     """From a tensor to the parameter that it is a view of, or a cast of."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ObservedEngine) -> None:
         self._subject = subject
         self._casts: dict[int, tuple[StorageWeakRef, str]] = {}
 

@@ -23,7 +23,7 @@ _REDUCES = {"shard": "reduce_scatter", "expert_shard": "reduce_scatter", "replic
 
 
 class Segments:
-    """A `Subject`: an engine of the native backend."""
+    """`ObservedEngine` of an engine of the native backend."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -22,7 +22,7 @@ from zerodrift.comm.collectives import Recorded
 
 
 class Tensors:
-    """A `Subject`: an engine of backend fsdp2."""
+    """`ObservedEngine` of an engine of backend fsdp2."""
 
     def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine

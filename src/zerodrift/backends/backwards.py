@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from zerodrift.backends.group import LiveGroup
-from zerodrift.engine.grads import Watcher
+from zerodrift.engine.grads import BackwardCallbacks
 
 
 class Passes:
@@ -28,7 +28,7 @@ class Passes:
         self._began = False
         self.checksum = 0
         """Of the groups that were used, in their order; the engine clears it in every step."""
-        self.watcher: Watcher | None = None
+        self.watcher: BackwardCallbacks | None = None
 
     # --- what groups tell -------------------------------------------------------------------------------
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.backends.sends import Sends
+from zerodrift.backends.sends import GroupCollectives
 from zerodrift.comm.fold import Sum
-from zerodrift.policy.nouns import Reduce
+from zerodrift.policy.nouns import Reduction
 
 
 class Gather:
     """`torch.distributed.fsdp`'s `AllGather`."""
 
-    def __init__(self, sends: Sends) -> None:
+    def __init__(self, sends: GroupCollectives) -> None:
         self._sends = sends
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Gather:
 class ReduceScatter:
     """`torch.distributed.fsdp`'s `ReduceScatter`. Not called where the shard axis has one rank."""
 
-    def __init__(self, sends: Sends, reduce: Reduce, before: float) -> None:
+    def __init__(self, sends: GroupCollectives, reduce: Reduction, before: float) -> None:
         self._sends, self._reduce, self._before = sends, reduce, before
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -59,7 +59,9 @@ class ReduceScatter:
         over_shards(self._sends, output_tensor, input_tensor, self._reduce, self._before)
 
 
-def over_shards(sends: Sends, out: torch.Tensor, full: torch.Tensor, reduce: Reduce, before: float) -> None:
+def over_shards(
+    sends: GroupCollectives, out: torch.Tensor, full: torch.Tensor, reduce: Reduction, before: float
+) -> None:
     """This rank's slice of the ranks' sum. `full` is used up."""
     if before != 1.0:
         full.div_(before)
@@ -67,7 +69,7 @@ def over_shards(sends: Sends, out: torch.Tensor, full: torch.Tensor, reduce: Red
 
 
 @torch.no_grad()
-def over_replicas(sends: Sends, flat: torch.Tensor, reduce: Reduce, before: float) -> None:
+def over_replicas(sends: GroupCollectives, flat: torch.Tensor, reduce: Reduction, before: float) -> None:
     """The sum over replicas of what was summed over shards, in place."""
     if sends.mesh.size("replicate") == 1:
         return
@@ -77,7 +79,7 @@ def over_replicas(sends: Sends, flat: torch.Tensor, reduce: Reduce, before: floa
 
 
 def hook(
-    sends: Sends, reduce: Reduce, before: float, wanted: Callable[[], bool]
+    sends: GroupCollectives, reduce: Reduction, before: float, wanted: Callable[[], bool]
 ) -> Callable[[torch.Tensor], None]:
     """For `set_all_reduce_hook`: sums over replicas during the backward, where that is `wanted`."""
 

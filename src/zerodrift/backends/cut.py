@@ -17,7 +17,7 @@ from zerodrift.comm.collectives import Collectives
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardRange:
     """One rank's part of a parameter."""
 
     shape: tuple[int, ...]
@@ -37,14 +37,14 @@ class Cut:
         return whole.reshape(-1)[self.start : self.stop]
 
 
-def cut(shape: tuple[int, ...], ranks: int, rank: int) -> Cut:
+def cut(shape: tuple[int, ...], ranks: int, rank: int) -> ShardRange:
     inner = math.prod(shape[1:])
     each = -(-shape[0] // ranks)
     start, stop = (min(shape[0], each * number) * inner for number in (rank, rank + 1))
-    return Cut(shape, start, stop, each * inner)
+    return ShardRange(shape, start, stop, each * inner)
 
 
-def whole_of(cut: Cut, mine: torch.Tensor, comm: Collectives) -> torch.Tensor:
+def whole_of(cut: ShardRange, mine: torch.Tensor, comm: Collectives) -> torch.Tensor:
     """The whole parameter, of which `mine` is `[numel]` on each rank of the shard axis."""
     ranks = comm.mesh.size("shard")
     if ranks == 1:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zerodrift.comm.mesh import AxisName, Mesh
 
 
-class Ground:
+class DTensorMesh:
     """The device mesh of an engine, with (replicate, shard) as its dimensions, and (tensor) where parameters
     were DTensors before."""
 

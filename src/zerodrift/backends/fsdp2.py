@@ -24,18 +24,18 @@ from torch import nn
 
 from zerodrift.backends.attached import TensorsAttached
 from zerodrift.backends.backwards import Passes
-from zerodrift.backends.device_mesh import Ground
+from zerodrift.backends.device_mesh import DTensorMesh
 from zerodrift.backends.optimizer import TensorUpdater
 from zerodrift.backends.placing import make_groups, shard
-from zerodrift.backends.shards import TensorPiece, pieces
+from zerodrift.backends.shards import DTensorShard, pieces
 from zerodrift.backends.values import TensorValues
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.watch import is_the_users
 from zerodrift.engine import compute, steps
-from zerodrift.engine.course import Course, StepResult
-from zerodrift.engine.grads import Watcher
-from zerodrift.engine.place import Sources
+from zerodrift.engine.course import StepResult, TrainingProgress
+from zerodrift.engine.grads import BackwardCallbacks
+from zerodrift.engine.place import ValueSources
 from zerodrift.engine.scale import Norm, Scaler, bad_parameters, global_norm
 from zerodrift.errors import ModelError, RankError, UnsupportedError
 from zerodrift.plan.table import Plan
@@ -52,7 +52,7 @@ class FsdpEngine:
         mesh: Mesh,
         optimizer: torch.optim.Optimizer | None = None,
         schedule: Any = None,
-        sources: Sources | None = None,
+        sources: ValueSources | None = None,
     ) -> None:
         if plan.policy.backend != "fsdp2":
             raise AssertionError(f"a plan for backend {plan.policy.backend}")
@@ -68,14 +68,14 @@ class FsdpEngine:
         self.comm = Collectives(mesh)
         self.comm.agree(plan.digest, lambda: steps.texts(plan))
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._precision = compute.Precision(plan, mesh.device)
+        self._precision = compute.ForwardPrecision(plan, mesh.device)
         self.units = make_groups(plan, model, self.comm)
         """What is gathered together: the groups of `fully_shard`."""
         self.passes = Passes(self.units, keep=policy.sharding.keep_gathered == "step")
-        self.ground = Ground(mesh)
+        self.ground = DTensorMesh(mesh)
         """torch's device mesh, which the parameters lie on."""
         self._handles = shard(
-            plan, model, self.units, self.comm, self.ground, self.passes, sources or Sources()
+            plan, model, self.units, self.comm, self.ground, self.passes, sources or ValueSources()
         )
         self._handles += compute.attach(model, plan.boundaries)
         self.members = {member.row.name: member for group in self.units for member in group.members}
@@ -91,9 +91,11 @@ class FsdpEngine:
         self.held = None
         """What a pipeline has; there is none on this backend."""
         given = steps.schedule(plan, self.optimizer, schedule)
-        self.course = Course(plan, self.updater, given, shows=mesh.rank() == 0)
+        self.course = TrainingProgress(plan, self.updater, given, shows=mesh.rank() == 0)
         """Micro-batches and steps so far, the loss scale, the schedule."""
-        self.passes.watcher = Watcher(self.course.is_last, self._backward_ended, self._backward_failed)
+        self.passes.watcher = BackwardCallbacks(
+            self.course.is_last, self._backward_ended, self._backward_failed
+        )
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -247,7 +249,7 @@ class FsdpEngine:
         """Full values out and in."""
         return TensorValues(self)
 
-    def pieces(self) -> Iterator[TensorPiece]:
+    def pieces(self) -> Iterator[DTensorShard]:
         """What this rank owns: for `Shards`."""
         if self.mesh.size("tensor") > 1:
             raise UnsupportedError(

@@ -33,12 +33,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerodrift.backends import carry
-from zerodrift.backends.cut import Cut, padded_to, whole_of
-from zerodrift.backends.sends import Sends
-from zerodrift.backends.spread import Spread
+from zerodrift.backends.cut import ShardRange, padded_to, whole_of
+from zerodrift.backends.sends import GroupCollectives
+from zerodrift.backends.spread import DTensorLayout
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.call import Call
+from zerodrift.engine.call import ForwardInputs
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.unit import in_backward
 from zerodrift.plan.groups import Group
@@ -50,14 +50,14 @@ class Member:
     """A parameter of a group."""
 
     row: Row
-    cut: Cut
+    cut: ShardRange
     places: tuple[tuple[nn.Module, str], ...]
     """Where it hangs: (module, attribute)."""
     sharded: nn.Parameter
     """A DTensor over the shard axis: storage, what the optimizer updates."""
     full: nn.Parameter
     """In the compute dtype, gathered: what the module computes with. It has memory only while it is used."""
-    spread: Spread | None
+    spread: DTensorLayout | None
     """How it is a DTensor of the user's, of which `row` and `cut` are the local part."""
 
     def storage(self) -> torch.Tensor:
@@ -143,7 +143,7 @@ class LiveGroup:
         self.modules = modules
         """`FSDPModule`s, of which the first stands for the group."""
         self.members: list[Member] = []
-        self.sends = Sends(comm)
+        self.sends = GroupCollectives(comm)
         self._mesh = comm.mesh
         self._before = before
         self.owes = False
@@ -184,7 +184,7 @@ class LiveGroup:
             if not in_backward():
                 backwards.forward_begins(self)
             if torch.is_grad_enabled():
-                Call.of(args, kwargs).tell(self.fill, inside=in_backward())
+                ForwardInputs.of(args, kwargs).tell(self.fill, inside=in_backward())
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled():

@@ -27,7 +27,7 @@ from zerodrift.optim.update import Counters
 from zerodrift.optim.views import dtype_name, group_of
 from zerodrift.optimizers import SGD
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Recipe
+from zerodrift.policy.nouns import ComponentSpec
 
 
 class TensorUpdater:
@@ -190,7 +190,7 @@ def _is_moment(value: object, member: Member) -> bool:
     return isinstance(value, DTensor) and value.shape == member.sharded.shape
 
 
-def _from_recipe(recipe: Recipe, members: Sequence[Member]) -> torch.optim.Optimizer:
+def _from_recipe(recipe: ComponentSpec, members: Sequence[Member]) -> torch.optim.Optimizer:
     """The optimizer of torch that a config's `optimizer` block means."""
     algorithm, arguments = flat.arguments(recipe)
     if not algorithm.torch or algorithm.matrices:

@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from zerodrift.backends.backwards import Passes
 from zerodrift.backends.carry import Gather, ReduceScatter
 from zerodrift.backends.cut import cut
-from zerodrift.backends.device_mesh import Ground
+from zerodrift.backends.device_mesh import DTensorMesh
 from zerodrift.backends.group import LiveGroup, Member
-from zerodrift.backends.spread import Spread, local_part, require_neighbours, spread_of
+from zerodrift.backends.spread import DTensorLayout, local_part, require_neighbours, spread_of
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.engine import place as placing
-from zerodrift.engine.place import Sources
+from zerodrift.engine.place import ValueSources
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.module import has_forward
 from zerodrift.plan.groups import Group, groups
@@ -36,7 +36,7 @@ from zerodrift.plan.table import Plan, Row
 Places = dict[str, tuple[tuple[nn.Module, str], ...]]
 """Row name -> where the parameter hangs."""
 
-Spreads = Mapping[str, Spread | None]
+Spreads = Mapping[str, DTensorLayout | None]
 """Row name -> how the parameter is a DTensor of the user's."""
 
 
@@ -57,9 +57,9 @@ def shard(
     model: nn.Module,
     live: Sequence[LiveGroup],
     comm: Collectives,
-    ground: Ground,
+    ground: DTensorMesh,
     passes: Passes,
-    sources: Sources,
+    sources: ValueSources,
 ) -> list[Any]:
     """Put the model's parameters into the groups; returns the handles of our hooks."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -163,7 +163,7 @@ class _Whole:
 
 @torch.no_grad()
 def _fill(
-    rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectives, sources: Sources
+    rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectives, sources: ValueSources
 ) -> dict[str, torch.Tensor]:
     """The values of a group's parameters, whole, in the storage dtype, on the device. Of one that comes
     from a source a rank fills only what it will keep."""
@@ -191,7 +191,7 @@ def _fill(
 def _hang(
     parameter: nn.Parameter,
     values: torch.Tensor,
-    spread: Spread | None,
+    spread: DTensorLayout | None,
     places: tuple[tuple[nn.Module, str], ...],
 ) -> None:
     """Give a parameter its values; one that is a DTensor makes room for another object."""
@@ -204,7 +204,7 @@ def _hang(
         module._parameters[attribute] = other
 
 
-def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], ground: Ground) -> None:
+def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], ground: DTensorMesh) -> None:
     """Call `fully_shard`, and set what has no place in its arguments. `others` are parameters of groups that
     are yet to come."""
     kind, keep = group.spec.kind, plan.policy.sharding.keep_gathered

@@ -2,7 +2,7 @@
 
 torch issues a group's collectives when it likes, so a list of all of them does not say whose each is.
 
-Invariant: whatever a group sends goes through its `Sends`.
+Invariant: whatever a group sends goes through its `GroupCollectives`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerodrift.comm.fold import Sum
 from zerodrift.comm.mesh import AxisName, Mesh
 
 
-class Sends:
+class GroupCollectives:
     """What one group sends."""
 
     def __init__(self, comm: Collectives) -> None:

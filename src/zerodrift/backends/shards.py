@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zerodrift.backends.optimizer import TensorUpdater
 
 
-class TensorPiece:
+class DTensorShard:
     """This rank's part of one segment."""
 
     def __init__(
@@ -78,12 +78,12 @@ class TensorPiece:
         self._updater.set_state(self.number, key, values)
 
 
-def pieces(engine: FsdpEngine) -> Iterator[TensorPiece]:
+def pieces(engine: FsdpEngine) -> Iterator[DTensorShard]:
     """One per segment, in the order of the plan."""
     copy = engine.mesh.rank("replicate"), engine.mesh.size("replicate")
     for number, segment in enumerate(engine.plan.segments):
         members = [engine.members[engine.plan.rows[row].name] for row in segment.rows]
-        yield TensorPiece(number, members, engine.updater, copy)
+        yield DTensorShard(number, members, engine.updater, copy)
 
 
 def _spans(members: Sequence[Member], low: int, high: int) -> Iterator[Span]:

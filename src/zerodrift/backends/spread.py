@@ -22,7 +22,7 @@ from zerodrift.model.spread import LAYOUT
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class DTensorLayout:
     """How one parameter is spread."""
 
     mesh: DeviceMesh
@@ -56,12 +56,12 @@ class Spread:
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
 
-def spread_of(parameter: nn.Parameter) -> Spread | None:
+def spread_of(parameter: nn.Parameter) -> DTensorLayout | None:
     """None for a plain parameter."""
     if not isinstance(parameter, DTensor):
         return None
     stride = tuple(parameter.stride())
-    return Spread(parameter.device_mesh, parameter.placements, tuple(parameter.shape), stride)
+    return DTensorLayout(parameter.device_mesh, parameter.placements, tuple(parameter.shape), stride)
 
 
 def local_part(parameter: nn.Parameter) -> nn.Parameter:

@@ -40,14 +40,14 @@ def sample(
 ) -> None:
     """Let a trained model go on from a prompt, to see that it learned."""
     with streams.errors(debug):
-        from zerodrift.train.sample import Sampler, Taste
+        from zerodrift.train.sample import SamplingOptions, TextGenerator
 
         if not math.isfinite(temperature):
             raise ConfigError(f"`--temperature`: must be a finite number; got {temperature}.")
 
         with streams.progress(f"reading {run}"):
-            sampler = Sampler(run)
+            sampler = TextGenerator(run)
         streams.emit(prompt if not chat else "")
-        for text in sampler.continued(prompt, Taste(tokens, temperature, top, seed), chat):
+        for text in sampler.continued(prompt, SamplingOptions(tokens, temperature, top, seed), chat):
             streams.emit(text)
         streams.emit("\n")

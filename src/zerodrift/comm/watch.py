@@ -114,7 +114,7 @@ class Trail:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WaitReport:
     """Where a rank waits, as others read it."""
 
     beat: int
@@ -143,7 +143,7 @@ class Place:
         return words[-back] if back <= len(words) else ""
 
     @classmethod
-    def read(cls, text: bytes) -> Place:
+    def read(cls, text: bytes) -> WaitReport:
         values = json.loads(text)
         trails = {group: (count, tuple(words)) for group, (count, words) in values.pop("trails").items()}
         return cls(needs=tuple(values.pop("needs")), trails=trails, **values)
@@ -263,17 +263,17 @@ class Watch:
                 cut(self._groups, self._device)
                 return
 
-    def _place(self, beat: int, wait: _Wait) -> Place:
+    def _place(self, beat: int, wait: _Wait) -> WaitReport:
         turn = wait.turn
         needs = tuple(rank for rank in turn.trail.ranks if rank != self._rank)
         at = _user_line(sys._current_frames().get(wait.thread))
         group = str(turn.trail.ranks)
         serial = f"turn {wait.serial}"
-        return Place(beat, serial, turn.what, at, group, turn.number, needs, True, self._told())
+        return WaitReport(beat, serial, turn.what, at, group, turn.number, needs, True, self._told())
 
-    def _elsewhere(self, beat: int, call: _Call) -> Place:
+    def _elsewhere(self, beat: int, call: _Call) -> WaitReport:
         needs = tuple(rank for rank in call.ranks or range(self._world) if rank != self._rank)
-        return Place(beat, f"call {call.key}", call.name, call.at, "", 0, needs, call.sure, self._told())
+        return WaitReport(beat, f"call {call.key}", call.name, call.at, "", 0, needs, call.sure, self._told())
 
     def _told(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         return {group: (trail.count, tuple(trail.last())) for group, trail in self._trails.items()}
@@ -302,7 +302,7 @@ class _Judge:
         self._first: dict[int, tuple[str, int]] = {}
         """Of the circle that was found in the last round: where each was, and its beat at first."""
 
-    def hear(self, place: Place) -> str:
+    def hear(self, place: WaitReport) -> str:
         """Say where this rank is; what was found, by any rank, or ""."""
         self._store.set(f"{self._key}/{self._rank}", place.write())
         said = _read(self._store, f"{self._key}/said")
@@ -330,19 +330,19 @@ class _Judge:
         text = message({rank: places[rank] for rank in lost}, left)
         return str(self._store.compare_set(f"{self._key}/said", "", text).decode())
 
-    def _fresh(self, rank: int) -> Place | None:
+    def _fresh(self, rank: int) -> WaitReport | None:
         """Where another rank waits, if it has said so lately."""
         text = _read(self._store, f"{self._key}/{rank}")
         if not text:
             return None
-        place = Place.read(text)
+        place = WaitReport.read(text)
         beat, rounds = self._beats.get(rank, (place.beat, 0))
         rounds = rounds + 1 if beat == place.beat else 0
         self._beats[rank] = (place.beat, rounds)
         return place if rounds < 4 else None
 
 
-def stuck(places: Mapping[int, Place], left: Sequence[int], world: int) -> list[int]:
+def stuck(places: Mapping[int, WaitReport], left: Sequence[int], world: int) -> list[int]:
     """The ranks that can never go on. Those without a place that have not left are busy, and will."""
     go_on = set(range(world)) - set(places) - set(left)
     if go_on:
@@ -359,7 +359,7 @@ def stuck(places: Mapping[int, Place], left: Sequence[int], world: int) -> list[
         go_on |= more
 
 
-def _may_come(rank: int, other: int, places: Mapping[int, Place], go_on: set[int]) -> bool:
+def _may_come(rank: int, other: int, places: Mapping[int, WaitReport], go_on: set[int]) -> bool:
     """Whether another rank has come, or may come, where this one waits."""
     here, there = places[rank], places.get(other)
     if other in go_on:
@@ -372,7 +372,7 @@ def _may_come(rank: int, other: int, places: Mapping[int, Place], go_on: set[int
     return not there.group  # in a call of its own, which may be the same
 
 
-def message(places: Mapping[int, Place], left: Sequence[int], here: str = "") -> str:
+def message(places: Mapping[int, WaitReport], left: Sequence[int], here: str = "") -> str:
     """Who is where, of those that wait for ever, and who has left."""
     held: dict[tuple[str, str], list[int]] = {}
     for rank, place in places.items():

@@ -21,7 +21,7 @@ class NotHereError(UnsupportedError, AttributeError):
     """A name of DeepSpeed's that is not here. `hasattr` sees it as missing."""
 
 
-class Absent:
+class Placeholder:
     """Stands where DeepSpeed has a function or class."""
 
     def __init__(self, name: str, instead: str) -> None:
@@ -46,7 +46,9 @@ def lookup(module: str, *submodules: str) -> Callable[[str], Any]:
     """A module's `__getattr__`: its absent names, submodules that are imported when they are asked for, and
     the error for a name that nobody knows."""
     theirs = module.removeprefix("zerodrift.")
-    absent = {name: Absent(f"{theirs}.{name}", instead) for name, instead in NAMES.get(theirs, {}).items()}
+    absent = {
+        name: Placeholder(f"{theirs}.{name}", instead) for name, instead in NAMES.get(theirs, {}).items()
+    }
 
     def look_up(name: str) -> Any:
         if name in absent:

@@ -18,12 +18,12 @@ from zerodrift.engine.engine import Engine
 from zerodrift.policy.nouns import Mode
 
 
-def _never(self: Answers) -> bool:
+def _never(self: ConfigGetters) -> bool:
     """A switch of something that is not here."""
     return False
 
 
-class Answers:
+class ConfigGetters:
     """The getters of one engine."""
 
     def __init__(self, engine: Engine, written: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerodrift.comm.together import together
-from zerodrift.deepspeed.foreign import Foreign, as_ours, is_foreign
+from zerodrift.deepspeed.foreign import ImportedCheckpoint, as_ours, is_foreign
 from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import UnsupportedError
 from zerodrift.io.atomic import new_file
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadRequest:
     """What of a checkpoint to take."""
 
     optimizer: bool
@@ -98,7 +98,7 @@ def _write_script(path: Path) -> None:
 
 
 def load(
-    engine: DeepSpeedEngine, folder: str | os.PathLike[str], tag: str | None, wanted: Wanted
+    engine: DeepSpeedEngine, folder: str | os.PathLike[str], tag: str | None, wanted: LoadRequest
 ) -> tuple[str | None, dict[str, Any] | None]:
     """The path and the client state; two Nones where there is no `latest` and no tag was asked for."""
     below = engine.running
@@ -125,7 +125,7 @@ def load(
 
 
 def _load(
-    engine: DeepSpeedEngine, parts: Checkpoints, tag: str, wanted: Wanted, allow: tuple[Allowed, ...]
+    engine: DeepSpeedEngine, parts: Checkpoints, tag: str, wanted: LoadRequest, allow: tuple[Allowed, ...]
 ) -> Loaded:
     loaded = parts.load_parts(tag, wanted.parts(engine.running.schedule is not None), allow)
     for difference in loaded.differences:
@@ -135,7 +135,7 @@ def _load(
 
 
 def _load_theirs(
-    engine: DeepSpeedEngine, found: Foreign, wanted: Wanted
+    engine: DeepSpeedEngine, found: ImportedCheckpoint, wanted: LoadRequest
 ) -> tuple[str | None, dict[str, Any] | None]:
     """What DeepSpeed itself saved."""
     parts = Checkpoints(engine.running, found.folder, quiet=True)
@@ -144,7 +144,7 @@ def _load_theirs(
     return found.home, dict(found.client)
 
 
-def _count(engine: DeepSpeedEngine, wanted: Wanted, counts: Mapping[str, int]) -> None:
+def _count(engine: DeepSpeedEngine, wanted: LoadRequest, counts: Mapping[str, int]) -> None:
     if wanted.counts:
         steps = engine.global_steps
         engine.micro_steps = counts.get("micro_steps", steps * engine.gradient_accumulation_steps())

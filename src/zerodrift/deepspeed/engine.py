@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed import absent, batches, checkpoints, comm, consolidated
-from zerodrift.deepspeed.answers import Answers
+from zerodrift.deepspeed.answers import ConfigGetters
 from zerodrift.deepspeed.launch import local_rank
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.owner import adopt, unmark
@@ -48,7 +48,7 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module = engine.module
         self._engine = engine
-        self._answers = Answers(engine, written)
+        self._answers = ConfigGetters(engine, written)
         self._boundary: bool | None = None
         """What `set_gradient_accumulation_boundary` said; None where `micro_steps` decides."""
         self._inside_no_sync = False
@@ -99,7 +99,7 @@ class DeepSpeedEngine(nn.Module):
             return getattr(module, name)
         if name in absent.ENGINE:
             raise absent.NotHereError(f"`engine.{name}`: is DeepSpeed's and not here. {absent.ENGINE[name]}")
-        raise absent.unknown("engine", name, [*dir(type(self)), *dir(Answers)])
+        raise absent.unknown("engine", name, [*dir(type(self)), *dir(ConfigGetters)])
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -453,7 +453,7 @@ class DeepSpeedEngine(nn.Module):
         """Back to where `save_checkpoint` was, ours or DeepSpeed's own; returns the path and the client
         state, or two Nones. Without `load_module_strict`, what only one side has is left alone."""
         checkpoints.refuse_custom(custom_load_fn)
-        wanted = checkpoints.Wanted(
+        wanted = checkpoints.LoadRequest(
             optimizer=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             counts=not load_module_only,

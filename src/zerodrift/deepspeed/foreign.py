@@ -31,7 +31,7 @@ from zerodrift.io.sources import from_deepspeed
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ImportedCheckpoint:
     """One of DeepSpeed's checkpoints, as ours."""
 
     folder: str
@@ -55,12 +55,12 @@ def is_foreign(folder: Path, tag: str | None) -> bool:
 @contextlib.contextmanager
 def as_ours(
     comm: Collectives, folder: str | os.PathLike[str], tag: str | None, schedule: Any
-) -> Iterator[Foreign]:
+) -> Iterator[ImportedCheckpoint]:
     """A call of all ranks. `schedule` is the run's: what was saved of a caller's own is taken for its."""
     path = Path(folder)
     lead = comm.mesh.rank() == 0
     made: list[Path] = []
-    written: list[Foreign] = []
+    written: list[ImportedCheckpoint] = []
     try:
         with together(comm):
             if lead:
@@ -84,7 +84,7 @@ def _room(path: Path) -> Path:
         ) from error
 
 
-def _write(path: Path, tag: str, room: Path, schedule: Any) -> Foreign:
+def _write(path: Path, tag: str, room: Path, schedule: Any) -> ImportedCheckpoint:
     found = open_deepspeed(find_tag(path, tag))
     source = from_deepspeed(found)
     trained = source.trained
@@ -100,7 +100,7 @@ def _write(path: Path, tag: str, room: Path, schedule: Any) -> Foreign:
         "optimizer": trained is None or not trained.optimizer,
         "schedule": trained is None or not trained.schedule,
     }
-    return Foreign(
+    return ImportedCheckpoint(
         str(room),
         str(found.folder),
         found.counters.samples,

@@ -39,7 +39,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class EngineParameter:
     """A parameter's place in a running engine."""
 
     engine: weakref.ref[Engine]
@@ -57,7 +57,7 @@ def adopt(engine: Engine) -> None:
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     for number, row in enumerate(engine.plan.rows):
         parameter = parameters[row.name]
-        setattr(parameter, OWNER, Owner(weakref.ref(engine), row.name))
+        setattr(parameter, OWNER, EngineParameter(weakref.ref(engine), row.name))
         update = row.columns.update
         if engine.plan.policy.mode.autocast and update is not None and not row.columns.pinned:
             wire = update.reduce.wire.torch
@@ -83,7 +83,7 @@ def unmark(parameter: nn.Parameter) -> None:
             delattr(parameter, name)
 
 
-def owner_of(parameter: torch.Tensor) -> Owner | None:
+def owner_of(parameter: torch.Tensor) -> EngineParameter | None:
     """Where a parameter is, None for one that no engine runs."""
     return getattr(parameter, OWNER, None)
 

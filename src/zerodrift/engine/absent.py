@@ -6,9 +6,9 @@ absent, and of its own while it is gathered: what runs in a forward is never ask
 parameters change their class in the same way.
 
 After a backward the engine has the gradients, and `param.grad` would say that there are none: whoever clips
-or scales them by hand would do nothing, unheard. So until the step, or the next forward or backward, what is
-there is a `Collected`, which has a shape and no values either. What is added to it is what the engine adds
-when it is set.
+or scales them by hand would do nothing, without a word. So until the step, or the next forward or backward,
+what is there is a `CollectedGradient`, which has a shape and no values either. What is added to it is what
+the engine adds when it is set.
 
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
 """
@@ -42,7 +42,7 @@ _ASKED = frozenset((
 """Methods that need no values."""
 
 
-class Absent(nn.Parameter):
+class UngatheredParameter(nn.Parameter):
     """What an ordinary parameter is while its values are elsewhere. Each has a class of its own, so that
     coming and going sets nothing else."""
 
@@ -72,7 +72,7 @@ class Absent(nn.Parameter):
         return f"Parameter({list(self.shape)}, {self.dtype}, not gathered: see it inside `engine.gathered()`)"
 
 
-class Collected(torch.Tensor):
+class CollectedGradient(torch.Tensor):
     """What the gradient of an ordinary parameter is while the engine has it."""
 
     path: str
@@ -80,7 +80,7 @@ class Collected(torch.Tensor):
     """Whether somebody has set it to zero, or believes so."""
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, path: str) -> Collected:
+    def of(cls, parameter: torch.Tensor, path: str) -> CollectedGradient:
         """For a parameter of that name."""
         dtype = parameter.grad_dtype or parameter.dtype
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
@@ -135,9 +135,9 @@ def _refusal(path: str, what: str, is_lost: bool) -> ModelError:
     )
 
 
-def absence(path: str) -> type[Absent]:
+def absence(path: str) -> type[UngatheredParameter]:
     """The class of a parameter of that name while it is not there."""
-    return type("Absent", (Absent,), {"path": path})
+    return type("UngatheredParameter", (UngatheredParameter,), {"path": path})
 
 
 def leave(parameter: Any, absent: Any) -> None:
@@ -151,27 +151,27 @@ def leave(parameter: Any, absent: Any) -> None:
 def come(parameter: Any) -> None:
     """Its values are there again."""
     kind = type(parameter)
-    if issubclass(kind, Absent):
+    if issubclass(kind, UngatheredParameter):
         parameter.__class__ = kind.kind
 
 
 def lose(parameter: Any) -> None:
     """Its values went with the engine that held them."""
     kind = type(parameter)
-    if issubclass(kind, Absent):
+    if issubclass(kind, UngatheredParameter):
         kind.lost = True
 
 
 def kind_of(parameter: Any) -> type:
     """The class that it is of while its values are there."""
     kind = type(parameter)
-    return kind.kind if issubclass(kind, Absent) else kind
+    return kind.kind if issubclass(kind, UngatheredParameter) else kind
 
 
 def become(parameter: Any, kind: type) -> None:
     """Be of a class while its values are there."""
     found = type(parameter)
-    if issubclass(found, Absent):
+    if issubclass(found, UngatheredParameter):
         found.kind = kind
     else:
         parameter.__class__ = kind

@@ -35,7 +35,7 @@ from zerodrift.policy.nouns import Master
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterSlot:
     """Where a parameter hangs; a tied one hangs in several places."""
 
     name: str
@@ -104,7 +104,7 @@ def _without_engine() -> Any:
     return without_engine
 
 
-class Ours:
+class EngineHook:
     """A hook of an engine: a copy of the module, in memory or in a file, is a plain one, and code that is
     compiled calls it where it is. That is private in torch (2.13 to 2.15), and imports the compiler no sooner
     than the public one."""
@@ -133,14 +133,14 @@ def own(handles: Iterable[Any], require: Callable[[], None] | None = None) -> No
     """
     for handle in handles:
         held = handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None
-        if held is not None and not isinstance(held[handle.id], Ours):
-            held[handle.id] = Ours(held[handle.id], require)
+        if held is not None and not isinstance(held[handle.id], EngineHook):
+            held[handle.id] = EngineHook(held[handle.id], require)
 
 
 class Gone:
     """What is left on a module whose values went with their engine."""
 
-    def __init__(self, places: list[Place]) -> None:
+    def __init__(self, places: list[ParameterSlot]) -> None:
         self._module = places[0].module
         self._held = [(place.name, place.attribute, place.parameter, place.home) for place in places]
 
@@ -171,10 +171,10 @@ def left_by_others(model: nn.Module) -> tuple[bool, set[str]]:
     """(Whether another engine is alive on some module, the parameters whose values went with one)."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     gone = {name for hook in hooks if isinstance(hook, Gone) for name in hook.names}
-    return any(isinstance(hook, Ours) for hook in hooks), gone
+    return any(isinstance(hook, EngineHook) for hook in hooks), gone
 
 
-def _require_there(places: Iterable[Place]) -> None:
+def _require_there(places: Iterable[ParameterSlot]) -> None:
     for place in places:
         if not place.segment.is_full:
             raise ModelError(
@@ -201,13 +201,15 @@ class Tree:
         return True
 
 
-class Attached:
+class AttachedParameters:
     """All places of a model."""
 
     def __init__(self, model: nn.Module, segments: list[FlatSegment]) -> None:
         home = {id(p): (segment, n) for segment in segments for n, p in enumerate(segment.parameters)}
         self._places = [
-            Place(f"{path}.{attribute}".lstrip("."), module, attribute, parameter, *home[id(parameter)])
+            ParameterSlot(
+                f"{path}.{attribute}".lstrip("."), module, attribute, parameter, *home[id(parameter)]
+            )
             for path, module in model.named_modules()
             for attribute, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in home
@@ -323,7 +325,7 @@ class Attached:
             place.parameter.data = place.home
             place.module._parameters[place.attribute] = place.parameter
 
-    def _places_of(self, segments: Iterable[FlatSegment]) -> list[Place]:
+    def _places_of(self, segments: Iterable[FlatSegment]) -> list[ParameterSlot]:
         numbers = {segment.number for segment in segments}
         return [place for place in self._places if place.segment.number in numbers]
 
@@ -339,7 +341,7 @@ class Attached:
     def attach(self) -> list[Any]:
         """Hooks that refuse `load_state_dict` where its values would be lost, and `state_dict` and copies
         where values are not there; returns their handles."""
-        held: dict[nn.Module, list[Place]] = {}
+        held: dict[nn.Module, list[ParameterSlot]] = {}
         for place in self._places:
             held.setdefault(place.module, []).append(place)
         handles: list[Any] = []
@@ -352,7 +354,7 @@ class Attached:
                 handles.append(handle)
         return handles
 
-    def _saves(self, places: list[Place]) -> Any:
+    def _saves(self, places: list[ParameterSlot]) -> Any:
         def save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             if not self._names_only:
                 _require_there(places)
@@ -363,7 +365,7 @@ class Attached:
         """The engine is gone: what it leaves is plain, or says that its values are not there."""
         for segment in self._segments:
             segment.part()
-        held: dict[nn.Module, list[Place]] = {}
+        held: dict[nn.Module, list[ParameterSlot]] = {}
         for place in self._places:
             lose(place.parameter)
             if not place.segment.is_full:
@@ -373,7 +375,7 @@ class Attached:
             module.register_forward_pre_hook(gone)
             own([module.register_state_dict_pre_hook(gone)], gone.require)
 
-    def _asks(self, places: list[Place]) -> Any:
+    def _asks(self, places: list[ParameterSlot]) -> Any:
         def ask(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
             if module is not places[0].module:
                 return  # a deep copy carries its hooks along

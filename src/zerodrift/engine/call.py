@@ -18,7 +18,7 @@ BEFORE_ALL = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardInputs:
     """The inputs of a forward, before it runs."""
 
     inputs: tuple[tuple[torch.Tensor, int], ...]
@@ -27,7 +27,7 @@ class Call:
     """The highest number of the nodes behind them; what the forward adds to the graph has higher ones."""
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs:
         found = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
         numbers = [_number(tensor) for tensor in found]
         return cls(tuple((tensor, tensor._version) for tensor in found), max(numbers, default=BEFORE_ALL))

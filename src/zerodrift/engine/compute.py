@@ -117,7 +117,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-class Precision:
+class ForwardPrecision:
     """How the engine enters the model's forward."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:

@@ -45,7 +45,7 @@ class StepResult:
     """The first parameters whose gradient is not finite."""
 
 
-class Beside(Protocol):
+class BackgroundWork(Protocol):
     """Work that goes on beside training on every rank alike, such as a checkpoint being written."""
 
     def check(self) -> None:
@@ -68,8 +68,8 @@ class Rates(Protocol):
 class _Forward:
     """One forward, until a backward comes to it."""
 
-    def __init__(self, course: Course) -> None:
-        self._course: Course | None = course
+    def __init__(self, course: TrainingProgress) -> None:
+        self._course: TrainingProgress | None = course
 
     def reached(self, gradient: torch.Tensor) -> None:
         course, self._course = self._course, None
@@ -78,7 +78,7 @@ class _Forward:
             course.dropped = max(0, course.dropped - 1)
 
 
-class Course:
+class TrainingProgress:
     """Where one engine is in its training."""
 
     def __init__(self, plan: Plan, rates: Rates | None, schedule: Any, *, shows: bool) -> None:
@@ -106,7 +106,7 @@ class Course:
         self._scaled = False
         """Whether the loss of the backward that comes, or is under way, has been through `scale`."""
         self.closed = False
-        self.beside: Beside | None = None
+        self.beside: BackgroundWork | None = None
         """What else the ranks are doing; at most one thing at a time."""
 
     # --- a micro-batch ----------------------------------------------------------------------------------

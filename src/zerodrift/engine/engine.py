@@ -22,18 +22,18 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.together import together
 from zerodrift.engine import compute, shards, statistics, steps
-from zerodrift.engine.attached import Attached, own, settle
-from zerodrift.engine.course import Course, StepResult
-from zerodrift.engine.grads import Gradients, Watcher
-from zerodrift.engine.held import Held
+from zerodrift.engine.attached import AttachedParameters, own, settle
+from zerodrift.engine.course import StepResult, TrainingProgress
+from zerodrift.engine.grads import BackwardCallbacks, Gradients
+from zerodrift.engine.held import ScheduledUnits
 from zerodrift.engine.pins import pin, unpin
-from zerodrift.engine.place import Sources, place
-from zerodrift.engine.pools import Pools
+from zerodrift.engine.place import ValueSources, place
+from zerodrift.engine.pools import GradientBuffers
 from zerodrift.engine.scale import (
     Norm,
     Scaler,
-    Shown,
-    Stray,
+    UnreducedSegment,
+    VisibleWeights,
     bad_parameters,
     global_norm,
     parts_of,
@@ -64,7 +64,7 @@ class Engine:
         mesh: Mesh,
         optimizer: torch.optim.Optimizer | None = None,
         schedule: Any = None,
-        sources: Sources | None = None,
+        sources: ValueSources | None = None,
     ) -> None:
         if plan.policy.backend != "native":
             raise AssertionError(f"a plan for backend {plan.policy.backend}")
@@ -80,26 +80,26 @@ class Engine:
         policy = plan.policy
         self.segments: list[FlatSegment]
         self.units: list[LiveUnit]
-        self._pools = Pools(keep=not policy.sharding.free_accumulator)
+        self._pools = GradientBuffers(keep=not policy.sharding.free_accumulator)
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
             self.segments, self.units, masters = place(self.part, model, self.comm, self._pools, sources)
         alone = policy.pipeline is not None or not any(segment.gathers for segment in self.segments)
         self._walk = Walk(self.units, None if alone else self.comm.all_gather_object)
         self.gradients = Gradients(self._walk, policy.averaging.before)
-        self.precision = compute.Precision(plan, mesh.device)
+        self.precision = compute.ForwardPrecision(plan, mesh.device)
         """How forwards and backwards are entered."""
         self._handles: list[Any] = []
-        self.held: Held | None = None
+        self.held: ScheduledUnits | None = None
         """Set where a pipeline's schedule runs the parts of the model; see `held.py`."""
         if plan.policy.pipeline is None:
             self._handles += [handle for unit in self.units for handle in unit.attach(self.gradients)]
             self._handles += compute.attach(model, plan.boundaries)
         else:
-            self.held = Held(self.part, self.units, self.gradients)
+            self.held = ScheduledUnits(self.part, self.units, self.gradients)
         self._handles += guard(model, self.segments)
         self._handles += spread_experts(self.part, model, self.comm)
-        self.attached = Attached(model, self.segments)
+        self.attached = AttachedParameters(model, self.segments)
         self._handles += self.attached.attach()
         if plan.policy.mode is not Mode.FP32:
             pin(self.segments)
@@ -114,12 +114,14 @@ class Engine:
         self.group_of = self._groups_of_all()
         """Row name -> its parameter group, of the rows that the optimizer was given, on every stage."""
         given = steps.schedule(plan, self.optimizer, schedule)
-        self.course = Course(plan, self.updater, given, shows=mesh.rank() == 0)
+        self.course = TrainingProgress(plan, self.updater, given, shows=mesh.rank() == 0)
         """Micro-batches and steps so far, the loss scale, the schedule."""
         if self.held is None:
             self._handles += self.course.watch(model)
         own(self._handles)
-        self.gradients.watcher = Watcher(self.course.is_last, self._backward_ended, self._backward_failed)
+        self.gradients.watcher = BackwardCallbacks(
+            self.course.is_last, self._backward_ended, self._backward_failed
+        )
 
     def _groups_of_all(self) -> Mapping[str, int]:
         mine = {} if self.updater is None else dict(self.updater.group_of)
@@ -259,7 +261,7 @@ class Engine:
             self.gradients.sum_over_replicas()
         if self.held is not None:
             self.held.sum_over_ends(self.comm)
-        norm = self._norm_of_reduced([Stray(segment.number, segment.loose) for segment in strays])
+        norm = self._norm_of_reduced([UnreducedSegment(segment.number, segment.loose) for segment in strays])
         if not strays:
             return norm
         self.gradients.reduce(strays)
@@ -271,7 +273,7 @@ class Engine:
             for segment in self.segments:
                 settle(segment, self.updater)
 
-    def _shown(self) -> Shown:
+    def _shown(self) -> VisibleWeights:
         written = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         checksum = written.clone()
         for segment in self.segments:
@@ -280,9 +282,9 @@ class Engine:
                 if look is not None:
                     written += look[0]
                     checksum = (checksum * 31 + look[1]) & 0xFFFFFFFF
-        return Shown(written, checksum)
+        return VisibleWeights(written, checksum)
 
-    def _norm_of_reduced(self, strays: Sequence[Stray] = ()) -> Norm:
+    def _norm_of_reduced(self, strays: Sequence[UnreducedSegment] = ()) -> Norm:
         shown = self._shown()
         counted = [segment for segment in self._trained if segment.spec.lead]
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
@@ -380,7 +382,7 @@ class Engine:
         # cycles, and their memory with them.
         return Values(self)
 
-    def pieces(self) -> Iterator[shards.Piece]:
+    def pieces(self) -> Iterator[shards.FlatShard]:
         """What this rank owns: for `Shards`."""
         return shards.pieces(self)
 

@@ -43,7 +43,7 @@ class _Sending:
     handle: Handle
 
 
-class Late(Protocol):
+class LateGradients(Protocol):
     """Weight gradients that are formed after their backward: what `pipeline` puts here."""
 
     def drain(self) -> object:
@@ -57,7 +57,7 @@ class Late(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Watcher:
+class BackwardCallbacks:
     """Who counts micro-batches: the engine."""
 
     is_last: Callable[[], bool]
@@ -96,13 +96,13 @@ class Gradients:
         self._next = 0
         """How many of `_trained` have been reduced in this backward."""
         self._sending: list[_Sending] = []
-        self.watcher: Watcher | None = None
+        self.watcher: BackwardCallbacks | None = None
         self.ledger: Ledger | None = None
-        self._late: Late | None = None
+        self._late: LateGradients | None = None
         self._shows = False
         """Whether `param.grad` says that the engine has it."""
 
-    def expect(self, late: Late | None) -> None:
+    def expect(self, late: LateGradients | None) -> None:
         """From now on weight gradients may come late, from `late`, and what arrives is counted; None ends
         that."""
         if self.ledger is not None:

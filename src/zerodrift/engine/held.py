@@ -31,7 +31,7 @@ from zerodrift.plan.stages import of_piece, pieces, shared_with_another
 from zerodrift.plan.table import Plan
 
 
-class Held:
+class ScheduledUnits:
     """The units of an engine whose micro-batches come in the order of a schedule."""
 
     def __init__(self, part: Plan, units: list[LiveUnit], gradients: Gradients) -> None:

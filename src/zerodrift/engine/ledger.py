@@ -20,7 +20,7 @@ from zerodrift.errors import ModelError, Problems
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class GradientCounts:
     """The gradients of one parameter in one micro-batch."""
 
     eager: int = 0
@@ -43,7 +43,7 @@ class Ledger:
             for row, parameter in zip(segment.rows, segment.parameters, strict=True):
                 self._names[parameter] = row.name
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._eager))
-        self._found: list[dict[str, Arrival]] = [{}]
+        self._found: list[dict[str, GradientCounts]] = [{}]
         self._now = 0
         """The micro-batch whose backward is under way."""
         self._left: dict[torch.Tensor, int] = {}
@@ -76,7 +76,7 @@ class Ledger:
         while len(self._found) <= number:
             self._found.append({})
         found = self._found[number]
-        before = found.get(name, Arrival())
+        before = found.get(name, GradientCounts())
         found[name] = replace(before, eager=before.eager + eager, late=before.late + late)
         self._look(parameter)
         self._left[parameter] = parameter.grad.data_ptr()
@@ -107,7 +107,7 @@ class Ledger:
                 )
         problems.raise_as(ModelError)
 
-    def arrivals(self) -> list[dict[str, Arrival]]:
+    def arrivals(self) -> list[dict[str, GradientCounts]]:
         """Per micro-batch of this step that has ended, name -> what arrived; a parameter that got nothing is
         not there."""
         missing = max(0, self._now - len(self._found))

@@ -27,7 +27,7 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.attached import left_by_others
-from zerodrift.engine.pools import Pools
+from zerodrift.engine.pools import GradientBuffers
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
@@ -49,7 +49,7 @@ WINDOW = 1 << 20
 """Elements on their way at once."""
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Values of parameters or buffers by name, a run of elements at a time."""
 
     def exact(self, name: str) -> torch.dtype:
@@ -60,19 +60,23 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class ValueSources:
     """Where values come from that the model itself does not hold."""
 
-    rows: Mapping[str, Source] = field(default_factory=dict)
+    rows: Mapping[str, ValueSource] = field(default_factory=dict)
     """By the first name of a parameter."""
-    buffers: Mapping[str, Source] = field(default_factory=dict)
+    buffers: Mapping[str, ValueSource] = field(default_factory=dict)
 
 
 def place(
-    plan: Plan, model: nn.Module, comm: Collectives, pools: Pools, sources: Sources | None = None
+    plan: Plan,
+    model: nn.Module,
+    comm: Collectives,
+    pools: GradientBuffers,
+    sources: ValueSources | None = None,
 ) -> tuple[list[FlatSegment], list[LiveUnit], Masters]:
     """The segments and units of a plan, filled, and the first values of the masters."""
-    sources = sources or Sources()
+    sources = sources or ValueSources()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     check(plan, model, parameters, sources)
     tie(plan, model, parameters)
@@ -81,7 +85,7 @@ def place(
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
         segment = FlatSegment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
-        rest = Rest(segment)
+        rest = SegmentFiller(segment)
         pairs = list(zip(rows, held, strict=True))
         _give_all([pair for pair in pairs if pair[0].name not in sources.rows], rest, comm)
         for parameter in held:
@@ -103,7 +107,9 @@ def place(
     return segments, _units(plan, model, segments), masters
 
 
-def check(plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], sources: Sources) -> None:
+def check(
+    plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], sources: ValueSources
+) -> None:
     """The model must be the one that was planned, and every value must come from somewhere."""
     problems = Problems()
     alive, gone = left_by_others(model)
@@ -147,7 +153,7 @@ def tie(plan: Plan, model: nn.Module, parameters: dict[str, nn.Parameter]) -> No
 # --- one segment ----------------------------------------------------------------------------------------
 
 
-class Rest:
+class SegmentFiller:
     """Where the first values of one segment come to rest: storage, and the master in its scheme's form."""
 
     def __init__(self, segment: FlatSegment) -> None:
@@ -177,7 +183,7 @@ class Rest:
         mine = values[where.start - offset : where.stop - offset]
         self._of(self.master, where).copy_(split(mine.float())[1] if self._split else mine)
 
-    def fill(self, row: Row, source: Source) -> None:
+    def fill(self, row: Row, source: ValueSource) -> None:
         """The elements of a row that are in this rank's share, out of a source."""
         share = share_of(self.segment, self.segment.rank)
         low, high = max(share.start, row.offset), min(share.stop, row.offset + row.numel)
@@ -257,14 +263,14 @@ def exchange(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> Non
         comm.broadcast(flat[share_of(segment, rank)], rank, segment.axis)
 
 
-class Keeps(Protocol):
+class ValueReceiver(Protocol):
     """Who takes values of a parameter."""
 
     def give(self, offset: int, values: torch.Tensor) -> None:
         """Values from an element of the segment on."""
 
 
-def give(row: Row, parameter: nn.Parameter, rest: Keeps, comm: Collectives) -> None:
+def give(row: Row, parameter: nn.Parameter, rest: ValueReceiver, comm: Collectives) -> None:
     """Rank 0's values of a parameter to everybody, in its own dtype."""
     elsewhere = getattr(parameter, ELSEWHERE, None)
     if elsewhere is not None:
@@ -280,7 +286,7 @@ def give(row: Row, parameter: nn.Parameter, rest: Keeps, comm: Collectives) -> N
             rest.give(row.offset + low - own, values[low - first : high - first])
 
 
-def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: Keeps, comm: Collectives) -> None:
+def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: ValueReceiver, comm: Collectives) -> None:
     """Rank 0's values of many parameters to everybody; small ones of one dtype travel together."""
     batch: list[tuple[Row, nn.Parameter]] = []
 
@@ -323,7 +329,7 @@ def let_go(parameter: nn.Parameter) -> None:
 # --- buffers and units ----------------------------------------------------------------------------------
 
 
-def read_buffers(plan: Plan, comm: Collectives, sources: Sources) -> dict[str, torch.Tensor]:
+def read_buffers(plan: Plan, comm: Collectives, sources: ValueSources) -> dict[str, torch.Tensor]:
     """On rank 0 the values of the buffers that come from a source."""
     found = {}
     for row in plan.buffers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 
-class Pool:
+class BufferPool:
     """Flat buffers that segments of one size take turns in, because fresh memory costs a page fault per
     4 KiB: as much as what is then done with it."""
 
@@ -37,12 +37,12 @@ class Pool:
         self._free.clear()
 
 
-class Pools:
+class GradientBuffers:
     """The plan's accumulators, and all other buffers of gradients."""
 
     def __init__(self, *, keep: bool) -> None:
-        self.sums = Pool(one_size=not keep)
-        self.spare = Pool(one_size=True)
+        self.sums = BufferPool(one_size=not keep)
+        self.spare = BufferPool(one_size=True)
         self._keep = keep
 
     def end_step(self) -> None:

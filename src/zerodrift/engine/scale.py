@@ -83,7 +83,7 @@ class Scaler:
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
+class UnreducedSegment:
     """A segment that waits to be reduced although no backward asks for it."""
 
     segment: int
@@ -92,7 +92,7 @@ class Stray:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class VisibleWeights:
     """What this rank's model shows before an update, on the device."""
 
     written: torch.Tensor
@@ -127,9 +127,9 @@ def global_norm(
     comm: Collectives,
     unscale: float,
     order: int = 0,
-    strays: Sequence[Stray] = (),
+    strays: Sequence[UnreducedSegment] = (),
     dropped: int = 0,
-    shown: Shown | None = None,
+    shown: VisibleWeights | None = None,
 ) -> Norm:
     """One small collective, and one more over the stages of a pipeline; the one place of a step where the
     host waits for the device. `gradients` are the flat slices of this rank.
@@ -172,7 +172,7 @@ def global_norm(
     return Norm(math.sqrt(squares.total(summed[:-3])) * unscale, bool(written))
 
 
-def _different(strays: Sequence[Stray], dropped: int, comm: Collectives) -> RankError:
+def _different(strays: Sequence[UnreducedSegment], dropped: int, comm: Collectives) -> RankError:
     """What ranks do not agree on; that they do not, all of them know."""
     found = [(comm.mesh.rank(), dropped, strays)]
     for axis in AXES:

@@ -42,8 +42,8 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
-from zerodrift.engine.absent import Collected, absence, come, leave
-from zerodrift.engine.pools import Pools
+from zerodrift.engine.absent import CollectedGradient, absence, come, leave
+from zerodrift.engine.pools import GradientBuffers
 from zerodrift.kernels.prints import BYTES, prints
 from zerodrift.optim.split import round_away
 from zerodrift.optim.update import Owned
@@ -64,7 +64,7 @@ class FlatSegment:
         rows: list[Row],
         parameters: list[nn.Parameter],
         comm: Collectives,
-        pools: Pools,
+        pools: GradientBuffers,
         unit: str = "",
     ) -> None:
         self.number = number
@@ -108,7 +108,7 @@ class FlatSegment:
         """Of `landing`, one per parameter."""
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to that."""
-        self._collected: list[Collected] = []
+        self._collected: list[CollectedGradient] = []
         """What stands in `param.grad` while the engine has the gradients, one per parameter."""
         self._shows_collected = False
         self._views: list[torch.Tensor] = []
@@ -334,7 +334,7 @@ class FlatSegment:
         """What is in `param.grad` of each, where that is not what the engine has."""
         with torch._C.DisableTorchFunctionSubclass():
             found = [parameter.grad for parameter in self.parameters]
-        return [None if type(grad) is Collected else grad for grad in found]
+        return [None if type(grad) is CollectedGradient else grad for grad in found]
 
     def _clear(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -377,7 +377,7 @@ class FlatSegment:
         with torch._C.DisableTorchFunctionSubclass():
             if not self._collected:
                 pairs = zip(self.parameters, self.rows, strict=True)
-                self._collected = [Collected.of(parameter, row.name) for parameter, row in pairs]
+                self._collected = [CollectedGradient.of(parameter, row.name) for parameter, row in pairs]
             for parameter, collected in zip(self.parameters, self._collected, strict=True):
                 if parameter.grad is None:
                     parameter.grad = collected
@@ -392,9 +392,9 @@ class FlatSegment:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, row in zip(self.parameters, self.rows, strict=True):
                 found = parameter.grad
-                if found is None or (type(found) is Collected and found.cleared):
+                if found is None or (type(found) is CollectedGradient and found.cleared):
                     cleared = cleared or row.name
-                if type(found) is Collected:
+                if type(found) is CollectedGradient:
                     parameter.grad, found.cleared = None, False
         return cleared
 
@@ -679,8 +679,8 @@ class FlatSegment:
         return self._known != prints(self.storage)
 
     def _rows_of(self, blocks: torch.Tensor, like: torch.Tensor, first: int = 0) -> list[Row]:
-        """The rows that have a part in some of the blocks of what holds elements like `like`, from element `first`
-        on; the memory of `like` itself need not be there."""
+        """The rows that have a part in some of the blocks of what holds elements like `like`, from element
+        `first` on; the memory of `like` itself need not be there."""
         size = like.element_size()
         if not blocks.any():
             return []

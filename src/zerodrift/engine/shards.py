@@ -64,7 +64,7 @@ class Span:
         return Part(self.row.name, self.row.whole_shape, self.start, flat[self.place])
 
 
-class Piece:
+class FlatShard:
     """The flat piece of one segment that this rank holds: what its optimizer owns, or frozen storage.
 
     At stage 0, and on every replica, several ranks hold the same piece. All of them fill it; when it is
@@ -133,8 +133,8 @@ class Piece:
         self._updater.set_state(self.segment.number, key, values)
 
 
-class Held(Protocol):
-    """A piece of any engine; what `Piece` says of these holds."""
+class SegmentShard(Protocol):
+    """A piece of any engine; what `FlatShard` says of these holds."""
 
     @property
     def held(self) -> tuple[Span, ...]: ...
@@ -157,7 +157,7 @@ class Held(Protocol):
 class Sharded(Protocol):
     """An engine of any backend."""
 
-    def pieces(self) -> Iterator[Held]:
+    def pieces(self) -> Iterator[SegmentShard]:
         """One per segment, in the order of the plan."""
 
     def spread(self) -> None:
@@ -170,7 +170,7 @@ class Shards:
     def __init__(self, engine: Sharded) -> None:
         self._engine = engine
 
-    def pieces(self) -> Iterator[Held]:
+    def pieces(self) -> Iterator[SegmentShard]:
         """One per segment, in the order of the plan."""
         return self._engine.pieces()
 
@@ -201,10 +201,10 @@ class Shards:
         self._engine.spread()
 
 
-def pieces(engine: Engine) -> Iterator[Piece]:
+def pieces(engine: Engine) -> Iterator[FlatShard]:
     """Those of a native engine."""
     for segment in engine.segments:
-        yield Piece(segment, engine.updater, _copy(segment, engine.mesh))
+        yield FlatShard(segment, engine.updater, _copy(segment, engine.mesh))
 
 
 def spread(engine: Engine) -> None:

@@ -44,7 +44,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerodrift.engine import saved
-from zerodrift.engine.call import BEFORE_ALL, Call
+from zerodrift.engine.call import BEFORE_ALL, ForwardInputs
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.walk import Backward, Walk, will_be_recomputed
@@ -96,7 +96,7 @@ class LiveUnit:
         """Whether its last forward in training was under activation checkpointing."""
         self.walk: Walk
         """Set by the walk that goes through it."""
-        self._calls: list[Call] = []
+        self._calls: list[ForwardInputs] = []
         """Forwards under way, the innermost last."""
         self._first, self._last = -1, [-1]
         self._before_backward: Any = None
@@ -180,7 +180,7 @@ class LiveUnit:
                 return  # see [Note: copies]
             self.take_places()
             if in_transform():
-                self._calls.append(Call((), BEFORE_ALL))
+                self._calls.append(ForwardInputs((), BEFORE_ALL))
                 with temporarily_clear_interpreter_stack():
                     self.gather()
                 return  # see [Note: transforms]
@@ -193,7 +193,7 @@ class LiveUnit:
                 if self.is_root:
                     self.walk.enter(torch.is_grad_enabled())
                 self.walk.forward(self)
-            self._calls.append(Call.of(args, kwargs))
+            self._calls.append(ForwardInputs.of(args, kwargs))
             discarded = in_backward() and will_be_recomputed()  # see [Note: recomputation]
             if torch.is_grad_enabled() and not discarded:
                 self._calls[-1].tell(lambda: self.backward_is_over(backward), inside=in_backward())

@@ -57,7 +57,7 @@ class Backward(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ForwardReport:
     """What a rank says of a forward; see [Note: learned order]."""
 
     wants: int | None
@@ -66,7 +66,7 @@ class Told:
     """At the end: the units that it has run, in their order."""
 
 
-Meet: TypeAlias = Callable[[Told], Sequence[Told]]
+Meet: TypeAlias = Callable[[ForwardReport], Sequence[ForwardReport]]
 """What this rank says to what all say."""
 
 
@@ -207,12 +207,12 @@ class Walk:
             self._ran.append(unit.number)
         if self._meet is not None and place < self._went and not unit.is_full:
             self._pass_by(len(self._forth))
-            self._serve(self._meet(Told(unit.number)), unit.number)
+            self._serve(self._meet(ForwardReport(unit.number)), unit.number)
 
     def _end_learning(self, meet: Meet) -> None:
         """This rank's forward ends: serve the others until theirs have ended."""
         while True:
-            told = meet(Told(None, tuple(self._ran)))
+            told = meet(ForwardReport(None, tuple(self._ran)))
             if all(each.wants is None for each in told):
                 break
             self._serve(told)
@@ -229,7 +229,7 @@ class Walk:
         if not self._unseen:
             self._meet = None
 
-    def _serve(self, told: Sequence[Told], mine: int | None = None) -> None:
+    def _serve(self, told: Sequence[ForwardReport], mine: int | None = None) -> None:
         """Gather what any rank asks for; what is not this rank's own goes again."""
         by_number = {unit.number: unit for unit in self._forth}
         for number in sorted({each.wants for each in told if each.wants is not None}):

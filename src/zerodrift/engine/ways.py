@@ -15,14 +15,14 @@ import logging
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.kernels import device
-from zerodrift.optim.fused import Way, update
+from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.reference import reference_update
 from zerodrift.plan.table import Plan
 
 _log = logging.getLogger("zerodrift")
 
 
-def way_of_updates(plan: Plan, comm: Collectives) -> Way:
+def way_of_updates(plan: Plan, comm: Collectives) -> UpdateFunction:
     """How every rank steps its slices. Every rank asks."""
     where = comm.mesh.device
     if where.type == "cpu" or plan.policy.sharding.offload:
@@ -30,7 +30,7 @@ def way_of_updates(plan: Plan, comm: Collectives) -> Way:
     return agreed(comm, device.obstacle(where))
 
 
-def agreed(comm: Collectives, obstacle: str | None) -> Way:
+def agreed(comm: Collectives, obstacle: str | None) -> UpdateFunction:
     """The programs, if no rank has an obstacle; else the definition on all, after one notice for all."""
     told = comm.all_gather_object(obstacle)
     without = {rank: why for rank, why in enumerate(told) if why is not None}

@@ -33,16 +33,16 @@ COUNT = "num_experts"
 """Attribute in which a module may count its experts; becomes the count of this rank's own."""
 
 
-def spread_experts(plan: Plan, model: nn.Module, comm: Collectives) -> list[Attached]:
+def spread_experts(plan: Plan, model: nn.Module, comm: Collectives) -> list[ExchangeHandle]:
     """Run every module that the plan divides over ranks through an exchange; returns the handles."""
     counts: dict[str, int] = {}
     for row in plan.rows:
         if row.parts > 1:
             counts.setdefault(row.name.rpartition(".")[0], row.whole_shape[0])
-    return [Attached(path, model.get_submodule(path), count, comm) for path, count in counts.items()]
+    return [ExchangeHandle(path, model.get_submodule(path), count, comm) for path, count in counts.items()]
 
 
-class Attached:
+class ExchangeHandle:
     """The exchange around one module, until `remove`."""
 
     def __init__(self, path: str, module: nn.Module, experts: int, comm: Collectives) -> None:
@@ -118,7 +118,7 @@ class Exchange:
         weights: torch.Tensor,
         run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        going = Going(index, self._experts)
+        going = TokenRouting(index, self._experts)
         counts = going.counts.view(self._ranks, self.own)
         each = [1] * self._ranks
         coming = self._comm.all_to_all(counts, each, each, "expert")
@@ -147,7 +147,7 @@ class Exchange:
         return done[:rows]
 
 
-class Going:
+class TokenRouting:
     """Where the tokens of one rank go: its (token, expert) pairs in the order of experts."""
 
     def __init__(self, index: torch.Tensor, experts: int) -> None:

@@ -38,7 +38,7 @@ from zerodrift.io.checkpoint.manifest import (
     write_whole,
 )
 from zerodrift.io.paths import look, writing
-from zerodrift.io.progress import Bar
+from zerodrift.io.progress import ProgressBar
 from zerodrift.io.safetensors.boxes import Shape
 from zerodrift.io.safetensors.conversions import saved_form
 from zerodrift.io.safetensors.export import exported_dtype, main_dtype, write_config
@@ -238,7 +238,9 @@ def _pour(
     files: tuple[TensorFile, ...],
     shown: bool,
 ) -> None:
-    bar = Bar(f"writing {len(files)} files", sum(t.nbytes for file in files for t in file.tensors), shown)
+    bar = ProgressBar(
+        f"writing {len(files)} files", sum(t.nbytes for file in files for t in file.tensors), shown
+    )
     try:
         for name, entry in names.items():
             for start, values in source.weight(entry):
@@ -297,7 +299,7 @@ def _require_none(folder: CheckpointFolder) -> None:
 
 def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: str, shown: bool) -> int:
     entries = tuple(_saved(entry) for entry in source.entries)
-    bar = Bar(
+    bar = ProgressBar(
         f"writing {path.parent}", 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries), shown
     )
     try:

@@ -18,7 +18,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
-from zerodrift.engine.place import Source, Sources
+from zerodrift.engine.place import ValueSource, ValueSources
 from zerodrift.errors import ModelError, Problem, RankError
 from zerodrift.io.safetensors.matching import Strict, dtypes, expected
 from zerodrift.io.safetensors.weights import LoadedWeights, SafetensorsWeights
@@ -67,17 +67,17 @@ class InitialValues:
         if self.files is not None:
             self.files.show(shown, self.comm.mesh.size("shard"))
 
-    def sources(self, plan: Plan) -> Sources:
+    def sources(self, plan: Plan) -> ValueSources:
         """Sources of everything that the model itself has no values for. A call of all ranks."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         files, bare = self.files, {}
-        rows: dict[str, Source] = {}
+        rows: dict[str, ValueSource] = {}
         for row in plan.rows:
             if files is not None and files.holds(row.name):
                 rows[row.name] = files
             elif row.name in parameters and parameters[row.name].is_meta:
                 bare[row.name] = parameters[row.name]
-        buffers: dict[str, Source] = {}
+        buffers: dict[str, ValueSource] = {}
         if files is not None:
             buffers = {row.name: files for row in plan.buffers if files.holds(row.name)}
         with together(self.comm):
@@ -91,7 +91,7 @@ class InitialValues:
             )
         # Rank 0's seed, so that values do not depend on how many ranks there are.
         initial = _Initial(recipe.Initial(bare, told[0][0]))
-        return Sources({**rows, **dict.fromkeys(bare, initial)}, buffers)
+        return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
 
     def finish(self) -> LoadedWeights | None:
         """Close the files; what was read. A call of all ranks."""
@@ -121,7 +121,7 @@ def _require(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
         raise ModelError("\n  ".join([*lines, TODO]))
 
 
-def _fingerprint(rows: dict[str, Source], bare: dict[str, nn.Parameter]) -> str:
+def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) -> str:
     """A digest of who fills what, and of what recipes remember of computed values."""
     digest = hashlib.sha256()
     for name in rows:

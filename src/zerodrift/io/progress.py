@@ -12,7 +12,7 @@ PATIENCE = 2.0
 """Seconds before a bar appears."""
 
 
-class Bar:
+class ProgressBar:
     """Counts bytes; shows them when there is somebody to see them."""
 
     def __init__(self, title: str, total: int, shown: bool) -> None:

@@ -35,7 +35,7 @@ _log = logging.getLogger("zerodrift")
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class UpdateTensors:
     """What `struct Update` of native.cpp is, with tensors in place of addresses."""
 
     numel: int
@@ -84,7 +84,7 @@ def obstacle(device: torch.device) -> str | None:
     return None
 
 
-def update(call: Pass) -> None:
+def update(call: UpdateTensors) -> None:
     """One optimizer step of a slice in one pass."""
     from zerodrift.kernels import programs
 

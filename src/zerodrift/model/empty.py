@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.model.recipe import ATTRIBUTE, Operation, Recipe, Window
+from zerodrift.model.recipe import ATTRIBUTE, InitRecipe, Operation, Window
 
 SMALL = 1 << 16
 """Elements up to which a parameter that was computed keeps its memory."""
@@ -82,9 +82,9 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, widen: torch.dtype | None) -> None:
         super().__init__()
         self._widen = widen
-        self._recipes: dict[int, tuple[StorageWeakRef, Recipe]] = {}
+        self._recipes: dict[int, tuple[StorageWeakRef, InitRecipe]] = {}
         """By memory. The reference keeps no memory, only its number from being given again."""
-        self._made: dict[int, tuple[nn.Parameter, Recipe]] = {}
+        self._made: dict[int, tuple[nn.Parameter, InitRecipe]] = {}
         """Parameters without memory, by identity."""
         self._own = False
 
@@ -127,7 +127,7 @@ class _Recorder(TorchFunctionMode):
             self._own = False
         window = _window(parameter)
         if recipe is None:
-            recipe = Recipe(0, parameter.dtype, window, lost=_COMPUTED)
+            recipe = InitRecipe(0, parameter.dtype, window, lost=_COMPUTED)
         self._hold(instead, replace(recipe, window=window, dtype=instead.dtype))
         self.made(instead)
         setattr(parameter, _INSTEAD, instead)
@@ -140,12 +140,12 @@ class _Recorder(TorchFunctionMode):
         try:
             if recipe is None and value.numel() <= SMALL and not value.is_meta:
                 values = value.detach().clone().contiguous()
-                recipe = Recipe(value.numel(), value.dtype, _window(values))
+                recipe = InitRecipe(value.numel(), value.dtype, _window(values))
                 recipe.operations.append(Operation(torch.Tensor.copy_, (recipe.window, values), {}))
             if value.is_meta:
                 recipe = self._made[id(parameter)][1] if recipe is None else recipe
             elif recipe is None:
-                recipe = Recipe(0, value.dtype, _window(value), lost=_COMPUTED)
+                recipe = InitRecipe(0, value.dtype, _window(value), lost=_COMPUTED)
             parameter.data = value if value.is_meta else torch.empty_like(value, device="meta")
         finally:
             self._own = False
@@ -176,20 +176,20 @@ class _Recorder(TorchFunctionMode):
 
     # --- what is known of memory ------------------------------------------------------------------------
 
-    def _find(self, tensor: Any) -> Recipe | None:
+    def _find(self, tensor: Any) -> InitRecipe | None:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
         found = self._recipes.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
-    def _hold(self, tensor: torch.Tensor, recipe: Recipe) -> None:
+    def _hold(self, tensor: torch.Tensor, recipe: InitRecipe) -> None:
         storage = tensor.untyped_storage()
         self._recipes[storage._cdata] = (StorageWeakRef(storage), recipe)
 
     def _begin(self, name: str, out: Any, args: Any, kwargs: Any) -> None:
         if type(out) is not torch.Tensor or out.layout is not torch.strided:
             return
-        recipe = Recipe(out.untyped_storage().nbytes() // out.itemsize, out.dtype, _window(out))
+        recipe = InitRecipe(out.untyped_storage().nbytes() // out.itemsize, out.dtype, _window(out))
         written = _FACTORIES[name](*args, **kwargs)
         if written is not None:
             call, rest = written
@@ -216,7 +216,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._own = False
 
-    def _seen(self, value: Any, recipe: Recipe) -> Any:
+    def _seen(self, value: Any, recipe: InitRecipe) -> Any:
         """An argument as it is kept: a view of the same memory as its place, other tensors as values."""
         if isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value):
             return type(value)(self._seen(item, recipe) for item in value)

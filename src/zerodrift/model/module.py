@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.document import listed
-from zerodrift.model.spec import BufferSpec, ModelSpec, Owner, ParameterSpec
+from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 from zerodrift.model.spread import local_shape
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _parameter(group: _Shared, classes: dict[str, str], used: _Used) -> Paramete
         names=tuple(group.names),
         shape=local_shape(first),
         dtype=_known(first.dtype),
-        owners=tuple(Owner(path, classes[path]) for path in paths),
+        owners=tuple(OwningModule(path, classes[path]) for path in paths),
         trained=any(parameter.requires_grad for parameter in group.parameters),
         used=used.of(group.names[0], local_shape(first)),
     )

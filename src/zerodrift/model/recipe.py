@@ -53,7 +53,7 @@ class Operation:
 
 
 @dataclass(slots=True)
-class Recipe:
+class InitRecipe:
     """What was done to one piece of memory."""
 
     numel: int
@@ -67,7 +67,7 @@ class Recipe:
     """The parameter's version when recording ended; another one means that it was written since."""
 
 
-def of(parameter: nn.Parameter) -> Recipe | None:
+def of(parameter: nn.Parameter) -> InitRecipe | None:
     return getattr(parameter, ATTRIBUTE, None)
 
 
@@ -83,7 +83,7 @@ def missing(parameter: nn.Parameter) -> str:
     return "" if recipe.operations else "memory that nobody wrote"
 
 
-def play(recipe: Recipe, name: str, seed: int) -> torch.Tensor:
+def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
     """The first values of a parameter, on the CPU, in its shape and the dtype they were made in."""
     import torch
 

@@ -3,7 +3,7 @@
 Takes one file, an index, or a folder with either, and lists the tensors in natural order of their names'
 components, so `layers.2` comes before `layers.10`. What one file may look like is `model/header.py`'s
 business. Headers know neither classes, nor ties, nor which tensor is a buffer: every tensor is a parameter
-here, floating ones are trained, and `Owner.klass` is empty.
+here, floating ones are trained, and `OwningModule.klass` is empty.
 
 Invariant: every tensor is in exactly one file, and an index, where there is one, says which.
 """
@@ -19,7 +19,7 @@ from reprlib import repr as shown
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.document import listed, read
 from zerodrift.model.header import Stored, read_header
-from zerodrift.model.spec import ModelSpec, Owner, ParameterSpec
+from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -35,7 +35,7 @@ def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
             names=(tensor.name,),
             shape=tensor.shape,
             dtype=tensor.dtype,
-            owners=(Owner(tensor.name.rpartition(".")[0], ""),),
+            owners=(OwningModule(tensor.name.rpartition(".")[0], ""),),
             trained=tensor.dtype.is_floating,
         )
         for tensor in tensors

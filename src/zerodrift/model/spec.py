@@ -15,7 +15,7 @@ from zerodrift.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class OwningModule:
     """A module that holds the parameter directly."""
 
     path: str
@@ -33,7 +33,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: DType
     """As the source holds it."""
-    owners: tuple[Owner, ...]
+    owners: tuple[OwningModule, ...]
     """One per name, in the same order."""
     trained: bool = True
     """`requires_grad`."""

@@ -18,9 +18,9 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import device
 from zerodrift.kernels.probe import contraction
 from zerodrift.optim import blockwise, kinds
-from zerodrift.optim.reference import Step, check_step
+from zerodrift.optim.reference import UpdateStep, check_step
 from zerodrift.optim.rounding import step_key
-from zerodrift.optim.schemes import Scheme, Slice, read, read_moment
+from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
 from zerodrift.optim.statistics import Statistics, account
 
 COUNTED_BLOCKS = 1 << 15
@@ -28,7 +28,7 @@ COUNTED_BLOCKS = 1 << 15
 
 
 def update_on_device(
-    scheme: Scheme, of: Slice, gradient: Tensor, step: Step, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     check_step(scheme, of, gradient, step)
@@ -47,10 +47,15 @@ def update_on_device(
 
 
 def _launch(
-    scheme: Scheme, of: Slice, gradient: Tensor, step: Step, table: Tensor, wanted: Tensor | None = None
+    scheme: Scheme,
+    of: SliceTensors,
+    gradient: Tensor,
+    step: UpdateStep,
+    table: Tensor,
+    wanted: Tensor | None = None,
 ) -> None:
     device.update(
-        device.Pass(
+        device.UpdateTensors(
             numel=of.numel,
             stochastic=step_key(step.number),
             grad=gradient,
@@ -71,15 +76,15 @@ def _launch(
     )
 
 
-def _chunks(of: Slice) -> Iterator[tuple[int, int]]:
+def _chunks(of: SliceTensors) -> Iterator[tuple[int, int]]:
     for first in range(0, of.blocks, COUNTED_BLOCKS):
         yield first, min(first + COUNTED_BLOCKS, of.blocks)
 
 
-def _blocks(of: Slice, first: int, last: int) -> Slice:
+def _blocks(of: SliceTensors, first: int, last: int) -> SliceTensors:
     """Blocks [first, last) of a slice, in the same memory."""
     elements, blocks = slice(first * BLOCK, min(last * BLOCK, of.numel)), slice(first, last)
-    return Slice(
+    return SliceTensors(
         storage=of.storage[elements],
         master=None if of.master is None else of.master[elements],
         moments=tuple(moment[elements] for moment in of.moments),

@@ -23,8 +23,8 @@ from torch import nn
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problems, UnsupportedError
 from zerodrift.optim import schemes
-from zerodrift.optim.fused import Way, update
-from zerodrift.optim.reference import Step
+from zerodrift.optim.fused import UpdateFunction, update
+from zerodrift.optim.reference import UpdateStep
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, rooms
@@ -33,7 +33,7 @@ from zerodrift.optim.updates import Hyper, Root
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, SGD, Algorithm, meant
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import ANY, checked
-from zerodrift.policy.nouns import Recipe
+from zerodrift.policy.nouns import ComponentSpec
 from zerodrift.policy.support import state_verdict
 
 HELD_STILL = Hyper(lr=0.0)
@@ -63,7 +63,7 @@ class FlatUpdater:
         root: Root,
         groups: torch.optim.Optimizer,
         group_of: Mapping[str, int],
-        way: Way = update,
+        way: UpdateFunction = update,
     ) -> None:
         self.groups = groups
         self._way = way
@@ -104,7 +104,7 @@ class FlatUpdater:
     def update(
         self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
     ) -> None:
-        step = Step(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
+        step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number, gradient in gradients.items():
             self._way(self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number))
             written(number)
@@ -229,7 +229,9 @@ TORCH_DECAY = 0.01
 """What `torch.optim.AdamW` decays by, which is what DeepSpeed makes where the block says `torch_adam`."""
 
 
-def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = update) -> FlatUpdater:
+def from_recipe(
+    plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, way: UpdateFunction = update
+) -> FlatUpdater:
     """The optimizer that a config's `optimizer` block means."""
     algorithm, defaults = arguments(recipe)
     # One stand-in parameter: groups exist for their numbers, the values are in the pieces.
@@ -238,7 +240,7 @@ def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = u
     return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything, way)
 
 
-def arguments(recipe: Recipe) -> tuple[Algorithm, dict[str, Any]]:
+def arguments(recipe: ComponentSpec) -> tuple[Algorithm, dict[str, Any]]:
     """What an `optimizer` block means: the update, and torch's arguments for it."""
     params = require(recipe)
     algorithm = meant(recipe.type, params)
@@ -248,7 +250,7 @@ def arguments(recipe: Recipe) -> tuple[Algorithm, dict[str, Any]]:
     return algorithm, defaults | {key: params[key] for key in params if key not in ANY}
 
 
-def require(recipe: Recipe) -> dict[str, Any]:
+def require(recipe: ComponentSpec) -> dict[str, Any]:
     """The arguments of a recipe; one that came from a config has been checked where it was resolved."""
     problems = Problems()
     found = checked("optimizer.params", recipe.type, json.loads(recipe.params), problems)

@@ -27,13 +27,13 @@ from zerodrift.kernels import device, native
 from zerodrift.kernels.probe import vector_root
 from zerodrift.optim import blockwise, kinds
 from zerodrift.optim.device import update_on_device
-from zerodrift.optim.reference import Step, check_step, reference_update
+from zerodrift.optim.reference import UpdateStep, check_step, reference_update
 from zerodrift.optim.rounding import step_key
-from zerodrift.optim.schemes import Scheme, Slice
+from zerodrift.optim.schemes import Scheme, SliceTensors
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updates import ARITHMETIC, Root
 
-Way = Callable[[Scheme, Slice, Tensor, Step, Statistics | None], None]
+UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Statistics | None], None]
 """How a slice is stepped: `update`, or the reference."""
 
 _log = logging.getLogger("zerodrift")
@@ -68,7 +68,7 @@ class _Update(ctypes.Structure):
 
 
 def update(
-    scheme: Scheme, of: Slice, gradient: Tensor, step: Step, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     gradient = gradient.contiguous()
@@ -83,7 +83,7 @@ def update(
         reference_update(scheme, of, gradient, step, statistics)
 
 
-def compiled_for(where: torch.device, step: Step) -> native.Library | None:
+def compiled_for(where: torch.device, step: UpdateStep) -> native.Library | None:
     """The compiled CPU kernels, where they can run this step on this device."""
     if where.type != "cpu" or ARITHMETIC[step.algorithm].compiled is None:
         return None
@@ -93,7 +93,7 @@ def compiled_for(where: torch.device, step: Step) -> native.Library | None:
     return native.library()
 
 
-def _needs_torch_root(step: Step) -> bool:
+def _needs_torch_root(step: UpdateStep) -> bool:
     return step.root is Root.TORCH and ARITHMETIC[step.algorithm].roots
 
 
@@ -108,9 +108,9 @@ def _tell_once_about_roots() -> None:
 def _update_compiled(
     built: native.Library,
     scheme: Scheme,
-    of: Slice,
+    of: SliceTensors,
     gradient: Tensor,
-    step: Step,
+    step: UpdateStep,
     statistics: Statistics | None,
 ) -> None:
     check_step(scheme, of, gradient, step)

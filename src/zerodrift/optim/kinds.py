@@ -12,8 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
-from zerodrift.optim.reference import Step
-from zerodrift.optim.schemes import Scheme, Slice
+from zerodrift.optim.reference import UpdateStep
+from zerodrift.optim.schemes import Scheme, SliceTensors
 from zerodrift.optim.updates import ARITHMETIC, Coefficients, coefficients
 from zerodrift.policy.nouns import Master, State
 
@@ -23,7 +23,7 @@ STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2, State.EIGHT_BI
 CPU = torch.device("cpu")
 
 
-def algorithm(step: Step) -> int:
+def algorithm(step: UpdateStep) -> int:
     """Its number; whoever asks has seen that it has one."""
     number = ARITHMETIC[step.algorithm].compiled
     if number is None:
@@ -31,23 +31,23 @@ def algorithm(step: Step) -> int:
     return number
 
 
-def state(scheme: Scheme, of: Slice) -> int:
+def state(scheme: Scheme, of: SliceTensors) -> int:
     """How moments rest. A slice without any has no scales or codes to look for, whatever its column says."""
     return STATES[scheme.state if of.moments else State.FP32]
 
 
-def table(step: Step, device: torch.device = CPU) -> Tensor:
+def table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
     """fp32, a row of coefficients per group; the sign of the first takes the multiplier in. Read it only."""
     return _table(step, device) if isinstance(step.multiplier, float) else _make(step, device)
 
 
 @functools.lru_cache(maxsize=2)
-def _table(step: Step, device: torch.device) -> Tensor:
+def _table(step: UpdateStep, device: torch.device) -> Tensor:
     """Once per step and not per slice: what is sent to a device makes the host wait for it."""
     return _make(step, device)
 
 
-def _make(step: Step, device: torch.device) -> Tensor:
+def _make(step: UpdateStep, device: torch.device) -> Tensor:
     fields = tuple(Coefficients.__dataclass_fields__)
     groups = [coefficients(step.algorithm, hyper) for hyper in step.hypers]
     rows = [[getattr(group, field) for field in fields] for group in groups]

@@ -22,14 +22,14 @@ from zerodrift import optimizers
 from zerodrift.dtypes import BLOCK
 from zerodrift.optim import muon, schemes
 from zerodrift.optim.flat import TORCH_DECAY, FlatUpdater, Groups, keys_of, require
-from zerodrift.optim.fused import Way, update
-from zerodrift.optim.muon import Numbers
-from zerodrift.optim.schemes import Scheme, Slice
+from zerodrift.optim.fused import UpdateFunction, update
+from zerodrift.optim.muon import MuonHyper
+from zerodrift.optim.schemes import Scheme, SliceTensors
 from zerodrift.optim.statistics import Statistics, account, rooms
 from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
 from zerodrift.optim.updates import Root
 from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Recipe
+from zerodrift.policy.nouns import ComponentSpec
 
 MUON, ADAMW = 0, 1
 """The parameter groups."""
@@ -41,7 +41,7 @@ class MuonUpdater:
     """An `Updater` whose pieces are Muon's or AdamW's."""
 
     def __init__(
-        self, plan: Plan, owned: Sequence[Owned], groups: torch.optim.Optimizer, way: Way = update
+        self, plan: Plan, owned: Sequence[Owned], groups: torch.optim.Optimizer, way: UpdateFunction = update
     ) -> None:
         self.groups = groups
         self.kind = optimizers.MUON.kind
@@ -87,7 +87,7 @@ class MuonUpdater:
                 written(number)
 
     def _update_row(
-        self, number: int, row: Row, gradient: torch.Tensor, numbers: Numbers, multiplier: float
+        self, number: int, row: Row, gradient: torch.Tensor, numbers: MuonHyper, multiplier: float
     ) -> None:
         span = self._pieces[number].span(row)
         count = span.stop - span.start
@@ -122,7 +122,7 @@ class MuonUpdater:
             after = (schemes.read(scheme, of, part.start, part.stop), of.storage[part], stored)
             account(room.blocks[first:last], change, before, after)
 
-    def _of(self, number: int) -> tuple[Scheme, Slice]:
+    def _of(self, number: int) -> tuple[Scheme, SliceTensors]:
         return self._schemes[number], self._slices[number]
 
     def master(self, number: int) -> torch.Tensor:
@@ -175,8 +175,8 @@ def _is_muon(piece: Owned) -> bool:
     return update is not None and update.optimizer == optimizers.MUON.name
 
 
-def _numbers(group: Mapping[str, Any]) -> Numbers:
-    return Numbers(**{field.name: group[field.name] for field in fields(Numbers)})
+def _numbers(group: Mapping[str, Any]) -> MuonHyper:
+    return MuonHyper(**{field.name: group[field.name] for field in fields(MuonHyper)})
 
 
 # --- from a config ------------------------------------------------------------------------------------
@@ -188,7 +188,9 @@ _OWN_RATES = {"muon_lr": MUON, "adam_lr": ADAMW}
 """DeepSpeed's keys for a part's own learning rate, over `lr`."""
 
 
-def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = update) -> MuonUpdater:
+def from_recipe(
+    plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, way: UpdateFunction = update
+) -> MuonUpdater:
     """The optimizer that a config's Muon block means."""
     groups = _groups(require(recipe))
     stand_ins = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
@@ -197,7 +199,7 @@ def from_recipe(plan: Plan, owned: Sequence[Owned], recipe: Recipe, way: Way = u
 
 def _groups(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The two groups' numbers, with torch's defaults; a key that both have means both, as in DeepSpeed."""
-    muon_group = {field.name: field.default for field in fields(Numbers)}
+    muon_group = {field.name: field.default for field in fields(MuonHyper)}
     adamw_group = dict(_REST)
     made = (muon_group, adamw_group)
     for key, value in params.items():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class MuonHyper:
     """Muon's arguments at one step; names and defaults are torch's."""
 
     lr: float = 1e-3
@@ -36,7 +36,7 @@ class Numbers:
     """How the learning rate grows with the shape of the matrix."""
 
 
-def orthogonal(matrix: Tensor, numbers: Numbers) -> Tensor:
+def orthogonal(matrix: Tensor, numbers: MuonHyper) -> Tensor:
     """About the nearest matrix with orthogonal rows or columns, by Newton and Schulz; in `ns_dtype`.
 
     The coefficients rise so steeply at zero that the result does not converge: singular values end between
@@ -56,20 +56,20 @@ def orthogonal(matrix: Tensor, numbers: Numbers) -> Tensor:
     return found.T if tall else found
 
 
-def rate(numbers: Numbers, rows: int, columns: int) -> float:
+def rate(numbers: MuonHyper, rows: int, columns: int) -> float:
     """The learning rate of an orthogonal update of this shape."""
     if numbers.adjust_lr_fn == "match_rms_adamw":
         return numbers.lr * (0.2 * math.sqrt(max(rows, columns)))
     return numbers.lr * math.sqrt(max(1, rows / columns))
 
 
-def direction(numbers: Numbers, moment: Tensor, gradient: Tensor) -> Tensor:
+def direction(numbers: MuonHyper, moment: Tensor, gradient: Tensor) -> Tensor:
     """What is to be made orthogonal; the moment takes the gradient in. Element by element."""
     moment.lerp_(gradient, 1 - numbers.momentum)
     return gradient.lerp(moment, numbers.momentum) if numbers.nesterov else moment
 
 
-def advance(numbers: Numbers, weights: Tensor, directions: Tensor, change: Tensor | None = None) -> None:
+def advance(numbers: MuonHyper, weights: Tensor, directions: Tensor, change: Tensor | None = None) -> None:
     """Update `[matrices, rows, columns]` of fp32 weights in place.
 
     `change`, of the same shape, is filled with what is added to each weight, before that sum is rounded.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.transfers import Arrival, Transfers
+from zerodrift.optim.transfers import PendingCopy, Transfers
 from zerodrift.optim.update import Counters, Owned, Updater, Written, unheard
 
 AHEAD = 2
@@ -42,8 +42,8 @@ class Offloaded:
         self._there = {piece.number: piece.storage for piece in owned}
         self._here: dict[int, Tensor] = {}
         """The image of every piece's storage."""
-        self._going_up: dict[int, Arrival] = {}
-        self._staging = Staging(transfers)
+        self._going_up: dict[int, PendingCopy] = {}
+        self._staging = HostBuffers(transfers)
         held = [self._brought_down(piece) for piece in owned]
         self._inner = build(held)
         self.groups = self._inner.groups
@@ -140,7 +140,7 @@ class Offloaded:
         return self._inner.resting(number)
 
 
-class Staging:
+class HostBuffers:
     """Host buffers for gradients, kept from step to step: to lock a page takes longer than to copy to it."""
 
     def __init__(self, transfers: Transfers) -> None:
@@ -158,7 +158,7 @@ class Staging:
 class Descending(Mapping[int, Tensor]):
     """Gradients that come down as they are asked for, and a little ahead of that, in their order."""
 
-    def __init__(self, there: Mapping[int, Tensor], staging: Staging, transfers: Transfers) -> None:
+    def __init__(self, there: Mapping[int, Tensor], staging: HostBuffers, transfers: Transfers) -> None:
         self._there = there
         self._staging = staging
         self._transfers = transfers
@@ -166,7 +166,7 @@ class Descending(Mapping[int, Tensor]):
         """Not begun, in order."""
         self._here: dict[int, Tensor] = {}
         """Arrived or on their way."""
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals: dict[int, PendingCopy] = {}
 
     def __getitem__(self, number: int) -> Tensor:
         if number in self._waiting:

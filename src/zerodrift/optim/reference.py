@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.optim.schemes import Scheme, Slice, check, draw, read, read_moment, write, write_moment
+from zerodrift.optim.schemes import Scheme, SliceTensors, check, draw, read, read_moment, write, write_moment
 from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optim.updates import Hyper, Root, advance, coefficients, moment_count, wanted_change
 from zerodrift.optimizers import Algorithm
@@ -25,12 +25,12 @@ CACHED_BLOCKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UpdateStep:
     """One optimizer step, the same for every slice."""
 
     algorithm: Algorithm
     hypers: tuple[Hyper, ...]
-    """Per group, as `Slice.groups` numbers them."""
+    """Per group, as `SliceTensors.groups` numbers them."""
     number: int
     """The run's own count of optimizer steps: part of the key of stochastic rounding."""
     multiplier: float | Tensor = 1.0
@@ -39,7 +39,7 @@ class Step:
 
 
 def reference_update(
-    scheme: Scheme, of: Slice, gradient: Tensor, step: Step, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     check_step(scheme, of, gradient, step)
@@ -47,7 +47,7 @@ def reference_update(
         _update_run(scheme, of, gradient, step, statistics, first, last, step.hypers[group])
 
 
-def check_step(scheme: Scheme, of: Slice, gradient: Tensor, step: Step) -> None:
+def check_step(scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep) -> None:
     """That everything fits together: compiled code that was told otherwise would write outside a tensor."""
     check(scheme, of)
     if gradient.shape != of.storage.shape or gradient.device != of.storage.device:
@@ -58,7 +58,7 @@ def check_step(scheme: Scheme, of: Slice, gradient: Tensor, step: Step) -> None:
         raise AssertionError(f"{step.algorithm} needs {needed} moments: {len(of.moments)}")
 
 
-def runs(of: Slice) -> Iterator[tuple[int, int, int]]:
+def runs(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
     """(first block, one past the last, group): stretches of one group that make up the slice, in order."""
     longest = CACHED_BLOCKS if of.storage.device.type == "cpu" else max(of.blocks, 1)
     for first, last, group in _stretches(of):
@@ -66,7 +66,7 @@ def runs(of: Slice) -> Iterator[tuple[int, int, int]]:
             yield start, min(start + longest, last), group
 
 
-def _stretches(of: Slice) -> Iterator[tuple[int, int, int]]:
+def _stretches(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
     if of.groups is None:
         yield 0, of.blocks, 0
         return
@@ -79,9 +79,9 @@ def _stretches(of: Slice) -> Iterator[tuple[int, int, int]]:
 
 def _update_run(
     scheme: Scheme,
-    of: Slice,
+    of: SliceTensors,
     gradient: Tensor,
-    step: Step,
+    step: UpdateStep,
     statistics: Statistics | None,
     first: int,
     last: int,

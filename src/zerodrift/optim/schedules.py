@@ -20,7 +20,7 @@ import torch
 
 from zerodrift.errors import ConfigError
 from zerodrift.optim import shapes
-from zerodrift.policy.nouns import Recipe
+from zerodrift.policy.nouns import ComponentSpec
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST = "LRRangeTest"
@@ -351,7 +351,7 @@ SCHEDULES: dict[str, type] = {
 }
 
 
-def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
+def make_schedule(recipe: ComponentSpec, optimizer: torch.optim.Optimizer) -> Any:
     """The schedule of a config's `scheduler` block, whose type and arguments `resolve` has checked."""
     try:
         return SCHEDULES[recipe.type](optimizer, **json.loads(recipe.params))

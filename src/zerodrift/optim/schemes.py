@@ -41,7 +41,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class SliceTensors:
     """The tensors of one slice: all flat, contiguous and of one length, on one device."""
 
     storage: Tensor
@@ -73,7 +73,7 @@ def allocate(
     initial: Tensor | None = None,
     groups: Tensor | None = None,
     keys: Tensor | None = None,
-) -> Slice:
+) -> SliceTensors:
     """A slice around `storage` with moments of zero.
 
     Its master starts as `initial`, fp32 values that are kept as the master where there is one in fp32, and
@@ -82,7 +82,7 @@ def allocate(
     """
     scaled = moments if scheme.state is State.EIGHT_BIT else 0
     blocks = -(-storage.numel() // BLOCK)
-    made = Slice(
+    made = SliceTensors(
         storage=storage,
         master=_first_master(scheme, storage, initial),
         moments=tuple(torch.zeros_like(storage, dtype=scheme.state.dtype.torch) for _ in range(moments)),
@@ -106,7 +106,7 @@ def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Te
     return storage.float() if initial is None else initial
 
 
-def check(scheme: Scheme, of: Slice) -> None:
+def check(scheme: Scheme, of: SliceTensors) -> None:
     """That the tensors are what the scheme says: the compiled path sees addresses and nothing else."""
     wanted = {"storage": (of.storage, scheme.storage.torch)}
     if of.master is not None:
@@ -135,7 +135,7 @@ def check(scheme: Scheme, of: Slice) -> None:
         raise AssertionError("the tensors of a slice must be on one device")
 
 
-def read(scheme: Scheme, of: Slice, start: int = 0, stop: int | None = None) -> Tensor:
+def read(scheme: Scheme, of: SliceTensors, start: int = 0, stop: int | None = None) -> Tensor:
     """The master's values in fp32, in a tensor of its own."""
     part = slice(start, stop)
     if scheme.master is Master.SPLIT and of.master is not None:
@@ -143,7 +143,7 @@ def read(scheme: Scheme, of: Slice, start: int = 0, stop: int | None = None) -> 
     return (of.storage if of.master is None else of.master)[part].to(torch.float32, copy=True)
 
 
-def write(scheme: Scheme, of: Slice, values: Tensor, start: int = 0) -> None:
+def write(scheme: Scheme, of: SliceTensors, values: Tensor, start: int = 0) -> None:
     """Set master and storage, from `start` on, to fp32 values."""
     part = slice(start, start + values.numel())
     if scheme.master is Master.SPLIT and of.master is not None:
@@ -157,7 +157,9 @@ def write(scheme: Scheme, of: Slice, values: Tensor, start: int = 0) -> None:
 # --- moments ------------------------------------------------------------------------------------------
 
 
-def read_moment(scheme: Scheme, of: Slice, number: int, first: int = 0, last: int | None = None) -> Tensor:
+def read_moment(
+    scheme: Scheme, of: SliceTensors, number: int, first: int = 0, last: int | None = None
+) -> Tensor:
     """A moment's values in fp32, of blocks [first, last), in a tensor of its own."""
     stop = None if last is None else last * BLOCK
     held = of.moments[number][first * BLOCK : stop]
@@ -167,7 +169,7 @@ def read_moment(scheme: Scheme, of: Slice, number: int, first: int = 0, last: in
 
 
 def write_moment(
-    scheme: Scheme, of: Slice, number: int, values: Tensor, first: int = 0, words: Tensor | None = None
+    scheme: Scheme, of: SliceTensors, number: int, values: Tensor, first: int = 0, words: Tensor | None = None
 ) -> None:
     """Set a moment, from block `first` on, to fp32 values.
 
@@ -187,7 +189,7 @@ def write_moment(
         of.moments[number][part] = values
 
 
-def draw(scheme: Scheme, of: Slice, step: int, first: int, last: int) -> Tensor | None:
+def draw(scheme: Scheme, of: SliceTensors, step: int, first: int, last: int) -> Tensor | None:
     """The random words of a step for blocks [first, last); None where rounding draws none."""
     if not (scheme.state.drawn and of.moments):
         return None

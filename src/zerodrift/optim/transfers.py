@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Arrival(Protocol):
+class PendingCopy(Protocol):
     """A copy under way."""
 
     def wait(self) -> None:
@@ -31,10 +31,10 @@ class Transfers(Protocol):
     def begin(self) -> None:
         """What is copied from here on has seen everything that the device was told before."""
 
-    def down(self, host: Tensor, there: Tensor) -> Arrival:
+    def down(self, host: Tensor, there: Tensor) -> PendingCopy:
         """Start to copy from the device to the host."""
 
-    def up(self, there: Tensor, host: Tensor) -> Arrival:
+    def up(self, there: Tensor, host: Tensor) -> PendingCopy:
         """Start to copy from the host to the device."""
 
     def end(self) -> None:
@@ -64,13 +64,13 @@ class SideStreams:
             self._down.wait_stream(current)
             self._up.wait_stream(current)
 
-    def down(self, host: Tensor, there: Tensor) -> Arrival:
+    def down(self, host: Tensor, there: Tensor) -> PendingCopy:
         return self._copy(host, there, self._down)
 
-    def up(self, there: Tensor, host: Tensor) -> Arrival:
+    def up(self, there: Tensor, host: Tensor) -> PendingCopy:
         return self._copy(there, host, self._up)
 
-    def _copy(self, target: Tensor, source: Tensor, stream: Any) -> Arrival:
+    def _copy(self, target: Tensor, source: Tensor, stream: Any) -> PendingCopy:
         with self._here(), self._streams.stream(stream):
             target.copy_(source, non_blocking=True)
             event = self._streams.Event()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zerodrift.optim.fused import Way, update
+from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.transfers import SideStreams, Transfers
@@ -132,7 +132,7 @@ def make_updater(
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[int, str],
     transfers: Transfers | None = None,
-    way: Way = update,
+    way: UpdateFunction = update,
 ) -> Updater:
     """The updater for a plan. `optimizer` is the caller's, over the model's own parameters, whose names
     `names` gives by `id`; without one the plan's `optimizer` block is built. Slices are stepped in the `way`
@@ -155,7 +155,7 @@ def _make(
     owned: Sequence[Owned],
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[int, str],
-    way: Way,
+    way: UpdateFunction,
 ) -> Updater:
     """The updater of pieces where they are."""
     from zerodrift.optim import flat, matrices, views

@@ -98,7 +98,7 @@ class Parts:
     def middle(self, piece: nn.Module, hidden: Hidden, batch: Any) -> Hidden:
         model = (piece,) if _positional(self.each) == 4 else ()
         for layer in piece.get_submodule(self.layers).children():
-            if not isinstance(layer, Pass | Elsewhere):
+            if not isinstance(layer, PassThrough | Elsewhere):
                 hidden = self.each(*model, layer, hidden, batch)
         return hidden
 
@@ -228,7 +228,7 @@ class Causal:
     def _entered(self, piece: nn.Module, came: torch.Tensor) -> Iterator[None]:
         """See [Note: entering]."""
         first = next(piece.get_submodule(self.layers).children())
-        if not isinstance(first, Pass):
+        if not isinstance(first, PassThrough):
             raise AssertionError("a piece behind the first that has the first layer")
         first.came = came
         try:
@@ -283,7 +283,7 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
 # --- a tree of modules, pruned ----------------------------------------------------------------------------
 
 
-class Pass(nn.Module):
+class PassThrough(nn.Module):
     """Stands for a layer of another piece: what comes goes on as it is. What would look something up, an
     embedding, finds nothing."""
 
@@ -316,11 +316,11 @@ class Elsewhere(nn.Module):
 
 def prune(model: nn.Module, names: frozenset[str], cut: Cut) -> nn.Module:
     """The model's tree with the parameters of these names and no others."""
-    return _pruned(model, "", _Wanted(names, cut.passes, cut.layers, _without(model, names, cut)))
+    return _pruned(model, "", _PieceParts(names, cut.passes, cut.layers, _without(model, names, cut)))
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _PieceParts:
     names: frozenset[str]
     passes: tuple[str, ...]
     layers: str
@@ -352,11 +352,11 @@ def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str
     return frozenset(found)
 
 
-def _pruned(module: nn.Module, path: str, wanted: _Wanted) -> nn.Module:
+def _pruned(module: nn.Module, path: str, wanted: _PieceParts) -> nn.Module:
     prefix = f"{path}." if path else ""
     held = {prefix + name for name, _ in module.named_parameters(remove_duplicate=False)}
     if path in wanted.absent or (held and not held & wanted.names and path):
-        return Pass() if wanted.passed(path) else Elsewhere(path)
+        return PassThrough() if wanted.passed(path) else Elsewhere(path)
     if held <= wanted.names and not any(each.startswith(prefix) for each in wanted.absent):
         return module
     clone = _shallow(module)

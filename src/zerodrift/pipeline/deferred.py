@@ -33,8 +33,8 @@ from torch.overrides import TorchFunctionMode
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.products import (
     Asked,
-    Call,
-    Place,
+    MatrixProduct,
+    StridedView,
     asked,
     hooked,
     input_gradient,
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class DeferredGradient:
     """One weight gradient that is to be formed."""
 
     parameter: nn.Parameter
-    place: Place | None
+    place: StridedView | None
     """Where in the parameter; None for all of it."""
     form: Callable[[torch.dtype], torch.Tensor]
     """dtype -> the gradient."""
@@ -80,9 +80,9 @@ class WeightQueue:
         """The most that was, since the queue was made."""
         self.formed = 0
         """Weight gradients formed so far."""
-        self._open: list[Late] = []
+        self._open: list[DeferredGradient] = []
         """Of the micro-batch that is under way."""
-        self._closed: deque[list[Late]] = deque()
+        self._closed: deque[list[DeferredGradient]] = deque()
         """Of whole micro-batches."""
         self._ended = 0
         """Micro-batches of this step that have ended."""
@@ -112,14 +112,16 @@ class WeightQueue:
         parameter: nn.Parameter,
         form: Callable[[torch.dtype], torch.Tensor],
         holds: tuple[torch.Tensor, ...] = (),
-        place: Place | None = None,
+        place: StridedView | None = None,
     ) -> None:
         """For autograd functions of your own: called in their backward, which then returns None for the
         weight. `form(dtype)` gives the gradient later, in that dtype; `holds` is what it is formed from, for
         the bound, and so that it is noticed when that is written to before."""
         self._require_known(parameter, form)
         kept = tuple((tensor, tensor._version) for tensor in holds)
-        late = Late(parameter, place, form, kept, sum(tensor.nbytes for tensor in holds), self._ended)
+        late = DeferredGradient(
+            parameter, place, form, kept, sum(tensor.nbytes for tensor in holds), self._ended
+        )
         if self.limit is not None:
             while self.held + late.held > self.limit and (waiting := self._oldest()):
                 self._form(waiting.pop(0))
@@ -150,7 +152,7 @@ class WeightQueue:
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter) or f"parameter {list(parameter.shape)}"
 
-    def _oldest(self) -> list[Late]:
+    def _oldest(self) -> list[DeferredGradient]:
         """The list with the gradient that has waited longest; empty where none waits."""
         return next((waiting for waiting in self._closed if waiting), self._open)
 
@@ -195,20 +197,20 @@ class WeightQueue:
             self._gradients.expect(None)
         self._gradients = None
 
-    def _form_all(self, waiting: list[Late]) -> None:
+    def _form_all(self, waiting: list[DeferredGradient]) -> None:
         if waiting and self._gradients is not None:
             self._gradients.open()
         while waiting:
             self._form(waiting.pop(0))
 
-    def _form(self, late: Late) -> None:
+    def _form(self, late: DeferredGradient) -> None:
         with torch.no_grad():
             self._add(late)
         ledger = None if self._gradients is None else self._gradients.ledger
         if ledger is not None:
             ledger.late(late.parameter, late.micro_batch)
 
-    def _add(self, late: Late) -> None:
+    def _add(self, late: DeferredGradient) -> None:
         parameter = late.parameter
         dtype = parameter.grad_dtype or parameter.dtype
         self.held -= late.held
@@ -227,7 +229,7 @@ class WeightQueue:
         home = parameter.grad if late.place is None else late.place.of(parameter.grad)
         home.add_(value)
 
-    def _require_unwritten(self, late: Late) -> None:
+    def _require_unwritten(self, late: DeferredGradient) -> None:
         """As autograd would, which looks in the backward and not behind it."""
         for tensor, version in late.holds:
             if tensor._version != version:
@@ -238,7 +240,7 @@ class WeightQueue:
                     f"first, or write to a clone."
                 )
 
-    def _require_fitting(self, late: Late, value: Any, dtype: torch.dtype) -> None:
+    def _require_fitting(self, late: DeferredGradient, value: Any, dtype: torch.dtype) -> None:
         parameter = late.parameter
         shape = tuple(parameter.shape) if late.place is None else late.place.size
         here = f"{list(shape)} {dtype} on {parameter.device}"
@@ -254,7 +256,7 @@ class WeightQueue:
             )
 
 
-def _laid_out(value: torch.Tensor, place: Place, parameter: nn.Parameter) -> torch.Tensor:
+def _laid_out(value: torch.Tensor, place: StridedView, parameter: nn.Parameter) -> torch.Tensor:
     """A value in the layout of its place, as the contiguous whole; the place is all of the parameter."""
     whole = torch.empty(parameter.shape, dtype=value.dtype, device=value.device)
     place.of(whole).copy_(value)
@@ -354,7 +356,7 @@ class _How:
     """What a product's backward has to know beside its tensors."""
 
     queue: WeightQueue
-    call: Call
+    call: MatrixProduct
     watched: set[torch.Tensor]
 
     def asked(self) -> Asked:

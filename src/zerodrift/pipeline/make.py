@@ -17,7 +17,7 @@ from torch import nn
 
 from zerodrift.comm.mesh import Mesh
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.place import Source, Sources
+from zerodrift.engine.place import ValueSource, ValueSources
 from zerodrift.errors import UnsupportedError
 from zerodrift.pipeline.cut import Causal, Cut, check_names, prune
 from zerodrift.pipeline.run import PipelineEngine
@@ -27,7 +27,7 @@ from zerodrift.policy.pipelining import SPLIT
 
 
 def pipeline_engine(
-    plan: Plan, model: nn.Module, mesh: Mesh, sources: Sources, cut: Cut | None, schedule: Any = None
+    plan: Plan, model: nn.Module, mesh: Mesh, sources: ValueSources, cut: Cut | None, schedule: Any = None
 ) -> PipelineEngine:
     """The engine of a plan that has a pipeline; `sources` are of the whole plan."""
     how = Causal.of(model) if cut is None else cut
@@ -83,7 +83,7 @@ def _require_eager(plan: Plan, model: nn.Module) -> None:
 class _Named:
     """Values of a parameter that this rank knows by another of its names."""
 
-    source: Source
+    source: ValueSource
     name: str
 
     def exact(self, name: str) -> torch.dtype:
@@ -93,14 +93,14 @@ class _Named:
         self.source.fill(self.name, start, out)
 
 
-def _known_here(plan: Plan, mine: Plan, sources: Sources) -> Sources:
+def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:
     """The sources of this rank's part, by the names that it has there."""
-    found: dict[str, Source] = {}
+    found: dict[str, ValueSource] = {}
     for row in mine.rows:
         whole = plan.row(row.name)
         if whole is not None and whole.name in sources.rows:
             found[row.name] = _Named(sources.rows[whole.name], whole.name)
-    return Sources(found, sources.buffers)
+    return ValueSources(found, sources.buffers)
 
 
 def _make_equal(engine: Engine) -> None:

@@ -29,7 +29,7 @@ batch; rows of x in groups, each with its own w."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StridedView:
     """Where in its parameter a weight lies: what `as_strided` takes, counted from the parameter's start."""
 
     size: tuple[int, ...]
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MatrixProduct:
     """A recognised product."""
 
     kind: Kind
@@ -51,12 +51,12 @@ class Call:
     offsets: torch.Tensor | None
     """Grouped: where each group of rows ends."""
     parameter: nn.Parameter
-    place: Place
+    place: StridedView
     run: Callable[..., torch.Tensor]
     """(x, weight, bias) -> what torch would have returned."""
 
 
-def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatrixProduct | None:
     """The product that a call of torch is, if its weight gradient can be formed later."""
     parse = _PARSERS.get(function)
     found = parse(*args, **kwargs) if parse is not None else None
@@ -80,8 +80,8 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     if x.dtype is not weight.dtype:
         return None  # torch says what is wrong with it
     offset = weight.storage_offset() - parameter.storage_offset()
-    place = Place(tuple(weight.shape), weight.stride(), offset)
-    return Call(kind, x, weight, bias, offsets, parameter, place, run)
+    place = StridedView(tuple(weight.shape), weight.stride(), offset)
+    return MatrixProduct(kind, x, weight, bias, offsets, parameter, place, run)
 
 
 def _root(weight: torch.Tensor) -> nn.Parameter | None:

@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.held import Held
+from zerodrift.engine.held import ScheduledUnits
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
@@ -112,7 +112,7 @@ class Piece(nn.Module):
         return self._engine[0]
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ScheduledUnits:
         if self.engine.held is None:
             raise AssertionError("an engine without a pipeline")
         return self.engine.held

@@ -20,11 +20,11 @@ from zerodrift.optimizers import ADAMW, of_type
 from zerodrift.plan.schedule import Collective, counted
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan, Segment, Unit
-from zerodrift.policy.nouns import Master, Placed, Recipe, Share, State, Update
+from zerodrift.policy.nouns import ComponentSpec, Master, MuonUpdate, Placed, State, Update
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class RestingBytes:
     """Bytes between steps, by column."""
 
     storage: int
@@ -88,7 +88,7 @@ class Cost:
     """Elements allocated beyond them, over all ranks of a shard group."""
     whole_padding: int
     """Of those, the ones that keep parameters or matrices whole."""
-    rest: Rest
+    rest: RestingBytes
     peak: Peak
     traffic: tuple[Traffic, ...]
 
@@ -137,7 +137,7 @@ def _padding(plan: Plan, segment: Segment) -> int:
     return (segment.padded - segment.numel) * _parts(plan, segment)
 
 
-def _rest(plan: Plan, segments: Sequence[Segment]) -> Rest:
+def _rest(plan: Plan, segments: Sequence[Segment]) -> RestingBytes:
     storage = accumulate = master = state = 0
     for segment in segments:
         columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
@@ -151,11 +151,11 @@ def _rest(plan: Plan, segments: Sequence[Segment]) -> Rest:
         if not plan.policy.sharding.free_accumulator:
             accumulate += _held(segment, update.accumulate, shard)
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
-    return Rest(storage, buffers, accumulate, master, state)
+    return RestingBytes(storage, buffers, accumulate, master, state)
 
 
 def _peak(
-    plan: Plan, units: Sequence[Unit], segments: Sequence[Segment], rest: Rest, micro_batches: int
+    plan: Plan, units: Sequence[Unit], segments: Sequence[Segment], rest: RestingBytes, micro_batches: int
 ) -> Peak:
     """The worst moment: the middle of a backward, when the last accumulators are filled."""
     blocks = [_gathered(plan, unit) for unit in units if unit.name]
@@ -270,7 +270,7 @@ def sent(call: Collective, mesh: MeshShape) -> int:
     return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
 
 
-def moments(optimizer: Recipe | None, share: Share) -> int:
+def moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:
     """How many values per element an optimizer keeps; AdamW's where the config names none. `share` says which
     part of one that treats parameters differently."""
     if optimizer is None:

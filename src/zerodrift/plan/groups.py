@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Reduce
+from zerodrift.policy.nouns import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Kind:
     """What rows of one group share."""
 
     compute: DType
-    update: tuple[DType, DType, Reduce] | None
+    update: tuple[DType, DType, Reduction] | None
     """(storage, accumulate, reduce) of what is trained; None where nothing is."""
 
     def fits(self, row: Row) -> bool:

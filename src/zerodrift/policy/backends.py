@@ -18,13 +18,15 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import ELEMENTWISE, either, of_type
-from zerodrift.policy.nouns import Columns, Recipe, State
+from zerodrift.policy.nouns import Columns, ComponentSpec, State
 
 Place = Callable[[str], str]
 """Column -> the key that asked for it."""
 
 
-def _all_settings(config: Config, mesh: MeshShape, optimizer: Recipe | None, problems: Problems) -> None:
+def _all_settings(
+    config: Config, mesh: MeshShape, optimizer: ComponentSpec | None, problems: Problems
+) -> None:
     """No key is refused."""
 
 
@@ -54,7 +56,7 @@ class Backend:
     """Whether every rank is a replica at stage 0."""
     dtensors: bool = False
     """Whether it takes a model whose parameters are DTensors."""
-    refuse_settings: Callable[[Config, MeshShape, Recipe | None, Problems], None] = _all_settings
+    refuse_settings: Callable[[Config, MeshShape, ComponentSpec | None, Problems], None] = _all_settings
     """Keys that are no column."""
     refuse_columns: Callable[[Columns, Place, Problems], None] = _all_columns
     """Columns of one parameter."""
@@ -109,7 +111,9 @@ def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
         )
 
 
-def _fsdp2_settings(config: Config, mesh: MeshShape, optimizer: Recipe | None, problems: Problems) -> None:
+def _fsdp2_settings(
+    config: Config, mesh: MeshShape, optimizer: ComponentSpec | None, problems: Problems
+) -> None:
     keep = config.sharding.keep_gathered
     if keep not in (None, "step") and config.zero_optimization.stage in FSDP2.gathered_once:
         problems.add(

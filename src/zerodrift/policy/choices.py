@@ -16,11 +16,11 @@ from zerodrift.optimizers import TYPES, of_type
 from zerodrift.policy import matrices
 from zerodrift.policy.arguments import SCHEDULES
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.nouns import Averaging, Batch, Decision, LossScale, Mode, Recipe, Sharding
-from zerodrift.policy.numbers import Numbers
+from zerodrift.policy.nouns import Averaging, Batch, ComponentSpec, Decision, LossScale, Mode, ShardingPolicy
+from zerodrift.policy.numbers import AutoNumbers
 
 
-def sharding(config: Config, stage: int, backend: Backend) -> tuple[Sharding, tuple[Decision, ...]]:
+def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPolicy, tuple[Decision, ...]]:
     zero, block = config.zero_optimization, config.sharding
     keep = block.keep_gathered
     pipeline = config.pipeline is not None and config.pipeline.stages > 1
@@ -59,11 +59,11 @@ def sharding(config: Config, stage: int, backend: Backend) -> tuple[Sharding, tu
                 "`zero_optimization.offload_optimizer.device`: in host memory; the bill counts them too",
             )
         )
-    made = Sharding(stage, block.units or (), keep, free, offload)  # type: ignore[arg-type]
+    made = ShardingPolicy(stage, block.units or (), keep, free, offload)  # type: ignore[arg-type]
     return made, tuple(decisions)
 
 
-def clip(config: Config, numbers: Numbers) -> tuple[float, str]:
+def clip(config: Config, numbers: AutoNumbers) -> tuple[float, str]:
     written = config.gradient_clipping
     clip = numbers.number("gradient_clipping", written, 1.0)
     if written is None:
@@ -95,7 +95,7 @@ def averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Aver
     return Averaging(mean, 1.0), "`gradient_allreduce_op`" if config.gradient_allreduce_op else "default"
 
 
-def loss_scale(config: Config, mode: Mode, numbers: Numbers) -> LossScale | None:
+def loss_scale(config: Config, mode: Mode, numbers: AutoNumbers) -> LossScale | None:
     if not mode.scaled:
         return None
     block = config.fp16
@@ -123,7 +123,7 @@ def scale_decision(scale: LossScale | None, mode: Mode, config: Config) -> Decis
     return Decision("loss scale", text, "`fp16` block" if config.fp16 else f"mode {mode}, default scaler")
 
 
-def optimizer(config: Config, numbers: Numbers, problems: Problems) -> Recipe | None:
+def optimizer(config: Config, numbers: AutoNumbers, problems: Problems) -> ComponentSpec | None:
     if config.optimizer is None:
         return None
     kind = TYPES.get(config.optimizer.type.lower())
@@ -136,10 +136,10 @@ def optimizer(config: Config, numbers: Numbers, problems: Problems) -> Recipe | 
             or "Any other elementwise optimizer: build it and pass it to `initialize`.",
         )
         return None
-    return Recipe(kind, numbers.params("optimizer.params", kind, config.optimizer.params))
+    return ComponentSpec(kind, numbers.params("optimizer.params", kind, config.optimizer.params))
 
 
-def update_decisions(optimizer: Recipe | None, config: Config) -> tuple[Decision, ...]:
+def update_decisions(optimizer: ComponentSpec | None, config: Config) -> tuple[Decision, ...]:
     """How updates are shared out and watched, where that is not as usual."""
     found = []
     algorithm = None if optimizer is None else of_type(optimizer.type)
@@ -151,7 +151,7 @@ def update_decisions(optimizer: Recipe | None, config: Config) -> tuple[Decision
     return tuple(found)
 
 
-def schedule(config: Config, numbers: Numbers, problems: Problems) -> Recipe | None:
+def schedule(config: Config, numbers: AutoNumbers, problems: Problems) -> ComponentSpec | None:
     if config.scheduler is None:
         return None
     kind = config.scheduler.type
@@ -163,7 +163,7 @@ def schedule(config: Config, numbers: Numbers, problems: Problems) -> Recipe | N
             did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`.",
         )
         return None
-    return Recipe(kind, numbers.params("scheduler.params", kind, config.scheduler.params))
+    return ComponentSpec(kind, numbers.params("scheduler.params", kind, config.scheduler.params))
 
 
 EXPERTS = ("*.experts.*",)

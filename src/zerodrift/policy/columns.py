@@ -22,11 +22,11 @@ from zerodrift.policy.nouns import (
     Columns,
     Master,
     Mode,
+    MuonUpdate,
     Output,
     Placed,
     Placement,
-    Reduce,
-    Share,
+    Reduction,
     State,
     Update,
 )
@@ -35,7 +35,7 @@ from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_v
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ColumnContext:
     """What columns depend on besides the parameter's own demands."""
 
     mode: Mode
@@ -49,7 +49,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ParameterTraits:
     """What columns depend on in the parameter itself."""
 
     source: DType
@@ -67,8 +67,8 @@ class Subject:
 
 def complete(
     asked: Demands,
-    setting: Setting,
-    subject: Subject,
+    setting: ColumnContext,
+    subject: ParameterTraits,
     pinned: bool,
     output: Output | None,
     problems: Problems,
@@ -88,7 +88,7 @@ def complete(
     return _divided(made, subject)
 
 
-def _divided(made: Columns, subject: Subject) -> Columns:
+def _divided(made: Columns, subject: ParameterTraits) -> Columns:
     """The same columns, of a rank's own experts where the parameter is a stack of experts."""
     if not subject.expert:
         return made
@@ -105,7 +105,9 @@ def _kept(dtype: DType, output: Output | None) -> Columns:
 class _Filler:
     """Fills one parameter's columns in order and remembers each reason."""
 
-    def __init__(self, asked: Demands, setting: Setting, subject: Subject, problems: Problems) -> None:
+    def __init__(
+        self, asked: Demands, setting: ColumnContext, subject: ParameterTraits, problems: Problems
+    ) -> None:
         self.asked = asked
         self.setting = setting
         self.subject = subject
@@ -209,7 +211,7 @@ class _Filler:
         self._allow("accumulate", dtype, compute)
         return dtype
 
-    def _reduce(self, accumulate: DType) -> Reduce:
+    def _reduce(self, accumulate: DType) -> Reduction:
         mode, stage = self.setting.mode, self.setting.stage
         if mode.autocast and self.subject.safe:
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
@@ -238,7 +240,7 @@ class _Filler:
         if wire_why == sum_why:
             parts = {f"wire and sum {wire}": wire_why, f"when {when}": why}
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
-        return Reduce(wire, total, when)  # type: ignore[arg-type]
+        return Reduction(wire, total, when)  # type: ignore[arg-type]
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
         """A column of the gradient must not lose what the column before it held, unless allowed."""
@@ -288,7 +290,7 @@ class _Filler:
         value, asked = self.asked.get("master", ("same", ""))
         self.why["master"] = why if value == "same" and not asked else f"{asked}; {why}"
 
-    def _optimizer(self) -> Share:
+    def _optimizer(self) -> MuonUpdate:
         """Which of Muon's two updates; `""` under any other optimizer."""
         if not self.setting.muon:
             if "optimizer" in self.asked:
@@ -301,7 +303,7 @@ class _Filler:
                 )
             return ""
         subject = self.subject
-        default: Share = "AdamW" if subject.not_hidden else "Muon"
+        default: MuonUpdate = "AdamW" if subject.not_hidden else "Muon"
         value, why = self.asked.get(
             "optimizer", (default, f"Muon's rule: {subject.not_hidden or 'a hidden matrix'}")
         )
@@ -315,7 +317,7 @@ class _Filler:
             )
         return "Muon" if value == "Muon" else "AdamW"
 
-    def _placement(self, optimizer: Share) -> Placement:
+    def _placement(self, optimizer: MuonUpdate) -> Placement:
         """Where a slice may end."""
         stacked = self.subject.dimensions > 2
         default, reason = "sliced", ""
@@ -337,7 +339,7 @@ class _Filler:
         self.why["placement"] = why
         return "matrices" if value == "matrices" else "whole"
 
-    def _state(self, optimizer: Share) -> State:
+    def _state(self, optimizer: MuonUpdate) -> State:
         value, why = self.asked.get("state", ("fp32", "default: moments in fp32"))
         self.why["state"] = why
         state = State(value)

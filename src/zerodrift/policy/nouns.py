@@ -92,7 +92,7 @@ Placement = Literal["sliced", "matrices", "whole"]
 """Where a slice may end: anywhere in a parameter, between the matrices of its last two dimensions, or
 between parameters only."""
 
-Share = Literal["", "Muon", "AdamW"]
+MuonUpdate = Literal["", "Muon", "AdamW"]
 """Which part of an optimizer that treats parameters differently; `""` where it treats all alike."""
 
 Parallel = Literal["", "expert"]
@@ -115,7 +115,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduction:
     """How gradients travel and are summed over ranks."""
 
     wire: DType
@@ -130,14 +130,14 @@ class Update:
 
     grad: DType
     accumulate: Placed
-    reduce: Reduce
+    reduce: Reduction
     master: Master
     state: State
     axis: Axis
     """Where master and state live."""
     placement: Placement = "sliced"
     """Where a rank's slice of the parameter may end."""
-    optimizer: Share = ""
+    optimizer: MuonUpdate = ""
     """Which of the config's optimizer's updates it gets."""
 
 
@@ -229,7 +229,7 @@ class Pipelining:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ResolvedRule:
     """An ordered rule, ready to match."""
 
     kind: Literal["glob", "class", "glob+class", "substring"]
@@ -281,7 +281,7 @@ class Averaging:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class ShardingPolicy:
     """How parameters spread over ranks and how long copies live."""
 
     stage: Literal[0, 1, 2, 3]
@@ -295,7 +295,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ComponentSpec:
     """An optimizer or a schedule to build: its type and arguments as JSON text, so that it can be hashed."""
 
     type: str
@@ -310,14 +310,14 @@ class Policy:
     backend: BackendName
     demands: tuple[tuple[str, str, str], ...]
     """(column, value, why): the columns that the config sets for every parameter."""
-    rules: tuple[Rule, ...]
+    rules: tuple[ResolvedRule, ...]
     safe: tuple[str, ...]
     """Autocast: classes whose parameters travel in the low dtype; empty otherwise."""
     buffers: DType | None
     """Cast floating buffers to this; None keeps them."""
     buffers_why: str
     allow_narrow: bool
-    sharding: Sharding
+    sharding: ShardingPolicy
     batch: Batch
     averaging: Averaging
     clip: float
@@ -325,8 +325,8 @@ class Policy:
     loss_scale: LossScale | None
     skip_nonfinite: bool
     """Skip the step when a gradient is not finite, instead of raising."""
-    optimizer: Recipe | None
-    schedule: Recipe | None
+    optimizer: ComponentSpec | None
+    schedule: ComponentSpec | None
     statistics: bool
     """Record what becomes of every update."""
     print_every: int

@@ -25,7 +25,7 @@ AutoValues = Mapping[str, float | Sequence[float]]
 """What stands in for a numeric "auto", by dotted key; `optimizer.params.betas` takes a pair."""
 
 
-class Numbers:
+class AutoNumbers:
     """The numbers that the caller passed for keys that are "auto"."""
 
     def __init__(self, given: AutoValues, problems: Problems) -> None:

@@ -20,8 +20,8 @@ from zerodrift.model.spec import ModelSpec, ParameterSpec
 from zerodrift.optimizers import of_type
 from zerodrift.policy import matrices, rules
 from zerodrift.policy.backends import BACKENDS
-from zerodrift.policy.columns import Setting, Subject, complete
-from zerodrift.policy.nouns import Columns, Policy, Recipe, Rule
+from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
+from zerodrift.policy.nouns import Columns, ComponentSpec, Policy, ResolvedRule
 
 
 class ColumnsOf:
@@ -33,7 +33,7 @@ class ColumnsOf:
         self._safe = policy.safe
         self._experts = policy.experts
         self._checkpoint = _Checkpoint(model.checkpoint)
-        self._setting = Setting(
+        self._setting = ColumnContext(
             policy.mode,
             BACKENDS[policy.backend],
             policy.sharding.stage,
@@ -57,7 +57,7 @@ class ColumnsOf:
                 str(parameter.dtype),
                 "Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`.",
             )
-        subject = Subject(
+        subject = ParameterTraits(
             parameter.dtype,
             parameter.trained,
             self._is_safe(parameter),
@@ -144,14 +144,14 @@ def _in_safe_list(klass: str, safe: tuple[str, ...]) -> bool:
     return any(rules.is_class(klass, wanted) for wanted in safe)
 
 
-def _is_pinned(asked: rules.Demands, matched: tuple[Rule, ...]) -> bool:
+def _is_pinned(asked: rules.Demands, matched: tuple[ResolvedRule, ...]) -> bool:
     """A pin holds as long as no later rule narrowed one of its columns."""
     return any(rule.pin for rule in matched) and all(
         asked.get(column, ("", ""))[0] == value for column, value in rules.PIN if column != "export"
     )
 
 
-def _beta2(optimizer: Recipe | None) -> float | None:
+def _beta2(optimizer: ComponentSpec | None) -> float | None:
     """The second moment's decay, if the config names an optimizer that has one; Muon's AdamW does."""
     if optimizer is None:
         return None

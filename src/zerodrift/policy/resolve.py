@@ -17,7 +17,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.policy import batch, choices, modes, pipelining, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.nouns import Decision, Mode, Policy
-from zerodrift.policy.numbers import AutoValues, Numbers
+from zerodrift.policy.numbers import AutoNumbers, AutoValues
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -52,7 +52,7 @@ def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
 def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> Policy:
     """What a config means on a mesh. `auto` stands in for numeric "auto" values, by dotted key."""
     problems = Problems()
-    numbers = Numbers(auto or {}, problems)
+    numbers = AutoNumbers(auto or {}, problems)
     mode_decision = modes.choose(config, problems)
     mode = Mode(mode_decision.value)
     precision = config.precision

@@ -17,8 +17,8 @@ from zerodrift import dtypes
 from zerodrift.config import schema
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, nearest
-from zerodrift.model.spec import ModelSpec, Owner, ParameterSpec
-from zerodrift.policy.nouns import Columns, Rule
+from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
+from zerodrift.policy.nouns import Columns, ResolvedRule
 
 PIN: tuple[tuple[str, str], ...] = (
     ("storage", "fp32"),
@@ -55,10 +55,10 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
     return tuple(found)
 
 
-def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[Rule, ...]:
+def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
     """The ordered rules of a config: DeepSpeed's pinned substrings first, then ours, so ours win."""
     made = [
-        Rule(
+        ResolvedRule(
             "substring",
             text,
             "",
@@ -72,14 +72,14 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
     return (*made, *(_from_block(number, rule) for number, rule in enumerate(rules)))
 
 
-def _from_block(number: int, block: schema.Rule) -> Rule:
+def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
     sets = dict(PIN) if block.pin is not None else {}
     sets |= dict(column_values(block))
     pattern, klass = block.match or "", block.klass or ""
     kind = "glob+class" if pattern and klass else "glob" if pattern else "class"
     shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
     pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
-    return Rule(
+    return ResolvedRule(
         kind,  # type: ignore[arg-type]
         pattern,
         klass,
@@ -109,7 +109,7 @@ def glob(pattern: str) -> Callable[[str], re.Match[str] | None]:
     return re.compile(fnmatch.translate(pattern)).match
 
 
-def matches(rule: Rule, name: str, owner: Owner) -> bool:
+def matches(rule: ResolvedRule, name: str, owner: OwningModule) -> bool:
     """Whether a rule applies to a parameter under one of its names."""
     if rule.kind == "substring":
         return rule.pattern in name
@@ -119,11 +119,11 @@ def matches(rule: Rule, name: str, owner: Owner) -> bool:
 
 
 def demands(
-    base: Demands, rules: Sequence[Rule], parameter: ParameterSpec
-) -> tuple[Demands, tuple[Rule, ...]]:
+    base: Demands, rules: Sequence[ResolvedRule], parameter: ParameterSpec
+) -> tuple[Demands, tuple[ResolvedRule, ...]]:
     """What is demanded of a parameter, and the rules that matched it, over all its names."""
     each: list[Demands] = []
-    matched: dict[Rule, None] = {}
+    matched: dict[ResolvedRule, None] = {}
     for name, owner in zip(parameter.names, parameter.owners, strict=True):
         mine = dict(base)
         for rule in rules:
@@ -173,7 +173,7 @@ def _widest_value(left: str, right: str) -> str:
     return max(left, right, key=lambda value: _WIDTH.get(value, 0))
 
 
-def require_matches(rules: Iterable[Rule], model: ModelSpec, problems: Problems) -> None:
+def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: Problems) -> None:
     """Every rule must match some parameter; those that do not are named with the nearest names."""
     pending = list(rules)
     for parameter in model.parameters:
@@ -211,7 +211,7 @@ def require_one_compute(model: ModelSpec, columns: Sequence[Columns], problems: 
         )
 
 
-def _hint(rule: Rule, model: ModelSpec) -> str:
+def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
     classes = sorted({owner.klass for p in model.parameters for owner in p.owners if owner.klass})
     if rule.klass and not classes:
         return "This source has no module classes: plan from the module or an HF config instead."

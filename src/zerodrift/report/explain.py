@@ -29,7 +29,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class OwnedRange:
     """What one rank of the shard axis owns of a parameter, in elements of the flattened parameter."""
 
     rank: int
@@ -60,7 +60,7 @@ class Explanation:
     """First element within the segment."""
     shard: int
     """Ranks of the shard axis."""
-    slices: tuple[Slice, ...]
+    slices: tuple[OwnedRange, ...]
     """Of the columns that are sharded; ranks that own nothing of it are left out."""
     cells: tuple[Cell, ...]
     options: tuple[Cell, ...]
@@ -109,7 +109,7 @@ def explain_row(plan: Plan, index: int) -> Explanation:
     )
 
 
-def _slices(plan: Plan, row: Row) -> tuple[Slice, ...]:
+def _slices(plan: Plan, row: Row) -> tuple[OwnedRange, ...]:
     """Each rank owns one equal contiguous slice of the segment; this is the parameter's part of each, of its
     own experts where these are spread."""
     each, numel = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment]), row.numel
@@ -119,5 +119,5 @@ def _slices(plan: Plan, row: Row) -> tuple[Slice, ...]:
     for part in range(row.parts):
         for place in range(row.offset // each, (row.offset + numel - 1) // each + 1):
             start, stop = max(place * each - row.offset, 0), min((place + 1) * each - row.offset, numel)
-            found.append(Slice(place * row.parts + part, part * numel + start, part * numel + stop))
+            found.append(OwnedRange(place * row.parts + part, part * numel + start, part * numel + stop))
     return tuple(found)

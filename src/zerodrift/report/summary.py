@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Boundary, Plan
-from zerodrift.policy.nouns import COLUMNS, Columns, Recipe
+from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
 
@@ -73,7 +73,7 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def _recipe(recipe: Recipe) -> str:
+def _recipe(recipe: ComponentSpec) -> str:
     """`AdamW, lr 0.0001, betas [0.9, 0.95]`."""
     params = json.loads(recipe.params) if recipe.params else {}
     return ", ".join([recipe.type, *(f"{key} {value}" for key, value in params.items())])

@@ -25,7 +25,7 @@ from zerodrift.plan.table import Boundary, Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.report import figures, stages, summary
-from zerodrift.report.explain import Explanation, Slice
+from zerodrift.report.explain import Explanation, OwnedRange
 from zerodrift.report.frame import WIDTH, elide, grid, pairs, printed, section, title
 from zerodrift.report.rows import ColumnSet, Line, Table
 
@@ -324,5 +324,5 @@ def _slices(found: Explanation) -> list[tuple[str, str]]:
     return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
-def _slice(each: Slice, found: Explanation) -> str:
+def _slice(each: OwnedRange, found: Explanation) -> str:
     return f"rank {each.rank} of {found.shard}: elements {each.start:,} to {each.stop - 1:,}"

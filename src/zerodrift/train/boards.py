@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from zerodrift.errors import ConfigError, Problems
-from zerodrift.train.folder import Folder
+from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run
 
 
@@ -34,7 +34,7 @@ def check_boards(run: Run) -> None:
     problems.raise_as(ConfigError)
 
 
-def boards(folder: Folder, run: Run, after: int) -> list[Board]:
+def boards(folder: RunFolder, run: Run, after: int) -> list[Board]:
     """Those that the job asks for; `after` is the step that the run goes on from."""
     found: list[Board] = []
     if run.tensorboard:
@@ -45,7 +45,7 @@ def boards(folder: Folder, run: Run, after: int) -> list[Board]:
 
 
 class _TensorBoard:
-    def __init__(self, folder: Folder, after: int) -> None:
+    def __init__(self, folder: RunFolder, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder.events), purge_step=after + 1 if after else None)
@@ -59,7 +59,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, folder: Folder, project: str, after: int) -> None:
+    def __init__(self, folder: RunFolder, project: str, after: int) -> None:
         import wandb
 
         if not after or not folder.wandb.exists():

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from zerodrift.errors import ConfigError, Problem
-from zerodrift.train.tokens import Folder, Tokenizer, Tokens
+from zerodrift.train.tokens import Tokenizer, Tokens, TransformersTokenizer
 
 Message = Mapping[str, str]
 """`role` and `content`."""
@@ -84,7 +84,7 @@ def unicode(text: str, where: str) -> str:
 
 def written(messages: Sequence[Message], tokenizer: Tokenizer, learn_all: bool) -> tuple[Tokens, Tokens]:
     """The tokens of a conversation, and for each whether it is learned."""
-    if isinstance(tokenizer, Folder) and tokenizer.inner.chat_template:
+    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
         tokens, learned = _templated(messages, tokenizer)
     else:
         tokens, learned = _plain(messages, tokenizer)
@@ -93,7 +93,7 @@ def written(messages: Sequence[Message], tokenizer: Tokenizer, learn_all: bool) 
 
 def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
     """A conversation up to where the assistant begins to speak."""
-    if isinstance(tokenizer, Folder) and tokenizer.inner.chat_template:
+    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
         return _apply(messages, tokenizer, ask=True)
     return np.concatenate([_plain(messages, tokenizer)[0], tokenizer.encode(_head(ASSISTANT))])
 
@@ -114,7 +114,7 @@ def _plain(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[Tokens, T
     return np.concatenate(parts), np.concatenate(learned)
 
 
-def _templated(messages: Sequence[Message], tokenizer: Folder) -> tuple[Tokens, Tokens]:
+def _templated(messages: Sequence[Message], tokenizer: TransformersTokenizer) -> tuple[Tokens, Tokens]:
     """Written up to before and up to after each answer: what is between is the answer."""
     tokens = _apply(messages, tokenizer, ask=False)
     learned = np.zeros(len(tokens), dtype=bool)
@@ -131,7 +131,7 @@ def _templated(messages: Sequence[Message], tokenizer: Folder) -> tuple[Tokens, 
     return tokens, learned
 
 
-def _apply(messages: Sequence[Message], tokenizer: Folder, *, ask: bool) -> Tokens:
+def _apply(messages: Sequence[Message], tokenizer: TransformersTokenizer, *, ask: bool) -> Tokens:
     try:
         made = tokenizer.inner.apply_chat_template(
             list(messages), tokenize=True, add_generation_prompt=ask, return_dict=False

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from zerodrift.legible import encodable
 from zerodrift.report.figures import elements, significant, size
-from zerodrift.train.metrics import Step
+from zerodrift.train.metrics import StepMetrics
 
 
 class Display(Protocol):
@@ -25,7 +25,7 @@ class Display(Protocol):
 
     def say(self, text: str) -> None: ...
 
-    def step(self, step: Step) -> None: ...
+    def step(self, step: StepMetrics) -> None: ...
 
     def evaluation(self, step: int, loss: float) -> None: ...
 
@@ -35,11 +35,11 @@ class Display(Protocol):
 def display(rank: int, every: int) -> Display:
     """For this rank and its stdout."""
     if rank:
-        return Silent()
-    return Live() if sys.stdout.isatty() else Lines(every)
+        return SilentDisplay()
+    return LiveDisplay() if sys.stdout.isatty() else LineDisplay(every)
 
 
-def figures(step: Step) -> list[str]:
+def figures(step: StepMetrics) -> list[str]:
     """A step in words: what a line shows, from left to right."""
     found = [f"loss {step.loss:.4f}", f"norm {_number(step.grad_norm)}", f"lr {step.lr:.2e}"]
     if step.loss_scale != 1.0:
@@ -66,14 +66,14 @@ class Pace:
     def __init__(self) -> None:
         self._recent: list[tuple[int, float]] = []
 
-    def left(self, step: Step, steps: int) -> float | None:
+    def left(self, step: StepMetrics, steps: int) -> float | None:
         """Seconds to the end; None before it can be told."""
         self._recent = [*self._recent[-20:], (step.step, step.seconds)]
         (first, since), (last, now) = self._recent[0], self._recent[-1]
         return (now - since) / (last - first) * (steps - step.step) if last > first else None
 
 
-class Silent:
+class SilentDisplay:
     """Every rank but the first."""
 
     color = False
@@ -82,14 +82,14 @@ class Silent:
 
     def say(self, text: str) -> None: ...
 
-    def step(self, step: Step) -> None: ...
+    def step(self, step: StepMetrics) -> None: ...
 
     def evaluation(self, step: int, loss: float) -> None: ...
 
     def stop(self) -> None: ...
 
 
-class Lines:
+class LineDisplay:
     """A file or a pipe: a line per so many steps."""
 
     color = False
@@ -107,7 +107,7 @@ class Lines:
     def say(self, text: str) -> None:
         print(encodable(text, sys.stdout.encoding), flush=True)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepMetrics) -> None:
         left = self._pace.left(step, self._steps)
         if step.step % self._every and step.step != self._steps and not step.skipped:
             return
@@ -120,7 +120,7 @@ class Lines:
     def stop(self) -> None: ...
 
 
-class Live:
+class LiveDisplay:
     """A terminal: a bar and the figures of the last step, drawn over and over."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Live:
 
         self._console.print(Text.from_ansi(text))
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepMetrics) -> None:
         left = self._pace.left(step, self._steps)
         words = "  ".join([f"step {step.step}/{self._steps}", *figures(step)])
         if self._validation:

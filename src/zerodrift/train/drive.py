@@ -39,7 +39,7 @@ class Driver(Protocol):
         """Leave the process groups."""
 
 
-class Alone:
+class WholeModelDriver:
     """A model that each rank runs from its first layer to its last."""
 
     def __init__(self, engine: Engine) -> None:
@@ -71,7 +71,7 @@ class Alone:
         self.engine.destroy()
 
 
-class Staged:
+class PipelineDriver:
     """A model that is cut over the ranks of a pipeline."""
 
     def __init__(self, model: PipelineEngine) -> None:

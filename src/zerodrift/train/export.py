@@ -28,7 +28,7 @@ from zerodrift.model.factory import make
 from zerodrift.model.meta import attempt
 from zerodrift.train import model as models
 from zerodrift.train.job import Job
-from zerodrift.train.tokens import FILES, MODELS, Folder, Tokenizer
+from zerodrift.train.tokens import FILES, MODELS, Tokenizer, TransformersTokenizer
 
 BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
@@ -39,7 +39,7 @@ def export(engine: Engine, folder: Path, job: Job, tokenizer: Tokenizer) -> None
         export_model(engine, folder, overwrite=True)
     else:
         _write_adapters(engine, folder)
-    if engine.mesh.rank() == 0 and isinstance(tokenizer, Folder):
+    if engine.mesh.rank() == 0 and isinstance(tokenizer, TransformersTokenizer):
         for file in Path(tokenizer.name).iterdir():
             if file.is_file() and (file.name in (*FILES, *BESIDE_TOKENIZER) or file.suffix in MODELS):
                 shutil.copyfile(file, folder / file.name)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from zerodrift.train.blocks import IGNORED, Blocks
-from zerodrift.train.sampler import Sampler, share
+from zerodrift.train.sampler import BlockSampler, share
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class BatchLayout:
     """This rank's place among those that see different data, and how a step is cut."""
 
     rank: int
@@ -54,10 +54,10 @@ class MicroBatch:
 class Feed:
     """The training data as one rank sees it."""
 
-    def __init__(self, blocks: Blocks, seed: int, seat: Seat) -> None:
+    def __init__(self, blocks: Blocks, seed: int, seat: BatchLayout) -> None:
         self.blocks = blocks
         self.seat = seat
-        self._sampler = Sampler(len(blocks), seed)
+        self._sampler = BlockSampler(len(blocks), seed)
 
     def step(self, number: int) -> Iterator[MicroBatch]:
         """The micro-batches of an optimizer step, counted from 0."""
@@ -91,7 +91,7 @@ def micro_batch(blocks: Blocks, chosen: np.ndarray, mean: float, device: torch.d
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ValidationBatch:
     """One micro-batch of the validation data, for one rank."""
 
     batch: MicroBatch
@@ -99,7 +99,7 @@ class Held:
     """That count: 0 for one that is there only so that all ranks do the same number of forwards."""
 
 
-def held_out(blocks: Blocks, seat: Seat, most: int) -> Iterator[Held]:
+def held_out(blocks: Blocks, seat: BatchLayout, most: int) -> Iterator[ValidationBatch]:
     """The validation blocks from the first on, at most `most` micro-batches a rank, the same every time."""
     stride = seat.ranks * seat.micro
     rounds = min(most, -(-len(blocks) // stride))
@@ -114,4 +114,4 @@ def held_out(blocks: Blocks, seat: Seat, most: int) -> Iterator[Held]:
             labels = made.labels.clone()  # may be the tokens themselves
             labels[torch.from_numpy(~real).to(seat.device)] = IGNORED
             made = replace(made, labels=labels, blocks=chosen[real])
-        yield Held(made, int(blocks.labels(chosen[real]).sum()))
+        yield ValidationBatch(made, int(blocks.labels(chosen[real]).sum()))

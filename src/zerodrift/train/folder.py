@@ -25,7 +25,7 @@ from zerodrift.train.read import read_back
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class RunFolder:
     """The paths of a run."""
 
     path: Path

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from zerodrift.config.schema import Block, Flag, Natural, Positive, PositiveFloat
 
-Share = Annotated[float, Field(ge=0, le=0.5, strict=True)]
+HeldOutShare = Annotated[float, Field(ge=0, le=0.5, strict=True)]
 """Of the documents."""
 
 Paths = str | tuple[str, ...]
@@ -29,7 +29,7 @@ class Lora(Block):
     """Rank of the adapters."""
     alpha: Positive | None = None
     """Their scale is `alpha` over `rank`. Default twice the rank."""
-    dropout: Share = 0.0
+    dropout: HeldOutShare = 0.0
     """Dropout before the adapters."""
     targets: tuple[str, ...] = ()
     """Last parts of the names of the linear modules that get one. Default all linear modules but the head."""
@@ -62,7 +62,7 @@ class Data(Block):
 
     train: Paths
     """Files, folders or globs: text, JSONL, parquet, or token maps (`.npy`, `.bin`)."""
-    validation: Share | Paths = 0.0
+    validation: HeldOutShare | Paths = 0.0
     """A share of the training documents that is held out, or files of their own. Of token maps, and where
     documents are too few for one to be held out, it is the last blocks."""
     format: Literal["auto", "text", "chat", "tokens"] = "auto"

@@ -28,7 +28,7 @@ from zerodrift.legible import legible
 from zerodrift.train import trouble
 from zerodrift.train.display import Display
 from zerodrift.train.feed import Feed, MicroBatch, held_out
-from zerodrift.train.metrics import Metrics, Step, memory
+from zerodrift.train.metrics import Metrics, StepMetrics, memory
 from zerodrift.train.run import Session
 from zerodrift.train.stopping import Stop
 
@@ -175,7 +175,7 @@ class Loop:
     def _tell(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
         feed = self._feed
         tokens = feed.seat.samples * feed.blocks.length
-        line = Step(
+        line = StepMetrics(
             step=step,
             loss=loss,
             grad_norm=math.nan if result.grad_norm is None else result.grad_norm,

@@ -25,12 +25,12 @@ import torch
 from zerodrift.errors import ConfigError, Problem, said
 from zerodrift.files import opened
 from zerodrift.train.boards import boards
-from zerodrift.train.folder import Folder
+from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepMetrics:
     """One optimizer step."""
 
     step: int
@@ -60,7 +60,7 @@ def kind_of(line: Mapping[str, Any], kind: str) -> bool:
 class Metrics:
     """Writes the lines of a run."""
 
-    def __init__(self, folder: Folder, run: Run, after: int) -> None:
+    def __init__(self, folder: RunFolder, run: Run, after: int) -> None:
         """`after` is the step that the run goes on from."""
         found = _read(folder.metrics)
         self.lost = found.count(None)
@@ -79,7 +79,7 @@ class Metrics:
         steps = [line for line in self.lines if kind_of(line, "step")]
         return float(steps[-1]["seconds"] or 0.0) if steps else 0.0
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepMetrics) -> None:
         self.write("step", asdict(step))
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def _is_whole(line: Mapping[str, Any]) -> bool:
 
 _NUMBER = (int, float, type(None))
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "step": {field.name: _NUMBER for field in fields(Step)},
+    "step": {field.name: _NUMBER for field in fields(StepMetrics)},
     "evaluation": {"step": int, "validation_loss": _NUMBER},
     "skip": {"step": int, "parameters": list, "places": str},
     "precision": {"line": str, "cells": list, "logits": list},

@@ -34,7 +34,7 @@ from zerodrift.train.job import Lora, Model
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """What a job names as its model."""
 
     text: str
@@ -44,14 +44,14 @@ class Source:
     """The folder to read safetensors from; None for random weights."""
 
 
-def source_of(written: Model) -> Source:
+def source_of(written: Model) -> ModelSource:
     """What `model.source` and `model.weights` mean."""
     path = Path(written.source).expanduser()
     if is_factory(written.source) and not path.exists():
         if written.weights == "load":
             must = "must be `auto` or `random` for a function, which makes its own weights"
             raise ModelError(str(Problem("model.weights", must, "'load'")))
-        return Source(written.source, None, None)
+        return ModelSource(written.source, None, None)
     config = path / CONFIG if path.is_dir() else path
     if not config.is_file() or config.suffix != ".json":
         must = "must be a folder with a `config.json`, such a file, or `package.module:function`"
@@ -61,10 +61,10 @@ def source_of(written: Model) -> Source:
     if written.weights == "load" and not there:
         must, todo = "must be a folder with safetensors to load", "Set `model.weights: random`."
         raise ModelError(str(Problem("model.source", must, repr(written.source), todo)))
-    return Source(written.source, config, path if there and written.weights != "random" else None)
+    return ModelSource(written.source, config, path if there and written.weights != "random" else None)
 
 
-def build(written: Model, source: Source) -> nn.Module:
+def build(written: Model, source: ModelSource) -> nn.Module:
     """The model, in training mode. One of `transformers` has no memory for its parameters yet: the engine
     reads or draws each rank's own slices."""
     # The seed that first values are drawn with, here or by the engine.
@@ -80,13 +80,13 @@ def build(written: Model, source: Source) -> nn.Module:
     return model
 
 
-def whole(written: Model, source: Source) -> nn.Module:
+def whole(written: Model, source: ModelSource) -> nn.Module:
     """The model with its weights in this process's own memory, without adapters."""
     torch.manual_seed(written.seed)
     return make(source.text) if source.config is None else _from_config(source, source.weights)
 
 
-def streamed(written: Model, source: Source) -> Path | None:
+def streamed(written: Model, source: ModelSource) -> Path | None:
     """The weights that the engine reads; adapters wrap modules, whose names are no longer those of files."""
     return source.weights if written.lora is None else None
 
@@ -132,7 +132,7 @@ def _recomputed(forward: Any, block: nn.Module, *args: Any, **kwargs: Any) -> An
 # --- transformers -------------------------------------------------------------------------------------
 
 
-def _from_config(source: Source, weights: Path | None) -> nn.Module:
+def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
     where = source.text
     if not is_installed():
         must, todo = "`transformers` must be installed to build a model", "pip install 'zerodrift[hf]'"
@@ -186,7 +186,7 @@ def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str
     problems.raise_as(ModelError)
 
 
-def _config(source: Source) -> Any:
+def _config(source: ModelSource) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(source.config), trust_remote_code=False, local_files_only=True)

@@ -33,9 +33,9 @@ from zerodrift.train import model as models
 from zerodrift.train.blocks import Blocks
 from zerodrift.train.boards import check_boards
 from zerodrift.train.display import Display
-from zerodrift.train.drive import Alone, Driver, Staged
-from zerodrift.train.feed import Feed, Seat
-from zerodrift.train.folder import Folder
+from zerodrift.train.drive import Driver, PipelineDriver, WholeModelDriver
+from zerodrift.train.feed import BatchLayout, Feed
+from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job
 from zerodrift.train.pack import Prepared, prepare
 from zerodrift.train.page import run_page
@@ -50,7 +50,7 @@ class Session:
     """A run that is ready to train."""
 
     job: Job
-    folder: Folder
+    folder: RunFolder
     driver: Driver
     tokenizer: Tokenizer
     feed: Feed
@@ -67,7 +67,7 @@ class Session:
         return self.driver.engine
 
     @property
-    def seat(self) -> Seat:
+    def seat(self) -> BatchLayout:
         return self.feed.seat
 
     def resume(self) -> int:
@@ -136,7 +136,7 @@ class Session:
 def assemble(job: Job, config: Config, display: Display) -> Session:
     """Put a run together, saying what there is."""
     check_boards(job.run)
-    folder = Folder(Path(job.run.folder).expanduser())
+    folder = RunFolder(Path(job.run.folder).expanduser())
     letters = tokenizer(job.data.tokenizer, job.model.source)
     prepared = prepare(job.data, letters, folder.cache(job.data.cache))
     policy, steps = _length(job, config, prepared)
@@ -172,13 +172,13 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
 
 
 def _driver(
-    job: Job, config: Config, model: nn.Module, source: models.Source, numbers: Mapping[str, Any]
+    job: Job, config: Config, model: nn.Module, source: models.ModelSource, numbers: Mapping[str, Any]
 ) -> Driver:
     weights = models.streamed(job.model, source)
     device = None if job.run.device == "auto" else job.run.device
     if config.pipeline is None or config.pipeline.stages == 1:
         made = initialize(model, None, config, weights=weights, device=device, auto=numbers, quiet=True)
-        return Alone(made)
+        return WholeModelDriver(made)
     problems = Problems()
     if job.model.lora is not None:
         must = "must be absent with `config.pipeline`: adapters are not cut"
@@ -188,7 +188,7 @@ def _driver(
         problems.add("model.compile", must, "true", "Use gpipe, 1f1b or interleaved.")
     problems.raise_as(ConfigError)
     parts = models.parts(job.model)
-    return Staged(
+    return PipelineDriver(
         initialize_pipeline(
             model, config, parts=parts, weights=weights, device=device, auto=numbers, quiet=True
         )
@@ -240,15 +240,15 @@ def _numbers(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
     return {**job.auto, **own}
 
 
-def _seat(engine: Engine) -> Seat:
+def _seat(engine: Engine) -> BatchLayout:
     batch, mesh = engine.plan.policy.batch, engine.mesh
-    return Seat(mesh.rank("data"), mesh.size("data"), batch.micro, batch.accumulation, mesh.device)
+    return BatchLayout(mesh.rank("data"), mesh.size("data"), batch.micro, batch.accumulation, mesh.device)
 
 
 # --- what is said before the first step -----------------------------------------------------------------
 
 
-def _write_head(folder: Folder, job: Job, engine: Engine) -> None:
+def _write_head(folder: RunFolder, job: Job, engine: Engine) -> None:
     folder.save_job(job)
     folder.save_plan(engine.plan)
 

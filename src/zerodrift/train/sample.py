@@ -19,13 +19,13 @@ from torch import nn
 from zerodrift.errors import ConfigError, NonFiniteError, Problem
 from zerodrift.train import chat, export
 from zerodrift.train import model as models
-from zerodrift.train.folder import Folder
+from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job
 from zerodrift.train.tokens import Tokenizer, tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Taste:
+class SamplingOptions:
     """How the next token is chosen."""
 
     tokens: int
@@ -37,11 +37,11 @@ class Taste:
     seed: int
 
 
-class Sampler:
+class TextGenerator:
     """A trained model and its tokenizer."""
 
     def __init__(self, run: Path, device: str | None = None) -> None:
-        folder = Folder(run)
+        folder = RunFolder(run)
         self._job: Job = folder.load_job()
         source = str(folder.export) if (folder.export / "config.json").is_file() else self._job.model.source
         self._letters: Tokenizer = tokenizer(self._job.data.tokenizer, source)
@@ -49,7 +49,7 @@ class Sampler:
         self._model = load(folder, self._job).to(self._device).eval()
         self._cached = hasattr(self._model, "generate")
 
-    def continued(self, prompt: str, taste: Taste, as_chat: bool = False) -> Iterator[str]:
+    def continued(self, prompt: str, taste: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
         """What comes after the prompt, piece by piece."""
         if as_chat:
             given = chat.prompt([{"role": "user", "content": prompt}], self._letters)
@@ -77,7 +77,7 @@ class Sampler:
                 shown = whole
 
     @torch.no_grad()
-    def _tokens(self, given: list[int], taste: Taste, generator: torch.Generator) -> Iterator[int]:
+    def _tokens(self, given: list[int], taste: SamplingOptions, generator: torch.Generator) -> Iterator[int]:
         cache: Any = None
         tokens = torch.tensor([given], device=self._device)
         ahead = tokens
@@ -94,7 +94,7 @@ class Sampler:
             tokens = torch.cat([tokens, ahead], dim=1)
 
 
-def choose(logits: torch.Tensor, taste: Taste, generator: torch.Generator) -> int:
+def choose(logits: torch.Tensor, taste: SamplingOptions, generator: torch.Generator) -> int:
     """The next token, of `[vocabulary]`."""
     if not logits.max().isfinite() or logits.isnan().any():
         raise NonFiniteError(
@@ -109,7 +109,7 @@ def choose(logits: torch.Tensor, taste: Taste, generator: torch.Generator) -> in
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
-def load(folder: Folder, job: Job) -> nn.Module:
+def load(folder: RunFolder, job: Job) -> nn.Module:
     """The model of a run as it was exported, or as its newest checkpoint has it."""
     if not folder.export.is_dir() and not folder.checkpoints.is_dir():
         must = "must have an export or a checkpoint to sample from"

@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class BlockSampler:
     """The order of `count` blocks, epoch after epoch."""
 
     count: int

@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
-class Bytes:
+class ByteTokenizer:
     """A text's UTF-8 bytes, and 256 for its end."""
 
     name = "bytes"
@@ -63,7 +63,7 @@ class Bytes:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
 
-class Folder:
+class TransformersTokenizer:
     """A tokenizer that `transformers` reads."""
 
     def __init__(self, folder: Path) -> None:
@@ -97,15 +97,15 @@ class Folder:
 def tokenizer(written: str, model: str) -> Tokenizer:
     """The tokenizer of a job: `auto` is the one in the model's folder, else bytes."""
     if written == "bytes":
-        return Bytes()
+        return ByteTokenizer()
     if written == "auto":
-        return Folder(Path(model)) if holds(Path(model)) else Bytes()
+        return TransformersTokenizer(Path(model)) if holds(Path(model)) else ByteTokenizer()
     folder = Path(written).expanduser()
     if not holds(folder):
         got = "a folder without one" if folder.is_dir() else "no such folder"
         must = "must be `bytes`, `auto` or a folder with a tokenizer"
         raise ModelError(str(Problem("data.tokenizer", must, f"{written!r}, {got}")))
-    return Folder(folder)
+    return TransformersTokenizer(folder)
 
 
 def holds(folder: Path) -> bool:

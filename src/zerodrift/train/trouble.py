@@ -26,7 +26,7 @@ from zerodrift.train.feed import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BadMicroBatch:
     """A micro-batch of a rank."""
 
     rank: int
@@ -41,7 +41,7 @@ class Trouble:
     step: int
     parameters: tuple[str, ...]
     """The first whose gradient is not finite."""
-    places: tuple[Place, ...]
+    places: tuple[BadMicroBatch, ...]
     """Where it comes from; empty where no single micro-batch shows it."""
 
     def __str__(self) -> str:
@@ -63,12 +63,12 @@ def examine(
     """Where a skipped step comes from. Collective."""
     engine = driver.engine
     rank = engine.mesh.rank("data")
-    mine = [Place(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
+    mine = [BadMicroBatch(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
     everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
     if not everywhere and result.bad:
         suspect = _first_bad(driver, batches, result.bad[0])
         if suspect is not None:
-            mine = [Place(rank, suspect, losses[suspect])]
+            mine = [BadMicroBatch(rank, suspect, losses[suspect])]
             everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
     return Trouble(step, result.bad, tuple(everywhere))
 

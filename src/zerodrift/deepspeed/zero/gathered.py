@@ -19,7 +19,7 @@ from torch import nn
 from zerodrift.deepspeed import comm
 from zerodrift.deepspeed.owner import owner_of
 from zerodrift.deepspeed.zero.external import register_external_parameter
-from zerodrift.deepspeed.zero.slices import Slice, hide, slice_of
+from zerodrift.deepspeed.zero.slices import ParameterSlice, hide, slice_of
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError
 
@@ -35,7 +35,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         self._writer = modifier_rank
-        self._pieces: list[tuple[Slice, nn.Parameter]] = []
+        self._pieces: list[tuple[ParameterSlice, nn.Parameter]] = []
         self._engines: dict[int, tuple[Engine, dict[str, nn.Parameter]]] = {}
         self._stack = contextlib.ExitStack()
         self._marks: list[tuple[nn.Parameter, int, int]] = []

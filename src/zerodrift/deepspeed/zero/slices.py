@@ -26,7 +26,7 @@ SLICE = "_zerodrift_slice"
 
 
 @dataclass(slots=True)
-class Slice:
+class ParameterSlice:
     """This rank's part of a parameter."""
 
     number: int
@@ -59,7 +59,7 @@ class Slice:
         self.flat = self.part_of(whole).to(self.flat)
 
 
-def slice_of(parameter: torch.Tensor) -> Slice | None:
+def slice_of(parameter: torch.Tensor) -> ParameterSlice | None:
     return getattr(parameter, SLICE, None)
 
 
@@ -73,7 +73,7 @@ def take_apart(parameter: nn.Parameter, number: int, dtype: torch.dtype | None) 
     whole = whole.contiguous()
     comm.broadcast(whole, 0)
     count = -(-whole.numel() // comm.get_world_size())
-    found = Slice(number, whole.shape, whole.new_empty(count))
+    found = ParameterSlice(number, whole.shape, whole.new_empty(count))
     found.replace(whole)
     setattr(parameter, SLICE, found)
     setattr(parameter, ELSEWHERE, found.whole)
@@ -81,7 +81,7 @@ def take_apart(parameter: nn.Parameter, number: int, dtype: torch.dtype | None) 
     hide(parameter, found)
 
 
-def hide(parameter: nn.Parameter, found: Slice) -> None:
+def hide(parameter: nn.Parameter, found: ParameterSlice) -> None:
     """Show what cannot pass for a value, in one element's memory."""
     dtype = found.flat.dtype
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min

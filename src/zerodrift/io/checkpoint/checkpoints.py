@@ -238,7 +238,7 @@ class Checkpoints:
         engine, comm = self._engine, self._comm
         manifest = everywhere(comm, lambda: self._verified(path, verify))
         found = everywhere(comm, lambda: self._judged(path, manifest, parts, without))
-        before = everywhere(comm, lambda: states.Before(engine))
+        before = everywhere(comm, lambda: states.StateBeforeLoad(engine))
         try:
             # What may still be refused comes before the first weight.
             everywhere(comm, lambda: self._put(found, parts))

@@ -18,7 +18,7 @@ import torch
 
 from zerodrift import __version__
 from zerodrift.dtypes import DType
-from zerodrift.engine.shards import Held, Part, Shards
+from zerodrift.engine.shards import Part, SegmentShard, Shards
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.differences import Running
@@ -226,7 +226,9 @@ def fill(
             _fill_moments(piece, reader, by_name)
 
 
-def _fill_moments(piece: Held, reader: CheckpointReader, by_name: Mapping[str, SavedParameter]) -> None:
+def _fill_moments(
+    piece: SegmentShard, reader: CheckpointReader, by_name: Mapping[str, SavedParameter]
+) -> None:
     there = [span for span in piece.held if span.row.name in by_name]
     keys = dict.fromkeys(key for span in there for key in by_name[span.row.name].moments)
     for key in keys:

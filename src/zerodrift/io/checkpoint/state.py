@@ -101,7 +101,7 @@ def put_groups(engine: Engine, saved: Sequence[Mapping[str, Any]]) -> None:
             group.update(options)
 
 
-class Before:
+class StateBeforeLoad:
     """A run as it was before a load, weights, moments and random numbers apart."""
 
     def __init__(self, engine: Engine) -> None:

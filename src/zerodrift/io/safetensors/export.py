@@ -29,7 +29,7 @@ from zerodrift.errors import CheckpointError, ConfigError
 from zerodrift.io.atomic import NewFolder, new_folder
 from zerodrift.io.checkpoint.checkpoints import everywhere
 from zerodrift.io.paths import writing
-from zerodrift.io.progress import Bar
+from zerodrift.io.progress import ProgressBar
 from zerodrift.io.safetensors.boxes import Shape
 from zerodrift.io.safetensors.conversions import saved_form
 from zerodrift.io.safetensors.files import INDEX, SHARD_SIZE, TensorFile, index_text, pack, size_in_bytes
@@ -211,7 +211,9 @@ def _write(
     """What this rank owns."""
     writer = SafetensorsWriter(path, files)
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-    bar = Bar(f"exporting to {path.parent}", total // engine.mesh.size("world"), engine.mesh.rank() == 0)
+    bar = ProgressBar(
+        f"exporting to {path.parent}", total // engine.mesh.size("world"), engine.mesh.rank() == 0
+    )
     try:
         with writing(path):
             for piece in Shards(engine).pieces():

@@ -18,7 +18,7 @@ import torch
 
 from zerodrift.comm.together import together
 from zerodrift.engine.place import exchange, share_of
-from zerodrift.engine.shards import Held, Piece, Shards
+from zerodrift.engine.shards import FlatShard, SegmentShard, Shards
 from zerodrift.io.safetensors.matching import Strict, expected
 from zerodrift.io.safetensors.weights import LoadedWeights, SafetensorsWeights
 from zerodrift.plan.stages import named, part
@@ -50,7 +50,7 @@ def load_weights(
             for unit in engine.units:
                 unit.drop()
             for piece in _in_step(engine, shards):
-                if isinstance(piece, Piece):
+                if isinstance(piece, FlatShard):
                     _replace(engine, files, piece)
                 elif piece is not None:
                     _replace_held(engine, files, piece)
@@ -67,7 +67,7 @@ def load_weights(
     return done
 
 
-def _in_step(engine: Engine, shards: Shards) -> Iterator[Held | None]:
+def _in_step(engine: Engine, shards: Shards) -> Iterator[SegmentShard | None]:
     """The pieces of this rank, and None until every stage of a pipeline has had its last: all ranks agree
     after each that it could be read."""
     plan = engine.plan
@@ -80,7 +80,7 @@ def _name(engine: Engine, row: Row) -> str:
     return named(engine.plan, row).name
 
 
-def _replace(engine: Engine, files: SafetensorsWeights, piece: Piece) -> None:
+def _replace(engine: Engine, files: SafetensorsWeights, piece: FlatShard) -> None:
     """The rows of one segment."""
     segment = piece.segment
     held = [row for row in segment.rows if files.holds(_name(engine, row))]
@@ -100,7 +100,7 @@ def _replace(engine: Engine, files: SafetensorsWeights, piece: Piece) -> None:
         piece.set_weights(values)
 
 
-def _replace_held(engine: Engine, files: SafetensorsWeights, piece: Held) -> None:
+def _replace_held(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> None:
     """The same where ranks hold what they own and nothing else: each reads its own."""
     values = piece.weights()
     with together(engine.comm):

@@ -27,7 +27,7 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, Problem
 from zerodrift.io.paths import look
-from zerodrift.io.progress import Bar
+from zerodrift.io.progress import ProgressBar
 from zerodrift.io.safetensors.boxes import Box, within
 from zerodrift.io.safetensors.matching import Expected, Filled, Match, Strict, match
 from zerodrift.io.safetensors.reader import SafetensorsReader
@@ -77,7 +77,7 @@ class SafetensorsWeights:
     def __init__(self, found: Match) -> None:
         self.match = found
         self._reader = SafetensorsReader(self._progress)
-        self._bar: Bar | None = None
+        self._bar: ProgressBar | None = None
         self._begin = time.monotonic()
 
     @staticmethod
@@ -92,7 +92,7 @@ class SafetensorsWeights:
     def show(self, shown: bool, ranks: int) -> None:
         """Show a bar where that helps; `ranks` share the reading."""
         total = sum(tensor.stop - tensor.start for tensor in self.match.tensors)
-        self._bar = Bar(f"weights of {self.match.path}", total // ranks, shown)
+        self._bar = ProgressBar(f"weights of {self.match.path}", total // ranks, shown)
 
     # --- a source of values -----------------------------------------------------------------------------
 
