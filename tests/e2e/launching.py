@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -32,7 +36,12 @@ def _run(command: list[str], folder: Path, seconds: float) -> None:
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                "TORCH_EXTENSIONS_DIR": _extensions(),
+            },
             cwd=folder,
         )
         try:
@@ -47,3 +56,12 @@ def _run(command: list[str], folder: Path, seconds: float) -> None:
             process.wait()
         output.seek(0)
         assert code == 0, f"exit code {code}\n{output.read()[-8000:]}"
+
+
+@functools.cache
+def _extensions() -> str:
+    """Where DeepSpeed compiles what it needs, anew in each process. Where everybody does, a build that was
+    killed leaves a lock, and others wait for it without end."""
+    folder = tempfile.mkdtemp(prefix="extensions-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

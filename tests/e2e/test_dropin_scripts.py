@@ -28,16 +28,34 @@ RUNNER = Path(__file__).parent / "run_scripts.py"
 NAMES = ("plain", "accumulation", "scaling", "zero3", "resume")
 TOLERANCE = {"scaling": 1e-3}
 
+pytestmark = pytest.mark.timeout(800)
+
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )
 
 
-@functools.lru_cache
 def told(package: str) -> dict[str, Any]:
-    """What the scripts tell under a package: all of them in one start of two ranks."""
+    """What the scripts tell under a package."""
+    found = _told(package)
+    if isinstance(found, AssertionError):
+        raise found
+    return found
+
+
+@functools.cache
+def _told(package: str) -> dict[str, Any] | AssertionError:
+    """The same, or why there is nothing: all scripts are one start of two ranks, and are not tried again."""
+    try:
+        return _run(package)
+    except AssertionError as failed:
+        return failed
+
+
+def _run(package: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
-        torchrun(RUNNER, [package, folder, *NAMES], Path(folder))
+        # DeepSpeed compiles first, for a minute or, where much else runs, some more.
+        torchrun(RUNNER, [package, folder, *NAMES], Path(folder), 200.0 if package == "zerodrift" else 500.0)
         found = {name: json.loads((Path(folder) / f"{name}.json").read_text()) for name in NAMES}
         found["files"] = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
         return found
