@@ -10,9 +10,10 @@
     +-- PrecisionError          a dtype that was seen in a run and is not the plan's
     +-- CheckpointError         a checkpoint that cannot be written, is damaged, or belongs to something else
 
-A message reads **where: what must hold; got what. What to do.** `Problem` holds those four parts, and
-`Problems` collects all of a kind so that a person sees every mistake at once. What a message
-quotes is somebody else's, so it is made legible where it is told.
+A message reads **where: what must hold; got what. What to do.** An error is made of those four parts,
+`raise ConfigError(where, must, got=..., do=...)`, and keeps them. `Problems` collects all of a kind so that a
+person sees every mistake at once, and `relayed` is for what another rank or process has said, which is text.
+What a message quotes is somebody else's, so it is made legible where it is told.
 
 Invariant: users only ever see subclasses of ZerodriftError; a broken promise of our own code raises
 AssertionError.
@@ -24,15 +25,115 @@ import difflib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from zerodrift.legible import legible, lines
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class ZerodriftError(Exception):
-    """Base of everything that zerodrift refuses."""
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, in the four parts of a message."""
+
+    where: str
+    """The key, argument, file or parameter, in the user's own spelling; shown in backticks, unless it has its
+    own."""
+    must: str
+    """What must hold, as a clause: "must be 0, 1, 2 or 3"."""
+    got: str = ""
+    """What was found, usually a `repr`."""
+    do: str = ""
+    """What to do about it, in sentences of their own."""
 
     def __str__(self) -> str:
-        return lines(super().__str__())
+        where = self.where if "`" in self.where else f"`{self.where}`"
+        text = f"{where}: {self.must}"
+        if self.got:
+            text += f"; got {self.got}"
+        if not text.endswith((".", "?")):
+            text += "."
+        if self.do:
+            text += f" {self.do}"
+        return legible(text)
+
+
+MOST = 50
+"""Problems that one error tells."""
+
+
+class ZerodriftError(Exception):
+    """Base of everything that zerodrift refuses.
+
+    `where`, `must`, `got` and `do` are the parts of the message, of several problems those of the first;
+    `problems` has them all.
+    """
+
+    problems: tuple[Problem, ...]
+
+    def __init__(self, where: str | Path, must: str = "", *, got: object = "", do: str = "") -> None:
+        if not must:  # a text in one piece, as long as some are
+            self._set(str(where), ())
+            return
+        problem = Problem(str(where), must, got=str(got), do=do)
+        self._set(str(problem), (problem,))
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem], heading: str = "") -> Self:
+        """One error of several problems, one a line, behind the file that all of them are in."""
+        found = tuple(problems)
+        prefix = f"{legible(heading)}: " if heading else ""
+        if len(found) == 1:
+            return cls._made(f"{prefix}{found[0]}", found)
+        told = [f"{prefix}{len(found)} problems"]
+        told += [f"  {number}. {problem}" for number, problem in enumerate(found[:MOST], 1)]
+        if len(found) > MOST:
+            told.append(f"  and {len(found) - MOST:,} more")
+        return cls._made("\n".join(told), found)
+
+    @classmethod
+    def joined(cls, errors: Iterable[ZerodriftError]) -> Self:
+        """What several errors say, one after the other."""
+        found = list(errors)
+        return cls._made(
+            "\n".join(map(str, found)), tuple(each for error in found for each in error.problems)
+        )
+
+    @classmethod
+    def relayed(cls, text: str) -> Self:
+        """What another rank or process said, which has come here as text and has no parts any more."""
+        return cls._made(text, ())
+
+    @property
+    def where(self) -> str:
+        return self.problems[0].where if self.problems else ""
+
+    @property
+    def must(self) -> str:
+        return self.problems[0].must if self.problems else ""
+
+    @property
+    def got(self) -> str:
+        return self.problems[0].got if self.problems else ""
+
+    @property
+    def do(self) -> str:
+        return self.problems[0].do if self.problems else ""
+
+    @classmethod
+    def _made(cls, text: str, problems: tuple[Problem, ...]) -> Self:
+        error = cls.__new__(cls)
+        error._set(text, problems)
+        return error
+
+    def _set(self, text: str, problems: tuple[Problem, ...]) -> None:
+        self.args = (lines(text),)
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self)._made, (self.args[0], self.problems), self.__dict__
 
 
 class ConfigError(ZerodriftError):
@@ -67,42 +168,17 @@ class CheckpointError(ZerodriftError):
     """A checkpoint cannot be written, is damaged, or belongs to something else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong, in the four parts of a message."""
-
-    where: str
-    """The key, file or parameter, in the user's own spelling; shown in backticks."""
-    must: str
-    """What must hold, as a clause: "must be 0, 1, 2 or 3"."""
-    got: str = ""
-    """What was found, usually a `repr`."""
-    todo: str = ""
-    """What to do about it, a sentence of its own."""
-
-    def __str__(self) -> str:
-        text = f"`{self.where}`: {self.must}"
-        if self.got:
-            text += f"; got {self.got}"
-        if not text.endswith((".", "?")):
-            text += "."
-        if self.todo:
-            text += f" {self.todo}"
-        return legible(text)
-
-
-MOST = 50
-"""Problems that one error tells."""
-
-
 class Problems:
     """Collects problems and raises them as one error."""
 
     def __init__(self) -> None:
         self._found: dict[Problem, None] = {}
 
-    def add(self, where: str, must: str, got: str = "", todo: str = "") -> None:
-        self._found[Problem(where, must, got, todo)] = None
+    def add(self, where: str | Path, must: str, got: object = "", do: str = "") -> None:
+        self._found[Problem(str(where), must, got=str(got), do=do)] = None
+
+    def include(self, *problems: Problem) -> None:
+        self._found.update(dict.fromkeys(problems))
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -111,17 +187,9 @@ class Problems:
         return iter(self._found)
 
     def raise_as(self, error: type[ZerodriftError], heading: str = "") -> None:
-        """Raise `error` if anything was collected; one problem per line when there are several."""
-        if not self._found:
-            return
-        prefix = f"{legible(heading)}: " if heading else ""
-        if len(self._found) == 1:
-            raise error(f"{prefix}{next(iter(self._found))}")
-        told = [f"{prefix}{len(self._found)} problems"]
-        told += [f"  {number}. {problem}" for number, problem in enumerate(self, 1) if number <= MOST]
-        if len(self._found) > MOST:
-            told.append(f"  and {len(self._found) - MOST:,} more")
-        raise error("\n".join(told))
+        """Raise `error` if anything was collected."""
+        if self._found:
+            raise error.of(self, heading)
 
 
 def first_line(error: BaseException) -> str:
@@ -141,7 +209,7 @@ def refused_by_system(error: OSError) -> ZerodriftError | None:
         return None
     place = error.filename if error.filename2 is None else error.filename2  # of a rename, what it was to be
     where = os.fsdecode(place) if isinstance(place, (str, bytes)) else str(place)
-    return ZerodriftError(str(Problem(where, "must be usable", error.strerror)))
+    return ZerodriftError(where, "must be usable", got=error.strerror)
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:

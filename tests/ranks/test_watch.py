@@ -83,7 +83,7 @@ def left_early(engine: Engine) -> None:
     if engine.mesh.rank() == 1:
         engine.destroy()
         time.sleep(1.0)
-        raise RankError("has left itself")
+        raise RankError.relayed("has left itself")
     step(engine)
 
 

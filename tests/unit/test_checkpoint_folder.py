@@ -175,7 +175,7 @@ def test_the_next_save_takes_away_what_a_killed_one_left(tmp_path: Path) -> None
 
 def test_what_a_check_refuses_leaves_nothing(tmp_path: Path) -> None:
     def refuse() -> None:
-        raise CheckpointError("`folder`: must not be this one.")
+        raise CheckpointError("folder", "must not be this one")
 
     with pytest.raises(CheckpointError, match="not be this one"):
         CheckpointFolder(tmp_path).begin("step-00000001", refuse)

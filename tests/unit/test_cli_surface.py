@@ -195,7 +195,7 @@ def test_wrong_usage_exits_2_without_a_traceback(arguments: Sequence[str]) -> No
 
 def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as caught, streams.errors(debug=False):
-        raise UnsupportedError("`backend`: must be native here.")
+        raise UnsupportedError("backend", "must be native here")
     assert caught.value.exit_code == 2
     out = capsys.readouterr()
     assert (out.out, out.err) == ("", "zerodrift: error: `backend`: must be native here.\n")
@@ -203,9 +203,9 @@ def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[st
 
 def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), streams.errors(debug=True):
-        raise UnsupportedError("no")
+        raise UnsupportedError("backend", "must be another")
     err = capsys.readouterr().err
-    assert err.startswith("Traceback") and err.endswith("zerodrift: error: no\n")
+    assert err.startswith("Traceback") and err.endswith("zerodrift: error: `backend`: must be another.\n")
 
 
 def test_an_interrupt_exits_130() -> None:

@@ -74,10 +74,10 @@ ERRORS = [
 @pytest.mark.parametrize("kind", ERRORS)
 def test_every_error_of_ours_is_legible_however_it_is_made(kind: type[ZerodriftError]) -> None:
     for text in ODD:
-        error = kind(f"`{text}`: must be so; got {text}.\nsecond line")
-        is_legible(str(error))
-        assert str(error).split("\n")[-1] == "second line"
-        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        for error in (kind(text, f"must be {text}", got=text, do=text), kind.relayed(text)):
+            is_legible(str(error))
+            assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        assert kind.relayed(f"{text}\nsecond line").args[0].split("\n")[-1] == "second line"
         problems = Problems()
         problems.add(text, f"must be {text}", text, text)
         problems.add("other", "must be")
@@ -188,7 +188,7 @@ def test_what_the_command_line_says_beside_the_product(
 
     for number, text in enumerate(ODD):
         with pytest.raises(BaseException, match="2"), streams.errors(False):
-            raise ConfigError(f"`{text}`: must be")
+            raise ConfigError(text, "must be")
         is_legible(capsys.readouterr().err)
         if "\ud800" in text or "/" in text or "\x00" in text or len(text.encode()) > 200:
             continue

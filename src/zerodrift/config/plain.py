@@ -71,7 +71,9 @@ class _Copier:
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
             limit = f"{MAX_DEPTH} levels deep" if depth > MAX_DEPTH else f"{MAX_VALUES:,} values"
-            self._problems.add("config", f"must be at most {limit}", "more", "Is it the file you meant?")
+            self._problems.add(
+                "config", f"must be at most {limit}", got="more", do="Is it the file you meant?"
+            )
             return None
         if isinstance(value, Mapping):
             return self._block(value, path, depth)
@@ -90,13 +92,15 @@ class _Copier:
 
     def _block(self, block: Mapping[Any, Any], path: str, depth: int) -> Tree:
         for key in block.repeated if isinstance(block, WrittenBlock) else ():
-            self._problems.add(join(path, key), "must be written once", "it twice", "Keep one of the two.")
+            self._problems.add(
+                join(path, key), "must be written once", got="it twice", do="Keep one of the two."
+            )
         made: Tree = {}
         for key, value in block.items():
             if self._left < 0:
                 break
             if not isinstance(key, str):
-                self._problems.add(path or "config", "must have strings as keys", shown(key))
+                self._problems.add(path or "config", "must have strings as keys", got=shown(key))
             elif self._is_text(key, join(path, key)):
                 made[str(key)] = self.copy(value, join(path, key), depth + 1)
         return made
@@ -109,17 +113,17 @@ class _Copier:
         if isinstance(value, int):
             if -(2**63) <= value < 2**63:
                 return int(value)
-            self._problems.add(path, "must fit in 64 bits", f"a number of {value.bit_length()} bits")
+            self._problems.add(path, "must fit in 64 bits", got=f"a number of {value.bit_length()} bits")
         elif isinstance(value, float):
             if math.isfinite(value) or (path in INTERVALS and value == math.inf):
                 return float(value)
-            self._problems.add(path, "must be a finite number", shown(float(value)))
+            self._problems.add(path, "must be a finite number", got=shown(float(value)))
         else:
             self._problems.add(
                 path or "config",
                 "must be a string, a number, true, false, null, a list or a block",
-                f"{shown(value)}, a {type(value).__name__}",
-                "Write it as a string.",
+                got=f"{shown(value)}, a {type(value).__name__}",
+                do="Write it as a string.",
             )
         return None
 
@@ -128,7 +132,7 @@ class _Copier:
         try:
             text.encode()
         except UnicodeEncodeError:
-            self._problems.add(path, "must be valid Unicode", shown(text))
+            self._problems.add(path, "must be valid Unicode", got=shown(text))
             return False
         return True
 
@@ -145,19 +149,18 @@ def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:
             problems.add(
                 "overrides",
                 "must be `dotted.path=value`",
-                shown(text),
-                "As in `zero_optimization.stage=3` or `precision.rules[0].pin=fp32`.",
+                got=shown(text),
+                do="As in `zero_optimization.stage=3` or `precision.rules[0].pin=fp32`.",
             )
             continue
         try:
             parsed = value.strip() if value.lstrip().startswith("*") else parse_yaml(value, "value")
         except ConfigError as error:
-            problems.add("overrides", "must have a YAML value", shown(text), str(error))
+            problems.add("overrides", "must have a YAML value", got=shown(text), do=str(error))
             continue
         found = Problems()
         _set(tree, steps, _Copier(found).copy(parsed, path.strip(), len(steps)), found)
-        for problem in found:
-            problems.add(problem.where, problem.must, problem.got, problem.todo)
+        problems.include(*found)
 
 
 def _steps(path: str) -> list[str | int]:
@@ -180,7 +183,7 @@ def _set(tree: Tree, steps: list[str | int], value: Any, problems: Problems) -> 
         inside, path = path, join(path, step)
         if isinstance(step, int):
             if not isinstance(place, list):
-                problems.add(inside, "must be a list to have items set", shown(place))
+                problems.add(inside, "must be a list to have items set", got=shown(place))
                 return
             if step > len(place):
                 problems.add(path, f"must not lie beyond `{join(inside, len(place))}`, the next place")
@@ -188,7 +191,7 @@ def _set(tree: Tree, steps: list[str | int], value: Any, problems: Problems) -> 
             if step == len(place):
                 place.append(None)
         elif not isinstance(place, dict):
-            problems.add(inside, "must be a block to have keys set", shown(place))
+            problems.add(inside, "must be a block to have keys set", got=shown(place))
             return
         if following is None:
             place[step] = value

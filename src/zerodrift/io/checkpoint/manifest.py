@@ -163,8 +163,10 @@ def read_manifest(folder: Path) -> Manifest:
         text = own_file(folder, MANIFEST).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"`{short(folder)}`: must hold a `{MANIFEST}`, which is the last file of a save; got none. The "
-            f"save was cut short, or this is no checkpoint: load another."
+            short(folder),
+            f"must hold a `{MANIFEST}`, which is the last file of a save",
+            got="none",
+            do="The save was cut short, or this is no checkpoint: load another.",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _damaged(path, f"what cannot be read ({error})") from None
@@ -175,8 +177,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, f"no manifest ({type(error).__name__})") from None
     if version != FORMAT:
         raise CheckpointError(
-            f"`{path}`: must be of format {FORMAT}; got {version!r}. Read it with the zerodrift that wrote "
-            f"it."
+            path,
+            f"must be of format {FORMAT}",
+            got=repr(version),
+            do="Read it with the zerodrift that wrote it.",
         )
     # Over the whole text: the checksum of what it parses to would miss a flip in what nobody reads.
     if text != _sealed(json.dumps(head, indent=1)):
@@ -195,9 +199,7 @@ def read_entries(folder: Path) -> tuple[SavedParameter, ...]:
         return tuple(_entry(*row) for row in json.loads(data.decode()))
     except (ValueError, TypeError, RecursionError) as error:
         must = "must be a table of parameters"
-        raise CheckpointError(
-            str(Problem(str(folder / PARAMETERS), must, short(said(error)), REMEDY))
-        ) from error
+        raise CheckpointError(str(folder / PARAMETERS), must, got=short(said(error)), do=REMEDY) from error
 
 
 def _entry(names: list[str], shape: list[int], dtype: str, group: int, moments: list[str]) -> SavedParameter:
@@ -226,14 +228,16 @@ def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list
             size = own_file(folder, file.name).stat().st_size
             if size != file.bytes:
                 must = f"must have the {file.bytes:,} bytes that were written"
-                found.append(Problem(str(path), must, f"{size:,}", REMEDY))
+                found.append(Problem(str(path), must, got=f"{size:,}", do=REMEDY))
             elif content and _sha256(path) != file.sha256:
-                found.append(Problem(str(path), "must be the bits that were written", "others", REMEDY))
+                found.append(
+                    Problem(str(path), "must be the bits that were written", got="others", do=REMEDY)
+                )
         except FileNotFoundError:
-            found.append(Problem(str(path), "must be there", "no such file", REMEDY))
+            found.append(Problem(str(path), "must be there", got="no such file", do=REMEDY))
         except (OSError, CheckpointError) as error:
             got = str(error) if isinstance(error, CheckpointError) else error.strerror or str(error)
-            found.append(Problem(str(path), "must be readable", got, REMEDY))
+            found.append(Problem(str(path), "must be readable", got=got, do=REMEDY))
     return found
 
 
@@ -246,10 +250,9 @@ def verified(folder: Path) -> Manifest:
 
 def raise_damage(found: Iterable[Problem]) -> None:
     problems = Problems()
-    for problem in found:
-        problems.add(problem.where, problem.must, problem.got, problem.todo)
+    problems.include(*found)
     problems.raise_as(CheckpointError)
 
 
 def _damaged(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(str(Problem(str(path), "must be the manifest that was written", got, REMEDY)))
+    return CheckpointError(str(path), "must be the manifest that was written", got=got, do=REMEDY)
