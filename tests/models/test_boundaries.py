@@ -140,7 +140,7 @@ def boundary(path: str, **changes: Any) -> Boundary:
 def test_a_boundary_at_no_module_is_refused() -> None:
     module = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(2, 2)])})
     for path, got in (("gone", "got no such module"), ("list", "got ModuleList, which is never called")):
-        with pytest.raises(ModelError, match=f"`{path}`: must be a module with a forward: .*{got}"):
+        with pytest.raises(ModelError, match=f"`{path}`: must be a module with a forward, .*{got}"):
             compute.attach(module, [boundary(path)])
     assert len(compute.attach(module, [boundary("list.0")])) == 2
 
@@ -149,7 +149,7 @@ def test_a_module_in_two_places_is_hooked_once() -> None:
     norm = nn.LayerNorm(4)
     module = nn.ModuleDict({"a": nn.Sequential(norm), "b": nn.Sequential(norm)})
     assert len(compute.attach(module, [boundary("a.0"), boundary("b.0")])) == 2
-    with pytest.raises(ModelError, match=r"`b\.0`: must be a module of its own: .*otherwise by 'a\.0'"):
+    with pytest.raises(ModelError, match=r"`b\.0`: must be a module of its own, .*otherwise by 'a\.0'"):
         compute.attach(module, [boundary("a.0"), boundary("b.0", output="input")])
 
 

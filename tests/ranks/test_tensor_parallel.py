@@ -158,7 +158,7 @@ def values() -> None:
         [] if ranks > 2 else ["gather", "reduce"]
     )
 
-    with pytest.raises(UnsupportedError, match="`checkpoint`: can be written"):
+    with pytest.raises(UnsupportedError, match="`checkpoint`: must be written"):
         engine.pieces()
 
 
@@ -249,4 +249,4 @@ def test_files_are_read_before_a_model_is_divided(tmp_path: Path) -> None:
     plain = {name: value.detach().clone() for name, value in network().named_parameters()}
     save_file(plain, tmp_path / "model.safetensors")
     for found in run_ranks(unread, 2, str(tmp_path)):
-        assert "`weights`: can be read where parameters are plain tensors; got DTensors" in found
+        assert "`weights`: must be read where parameters are plain tensors; got DTensors" in found

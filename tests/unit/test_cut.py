@@ -66,7 +66,7 @@ def test_layers_without_parameters_go_with_the_layer_before_them() -> None:
 def test_what_another_piece_has_refuses_to_run() -> None:
     model = GPT(6, tied=False)
     first = prune(model, names(model)[0], PARTS)
-    with pytest.raises(ModelError, match=r"`norm`: must not be used here, it is in another piece"):
+    with pytest.raises(ModelError, match=r"`norm`: must be used in the piece of the pipeline that it is in"):
         PARTS.last(first, PARTS.first(first, batch(0)), batch(0))
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.engine.attached import LOAD
 from zerodrift.engine.unit import not_gathered
-from zerodrift.errors import ModelError, Problems
+from zerodrift.errors import ModelError, Problem, Problems
 
 
 class TensorsAttached:
@@ -45,7 +45,7 @@ class TensorsAttached:
             for module, attribute in member.places:
                 problem = _problem(member, module._parameters.get(attribute), stepping=stepping)
                 if problem is not None:
-                    problems.add(member.row.name, *problem)
+                    problems.include(problem)
         problems.raise_as(ModelError)
 
     @contextlib.contextmanager
@@ -102,9 +102,10 @@ class TensorsAttached:
                 shown = self._written.get(member.row.name)
                 if shown is None:
                     raise ModelError(
-                        f"`{member.row.name}`: must be loaded inside `engine.gathered(write=True)`, where "
-                        f"its full value is there and reaches the optimizer; got `load_state_dict` outside "
-                        f"of it."
+                        member.row.name,
+                        "must be loaded inside `engine.gathered(write=True)`, where its full value "
+                        "is there and reaches the optimizer",
+                        got="`load_state_dict` outside of it",
                     )
                 if state[key].shape != shown.shape:
                     continue  # torch says so, better than we could
@@ -125,17 +126,19 @@ class TensorsAttached:
         return show
 
 
-def _problem(member: Member, found: nn.Parameter | None, *, stepping: bool) -> tuple[str, str, str] | None:
-    """What must hold, what is, and what to do."""
-    storage = member.row.columns.storage.dtype
+def _problem(member: Member, found: nn.Parameter | None, *, stepping: bool) -> Problem | None:
+    name, storage = member.row.name, member.row.columns.storage.dtype
     if found is not member.sharded and found is not member.full:
-        return "must stay the parameter that the engine was given", "another one", LOAD
+        return Problem(name, "must stay the parameter that the engine was given", got="another one", do=LOAD)
     if member.sharded.dtype is not storage.torch:
-        return f"must stay {storage}, as planned", str(member.sharded.dtype), LOAD
+        return Problem(name, f"must stay {storage}, as planned", got=str(member.sharded.dtype), do=LOAD)
     trained = member.row.columns.update is not None
     grows = stepping or (not trained and torch.is_grad_enabled())
     if grows and found.requires_grad != trained:
-        must = f"must stay {'trained' if trained else 'frozen'}, as planned"
-        todo = "Set it before `initialize`, and build the engine anew to change it."
-        return must, f"requires_grad={found.requires_grad}", todo
+        return Problem(
+            name,
+            f"must stay {'trained' if trained else 'frozen'}, as planned",
+            got=f"requires_grad={found.requires_grad}",
+            do="Set it before `initialize`, and build the engine anew to change it.",
+        )
     return None

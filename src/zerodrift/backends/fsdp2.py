@@ -59,8 +59,10 @@ class FsdpEngine:
         policy = plan.policy
         if policy.sharding.offload and mesh.device.type != "cpu":
             raise UnsupportedError(
-                "`zero_optimization.offload_optimizer.device`: cpu cannot be had on backend fsdp2 on a GPU, "
-                "where fully_shard would move the parameters too. Remove it."
+                "zero_optimization.offload_optimizer.device",
+                "must be none on backend fsdp2 on a GPU, where fully_shard would move the parameters too",
+                got="cpu",
+                do="Remove it, or use the native backend.",
             )
         self.plan = plan
         self.module = self.whole = model
@@ -253,9 +255,10 @@ class FsdpEngine:
         """What this rank owns: for `Shards`."""
         if self.mesh.size("tensor") > 1:
             raise UnsupportedError(
-                "`checkpoint`: can be written and read where parameters are plain tensors; got DTensors over "
-                f"{self.mesh.size('tensor')} ranks. Take whole values out of `engine.gathered()` or "
-                "`engine.full_master(name)`."
+                "checkpoint",
+                "must be written and read where parameters are plain tensors",
+                got=f"DTensors over {self.mesh.size('tensor')} ranks",
+                do="Take whole values out of `engine.gathered()` or `engine.full_master(name)`.",
             )
         return pieces(self)
 
@@ -297,8 +300,10 @@ class FsdpEngine:
 
     def update_statistics(self) -> Any:
         raise UnsupportedError(
-            "`update_statistics`: cannot be had on backend fsdp2, where torch's optimizer updates. Use the "
-            "native backend."
+            "update_statistics",
+            "must be called on the native backend: on fsdp2 torch's optimizer updates",
+            got="backend fsdp2",
+            do="Use the native backend.",
         )
 
     def destroy(self) -> None:
@@ -328,6 +333,8 @@ def _used_elsewhere(error: BaseException) -> ModelError:
     lines = [line for line in traceback.extract_tb(error.__traceback__) if is_the_users(line.filename)]
     at = f"`{lines[-1].line}` ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else "`forward`"
     return ModelError(
-        f"{at}: must use parameters where they are gathered, in the forward of the module that they belong "
-        f"to; got a sharded one. Compute with it there."
+        at,
+        "must use parameters where they are gathered, in the forward of the module that they belong to",
+        got="a sharded one",
+        do="Compute with it there.",
     )

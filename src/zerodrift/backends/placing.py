@@ -119,8 +119,8 @@ def _called(
         problems.add(
             path or "model",
             "must be a module with a forward, which gathers its parameters",
-            f"{type(modules[path]).__name__}, which is not called, with {', '.join(names[:3])}",
-            "Give its parameters the columns of the module that uses them, or use the native backend.",
+            got=f"{type(modules[path]).__name__}, which is not called, with {', '.join(names[:3])}",
+            do="Give its parameters the columns of the module that uses them, or use the native backend.",
         )
         return
     for child, rows in below.items():
@@ -264,7 +264,7 @@ def _require_all(plan: Plan, live: Sequence[LiveGroup]) -> None:
                 problems.add(
                     member.row.name,
                     "must hang in a module of its own group",
-                    f"only in modules that are groups of their own: {', '.join(member.row.names)}",
-                    "Give those modules the columns of the rest of their unit, or use the native backend.",
+                    got=f"only in modules that are groups of their own: {', '.join(member.row.names)}",
+                    do="Give those modules the columns of the rest of their unit, or use the native backend.",
                 )
     problems.raise_as(ModelError, "backend fsdp2")

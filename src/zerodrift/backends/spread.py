@@ -80,9 +80,10 @@ def require_neighbours(model: nn.Module, mesh: Mesh) -> None:
             continue
         found = parameter.device_mesh.mesh.tolist()
         if found != wanted:
-            problems.add(name, f"must be a DTensor over ranks {wanted} here", f"one over {found}", LAYOUT)
-        elif parameter.is_meta:
             problems.add(
-                name, "must hold values: it is a DTensor", "the meta device", "Build it on a device."
+                name, f"must be a DTensor over ranks {wanted} here", got=f"one over {found}", do=LAYOUT
             )
+        elif parameter.is_meta:
+            must = "must hold values, being a DTensor"
+            problems.add(name, must, got="one on the meta device", do="Build it on a device.")
     problems.raise_as(ModelError)

@@ -108,7 +108,12 @@ class TensorValues:
         member = self._trained(name)
         self._engine.passes.flush()
         if member.sharded.grad is None:
-            raise UnsupportedError(f"`{name}`: must have a gradient to replace; got none in this step.")
+            raise UnsupportedError(
+                name,
+                "must have a gradient to replace",
+                got="none in this step",
+                do="Call it after `engine.backward` and before `engine.step`.",
+            )
         member.gradient().copy_(member.mine(value / self._engine.course.unscale))
 
     # --- moments ----------------------------------------------------------------------------------------
@@ -125,8 +130,10 @@ class TensorValues:
         held = self._moments(member)
         if key not in held:
             raise ModelError(
-                f"`{name}`: must have optimizer state {key!r}; got {', '.join(held) or 'none yet'}. "
-                f"State is there after the first step."
+                name,
+                f"must have optimizer state {key!r}",
+                got=", ".join(held) or "none yet",
+                do="State is there after the first step.",
             )
         held[key].copy_(member.mine(value))
 
@@ -140,13 +147,14 @@ class TensorValues:
         row = self._engine.plan.row(name)
         if row is None:
             known = [name for row in self._engine.plan.rows for name in row.names]
-            raise ModelError(f"`{name}`: must be a parameter of the model. {did_you_mean(name, known)}")
+            todo = did_you_mean(name, known)
+            raise ModelError(name, "must be a parameter of the model", got="no such name", do=todo)
         return self._engine.members[row.name]
 
     def _trained(self, name: str) -> Member:
         member = self._member(name)
         if member.row.columns.update is None:
-            raise ModelError(f"`{name}`: must be trained; it is frozen.")
+            raise ModelError(name, "must be trained", got="a frozen parameter")
         return member
 
 
@@ -155,7 +163,9 @@ def _require_unwritten(then: dict[str, torch.Tensor], values: dict[str, torch.Te
     for name, value in values.items():
         if not torch.equal(_bits(then[name]), _bits(value)):
             got = "a write inside `engine.gathered()`, which shows values"
-            problems.add(name, "must be written inside `engine.gathered(write=True)`", got, "It is dropped.")
+            problems.add(
+                name, "must be written inside `engine.gathered(write=True)`", got=got, do="It is dropped."
+            )
     problems.raise_as(ModelError)
 
 
@@ -168,8 +178,10 @@ def _refusal(name: str) -> Any:
 
     def refuse(gradient: torch.Tensor) -> None:
         raise UnsupportedError(
-            f"`{name}`: must get its gradients from the model's forward on backend fsdp2; got one of what "
-            f"`engine.gathered()` shows. Use the native backend, or leave the context for the loss."
+            name,
+            "must get its gradients from the model's forward on backend fsdp2",
+            got="one of what `engine.gathered()` shows",
+            do="Use the native backend, or leave the context for the loss.",
         )
 
     return refuse

@@ -19,7 +19,7 @@ from typing import Any
 
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.watch import cut
-from zerodrift.errors import RankError
+from zerodrift.errors import Problem, RankError
 
 INTERVAL = 0.5
 """Seconds between two looks into the store."""
@@ -51,7 +51,7 @@ class Alarm:
     def check(self) -> None:
         """Raise if another rank has failed. Costs nothing: it asks nobody."""
         if self._said:
-            raise RankError(self._said)
+            raise RankError.relayed(self._said)
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
@@ -61,22 +61,21 @@ class Alarm:
         except Exception as error:
             said = self._heard()
             if said:
-                raise RankError(said) from error
+                raise RankError.relayed(said) from error
             raise
         self.check()
 
     @contextlib.contextmanager
-    def raised(self, what: str) -> Iterator[None]:
+    def raised(self, where: str, what: str) -> Iterator[None]:
         """The same, and what fails here by itself ends the other ranks; `what` is done here."""
         try:
             with self.heeded():
                 yield
         except BaseException as error:
             if not self._heard():
-                self._tell(
-                    f"{what} must run on every rank; rank {self._mesh.rank()} raised "
-                    f"{type(error).__name__}: {error}. Mend it there, and start all ranks again."
-                )
+                got = f"{type(error).__name__}: {' '.join(str(error).split())} on rank {self._mesh.rank()}"
+                do = "Mend it there, and start all ranks again."
+                self._tell(str(Problem(where, f"{what} must run on every rank", got=got, do=do)))
             self._cut()
             raise
 

@@ -104,10 +104,13 @@ class CollectedGradient(torch.Tensor):
         if name in _SUMS and len(args) == 2 and not kwargs:
             return args[1] if args[0] is found else args[0]
         raise ModelError(
-            f"`{found.path}`: its gradient must be asked of the engine after a backward, which has collected "
-            f"it; got `{name}` of `param.grad`. Clip with `gradient_clipping` in the config, read with "
-            f"`engine.full_gradient`, change with `engine.set_full_gradient`, forget with "
-            f"`engine.zero_grad`."
+            found.path,
+            "its gradient must be asked of the engine after a backward, which has collected it",
+            got=f"`{name}` of `param.grad`",
+            do=(
+                "Clip with `gradient_clipping` in the config, read with `engine.full_gradient`, change "
+                "with `engine.set_full_gradient`, forget with `engine.zero_grad`."
+            ),
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -121,8 +124,13 @@ def lost(path: str, asked: str = "") -> ModelError:
     """For values that went with the engine that held them."""
     asks = f", and `{asked}` asks for them" if asked else ""
     return ModelError(
-        f"`{path}`: must hold values; it was sharded when its engine was destroyed{asks}. Call `destroy` "
-        f"inside `engine.gathered()` to keep them, or build the model anew and load what was saved."
+        path,
+        "must hold values",
+        got=f"one that was sharded when its engine was destroyed{asks}",
+        do=(
+            "Call `destroy` inside `engine.gathered()` to keep them, or build the model anew and load "
+            "what was saved."
+        ),
     )
 
 
@@ -130,8 +138,13 @@ def _refusal(path: str, what: str, is_lost: bool) -> ModelError:
     if is_lost:
         return lost(path, what)
     return ModelError(
-        f"`{path}`: must be gathered when its values are read or written; got `{what}` between its uses. Do "
-        f"so inside `engine.gathered()`, with `write=True` to change it, or in the module that it belongs to."
+        path,
+        "must be gathered when its values are read or written",
+        got=f"`{what}` between its uses",
+        do=(
+            "Do so inside `engine.gathered()`, with `write=True` to change it, or in the module that "
+            "it belongs to."
+        ),
     )
 
 

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerodrift.engine.absent import lose, lost
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.errors import ModelError, Problems, UnsupportedError
+from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.kernels.prints import BYTES
 from zerodrift.optim.update import Updater
 from zerodrift.plan.table import Row
@@ -70,19 +70,22 @@ class ParameterSlot:
             and _is_view(parameter, self.segment.stubs[self.index])
         )
 
-    def problem(self, *, stepping: bool) -> tuple[str, str, str] | None:
-        """What must hold, what is, and what to do."""
+    def problem(self, *, stepping: bool) -> Problem | None:
         found, trained = self.found, self.segment.update is not None
         if found is not self.parameter:
-            return "must stay the parameter that the engine was given", "another one", LOAD
+            must = "must stay the parameter that the engine was given"
+            return Problem(self.name, must, got="another one", do=LOAD)
         if not _is_view(self.parameter, self.home):
-            return "must stay a view of its segment", "memory of its own", LOAD
+            return Problem(self.name, "must stay a view of its segment", got="memory of its own", do=LOAD)
         # What is frozen for a while, as one of two adversaries is, has no gradient of that forward.
         fits = self.parameter.requires_grad == trained
         if not fits and (stepping or (not trained and torch.is_grad_enabled())):
-            got = f"requires_grad={self.parameter.requires_grad}"
-            must = f"must stay {'trained' if trained else 'frozen'}, as planned"
-            return must, got, "Set it before `initialize`, and build the engine anew to change it."
+            return Problem(
+                self.name,
+                f"must stay {'trained' if trained else 'frozen'}, as planned",
+                got=f"requires_grad={self.parameter.requires_grad}",
+                do="Set it before `initialize`, and build the engine anew to change it.",
+            )
         return None
 
 
@@ -178,9 +181,10 @@ def _require_there(places: Iterable[ParameterSlot]) -> None:
     for place in places:
         if not place.segment.is_full:
             raise ModelError(
-                f"`{place.name}`: must be copied or saved inside `engine.gathered()`, where its values are "
-                f"there; got a copy or `state_dict` outside of it. Or save with `zerodrift.Checkpoints` or "
-                f"`zerodrift.export`."
+                place.name,
+                "must be copied or saved inside `engine.gathered()`, where its values are there",
+                got="a copy or `state_dict` outside of it",
+                do="Or save with `zerodrift.Checkpoints` or `zerodrift.export`.",
             )
 
 
@@ -240,7 +244,7 @@ class AttachedParameters:
         for place in self._places:
             problem = None if place.is_as_it_was else place.problem(stepping=stepping)
             if problem is not None:
-                problems.add(place.name, *problem)
+                problems.include(problem)
         if not problems:
             self._check_tree(problems)
         for segment in self._segments:
@@ -249,7 +253,7 @@ class AttachedParameters:
                 if stepping or segment.storage.device.type == "cpu":  # elsewhere it is waited for
                     written += [row for row in segment.written_while_absent() if row not in written]
                 for row in written:
-                    problems.add(row.name, WRITE, "a write to what stands for it", "It was lost.")
+                    problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
                 segment.know()
 
     def _check_tree(self, problems: Problems) -> None:
@@ -260,17 +264,21 @@ class AttachedParameters:
             if module not in self._owners and any(p is not None for p in module._parameters.values()):
                 at = f"{path}." if path else ""
                 names = [f"{at}{name}" for name, p in module._parameters.items() if p is not None]
-                problems.add(names[0], "must be in a module that the engine was given", "a new one", LATER)
+                problems.add(
+                    names[0], "must be in a module that the engine was given", got="a new one", do=LATER
+                )
             elif module in self._owners:
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in self._known:
                         named = f"{path}.{name}".lstrip(".")
-                        problems.add(named, "must be there when the engine is made", "a new one", LATER)
+                        problems.add(
+                            named, "must be there when the engine is made", got="a new one", do=LATER
+                        )
         here = {id(module) for module in self._model.modules()}
         if not problems:
             for place in self._places:
                 if id(place.module) not in here:
-                    problems.add(place.name, "must stay in the model", "a model without it", LATER)
+                    problems.add(place.name, "must stay in the model", got="a model without it", do=LATER)
         if not problems:
             self._tree = Tree(self._model)
 
@@ -288,8 +296,10 @@ class AttachedParameters:
         """Raise where values are being written."""
         if self._opened:
             raise UnsupportedError(
-                f"`{what}`: must not be called inside `engine.gathered(write=True)`, whose values are taken "
-                f"over where it ends. Call it after the context."
+                what,
+                "must not be called inside `engine.gathered(write=True)`, whose values are taken "
+                "over where it ends",
+                do="Call it after the context.",
             )
 
     def open(self, segments: Iterable[FlatSegment], rows: Iterable[Row]) -> None:
@@ -384,9 +394,10 @@ class AttachedParameters:
                     self.replaced.add(place.row.name)
                 if not self.is_open(place.segment) and prefix + place.attribute in state:
                     raise ModelError(
-                        f"`{place.name}`: must be loaded inside `engine.gathered(write=True)`, where its "
-                        f"full value is there and reaches the optimizer's master; got `load_state_dict` "
-                        f"outside of it."
+                        place.name,
+                        "must be loaded inside `engine.gathered(write=True)`, where its full value "
+                        "is there and reaches the optimizer's master",
+                        got="`load_state_dict` outside of it",
                     )
 
         return ask
@@ -402,7 +413,7 @@ def settle(segment: FlatSegment, updater: Updater | None, *, cure: bool = False)
     [Note: writing] of `segment.py`."""
     lost, problems = segment.written_while_gathered(), Problems()
     for row in lost:
-        problems.add(row.name, WRITE, "a write to its values in a forward, through `.data`", GATHERED)
+        problems.add(row.name, WRITE, got="a write to its values in a forward, through `.data`", do=GATHERED)
     problems.raise_as(ModelError)
     rows = segment.written
     if not rows or segment.update is None or updater is None:
@@ -416,7 +427,7 @@ def settle(segment: FlatSegment, updater: Updater | None, *, cure: bool = False)
     else:
         problems = Problems()
         for row in rows:
-            problems.add(row.name, WRITE, "a write to its bf16 storage", TELL)
+            problems.add(row.name, WRITE, got="a write to its bf16 storage", do=TELL)
         problems.raise_as(ModelError)
     updater.set_master(segment.number, torch.where(written, shown, master))
     segment.know()

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zerodrift.engine.nested import Replacement, tensors_in
-from zerodrift.errors import ModelError, Problem, UnsupportedError
+from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.model.module import has_forward
 from zerodrift.plan.table import Boundary, Plan
 
@@ -39,19 +39,19 @@ def attach(model: nn.Module, boundaries: Iterable[Boundary]) -> list[Any]:
         module = modules.get(boundary.path)
         if module is None or not has_forward(module):
             got = "no such module" if module is None else f"{type(module).__name__}, which is never called"
-            raise _other_model(boundary.path, "must be a module with a forward", got)
+            raise _other_model(boundary.path, "must be a module with a forward, at which the plan casts", got)
         first = hooked.setdefault(id(module), boundary)
         if first is boundary:
             handles += _hooks(module, boundary)
         elif replace(first, path=boundary.path) != boundary:
             got = f"the same module, which returns otherwise by {first.path!r}"
-            raise _other_model(boundary.path, "must be a module of its own", got)
+            raise _other_model(boundary.path, "must be a module of its own, at which the plan casts", got)
     return handles
 
 
 def _other_model(path: str, must: str, got: str) -> ModelError:
     todo = "Plan from the module that is trained."
-    return ModelError(str(Problem(path, f"{must}: the plan casts at its boundary", got, todo)))
+    return ModelError(path, must, got=got, do=todo)
 
 
 @dataclass(slots=True)
@@ -147,9 +147,10 @@ class ForwardPrecision:
         around = torch.is_autocast_enabled(self._device)
         if around and not self._mode.autocast:
             raise UnsupportedError(
-                f"`torch.autocast`: must not be active around an engine of mode {self._mode}; got autocast "
-                f"to {torch.get_autocast_dtype(self._device)}. Leave the context, or set `precision.mode: "
-                f"autocast-bf16`."
+                "torch.autocast",
+                f"must not be active around an engine of mode {self._mode}",
+                got=f"autocast to {torch.get_autocast_dtype(self._device)}",
+                do="Leave the context, or set `precision.mode: autocast-bf16`.",
             )
         if not self._mode.autocast:
             yield

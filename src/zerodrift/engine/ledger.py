@@ -102,8 +102,8 @@ class Ledger:
                 problems.add(
                     row.name,
                     "a gradient that has arrived must be added to, `param.grad += new`",
-                    "`param.grad` set to something else",
-                    "What was there before would be lost.",
+                    got="`param.grad` set to something else",
+                    do="What was there before would be lost.",
                 )
         problems.raise_as(ModelError)
 

@@ -152,8 +152,10 @@ def _put(item: Any, key: Any, new: Any) -> None:
             item[key] = new
     except (TypeError, AttributeError) as error:
         raise ModelError(
-            f"`{type(item).__name__}`: must let its floating tensors be replaced, which are cast to what the "
-            f"model computes in; got one that cannot be written to. Pass a dict, or tensors of that dtype."
+            type(item).__name__,
+            "must let its floating tensors be replaced, which are cast to what the model computes in",
+            got="one that cannot be written to",
+            do="Pass a dict, or tensors of that dtype.",
         ) from error
 
 

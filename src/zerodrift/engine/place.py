@@ -114,27 +114,34 @@ def check(
     problems = Problems()
     alive, gone = left_by_others(model)
     if alive:
-        problems.add("model", "must not have another engine", "one that is alive", _DESTROY)
+        problems.add("model", "must not have another engine", got="one that is alive", do=_DESTROY)
     for row in plan.rows:
         parameter = parameters.get(row.name)
         if parameter is None:
-            problems.add(row.name, "must be a parameter of the model, as planned", "no such parameter")
+            must = "must be a parameter of the model, as planned"
+            problems.add(row.name, must, got="no such parameter", do=_PLAN)
         elif is_spread(parameter):
-            problems.add(row.name, "must be a plain tensor on the native backend", "a DTensor", _SPREAD)
+            problems.add(
+                row.name, "must be a plain tensor on the native backend", got="a DTensor", do=_SPREAD
+            )
         elif tuple(parameter.shape) != row.whole_shape:
-            problems.add(row.name, f"must have shape {list(row.whole_shape)}", str(list(parameter.shape)))
+            must = f"must have shape {list(row.whole_shape)}, as planned"
+            problems.add(row.name, must, got=list(parameter.shape), do=_PLAN)
         elif gone.intersection(row.names) and row.name not in sources.rows:
-            problems.add(row.name, "must hold values", "one that was sharded when its engine ended", _KEEP)
+            problems.add(
+                row.name, "must hold values", got="one that was sharded when its engine ended", do=_KEEP
+            )
         elif parameter.is_meta and row.name not in sources.rows:
-            problems.add(row.name, "must hold values", "the meta device", _BUILD)
+            problems.add(row.name, "must hold values", got="the meta device", do=_BUILD)
         elif from_torch(parameter.dtype) is not row.source:
-            problems.add(row.name, f"must be {row.source}, as planned", str(parameter.dtype))
+            problems.add(row.name, f"must be {row.source}, as planned", got=parameter.dtype, do=_PLAN)
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in sources.buffers:
-            problems.add(name, "must hold values: it is a buffer", "the meta device", _BUILD)
+            problems.add(name, "must hold values, being a buffer", got="the meta device", do=_BUILD)
     problems.raise_as(ModelError)
 
 
+_PLAN = "Plan from the module that is trained."
 _SPREAD = "Set `backend: fsdp2`, or build the model without tensor parallelism."
 _DESTROY = "Call its `destroy` before."
 _KEEP = "Call `destroy` inside `engine.gathered()`, or build the model anew and load what was saved."

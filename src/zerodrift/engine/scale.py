@@ -60,9 +60,10 @@ class Scaler:
                 return
             if self.scale <= spec.minimum:
                 raise NonFiniteError(
-                    f"`fp16.min_loss_scale`: must leave room for the loss scale to fall; gradients overflow "
-                    f"at the minimum, {spec.minimum:g}. Lower the learning rate, lower "
-                    f"`fp16.min_loss_scale`, or use bf16."
+                    "fp16.min_loss_scale",
+                    "must leave room for the loss scale to fall",
+                    got=f"gradients that overflow at the minimum, {spec.minimum:g}",
+                    do="Lower the learning rate, lower `fp16.min_loss_scale`, or use bf16.",
                 )
             self.scale = max(self.scale / 2, spec.minimum)
             return
@@ -165,9 +166,13 @@ def global_norm(
         raise _different(strays, dropped, comm)
     if weights:
         raise RankError(
-            "`engine.module`: must show the same weights on every rank; got different ones. Something was "
-            "written on some ranks only, or another value on each: write inside "
-            "`engine.gathered(write=True)`, where rank 0's values become everybody's."
+            "engine.module",
+            "must show the same weights on every rank",
+            got="different ones",
+            do=(
+                "Something was written on some ranks only, or another value on each: write inside "
+                "`engine.gathered(write=True)`, where rank 0's values become everybody's."
+            ),
         )
     return Norm(math.sqrt(squares.total(summed[:-3])) * unscale, bool(written))
 
@@ -180,26 +185,36 @@ def _different(strays: Sequence[UnreducedSegment], dropped: int, comm: Collectiv
     if len({count for _, count, _ in found}) > 1:
         told = ", ".join(f"rank {rank} {count}" for rank, count, _ in found[:8])
         return RankError(
-            f"`backward`: must follow a forward in training on every rank or on none; got batches of this "
-            f"step without one: {told}. Where a rank skips a batch, gradients of different batches are "
-            f"paired: let all skip it, or multiply its loss by 0 and call `backward`."
+            "backward",
+            "must follow a forward in training on every rank or on none",
+            got=f"batches of this step without one: {told}",
+            do=(
+                "Where a rank skips a batch, gradients of different batches are paired: let all skip "
+                "it, or multiply its loss by 0 and call `backward`."
+            ),
         )
     held = [{stray.segment: stray.name for stray in entry} for _, _, entry in found]
     some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]
     if some:
         return set_on_some(some[0])
     return RankError(
-        "`units`: must be used in the same order on every rank; got different orders in this step. A "
-        "unit that only some ranks run, such as an expert without tokens, cannot be gathered by itself: "
-        "name a larger one in `sharding.units`."
+        "units",
+        "must be used in the same order on every rank",
+        got="different orders in this step",
+        do=(
+            "A unit that only some ranks run, such as an expert without tokens, cannot be gathered by "
+            "itself: name a larger one in `sharding.units`."
+        ),
     )
 
 
 def set_on_some(name: str) -> RankError:
     """For gradients that only some ranks have, of units whose reduction all take part in."""
     return RankError(
-        f"`param.grad`: must be set on every rank or on none, where it is set outside of a backward; got one "
-        f"of `{name}` on some ranks only. Set it on all of them, to zeros where a rank has nothing to add."
+        "param.grad",
+        "must be set on every rank or on none, where it is set outside of a backward",
+        got=f"one of `{name}` on some ranks only",
+        do="Set it on all of them, to zeros where a rank has nothing to add.",
     )
 
 

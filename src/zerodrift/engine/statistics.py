@@ -36,11 +36,13 @@ def collect(engine: Engine) -> UpdateReport:
     """The last update of every trained parameter. One collective per axis that masters are sharded on."""
     if not engine.plan.policy.statistics:
         raise UnsupportedError(
-            "`update_statistics`: must be asked for in the config, so that updates record them; got "
-            "`precision.statistics: false`. Set `precision.statistics: true`."
+            "update_statistics",
+            "must be asked for in the config, so that updates record them",
+            got="`precision.statistics: false`",
+            do="Set `precision.statistics: true`.",
         )
     if engine.updater is None or engine.global_steps == 0:
-        raise UnsupportedError("`update_statistics`: must follow an update; got none yet.")
+        raise UnsupportedError("update_statistics", "must follow an update", got="none yet")
     held = engine.updater.statistics
     trained = [segment for segment in engine.segments if segment.update is not None]
     rows = [(segment, row) for segment in trained for row in segment.rows]

@@ -26,51 +26,61 @@ def schedule(plan: Plan, optimizer: torch.optim.Optimizer | None, given: Any) ->
 
 def needs_optimizer() -> UnsupportedError:
     return UnsupportedError(
-        "`step`: needs an optimizer; got none. Pass one to `initialize`, or write an `optimizer` block."
+        "step",
+        "must have an optimizer",
+        got="none",
+        do="Pass one to `initialize`, or write an `optimizer` block.",
     )
 
 
 def closed() -> UnsupportedError:
-    return UnsupportedError("`engine`: must not be used after `destroy`. Make another one.")
+    return UnsupportedError("engine", "must not be used after `destroy`", do="Make another one.")
 
 
 def is_driven(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"`{what}`: must not be called on one rank's part of a pipeline, whose schedule runs it. Call "
-        f"`step` of what `initialize_pipeline` returned, with the micro-batches of a step."
+        what,
+        "must not be called on one rank's part of a pipeline, whose schedule runs it",
+        do="Call `step` of what `initialize_pipeline` returned, with the micro-batches of a step.",
     )
 
 
 def unscaled(plan: Plan) -> UnsupportedError:
     """A backward that the loss scale was left out of."""
     return UnsupportedError(
-        f"`backward`: the loss must be scaled in mode {plan.policy.mode}; got a plain `loss.backward()`. "
-        f"Call `engine.backward(loss)` or `engine.scale(loss).backward()`."
+        "backward",
+        f"the loss must be scaled in mode {plan.policy.mode}",
+        got="a plain `loss.backward()`",
+        do="Call `engine.backward(loss)` or `engine.scale(loss).backward()`.",
     )
 
 
 def taken_away(name: str) -> UnsupportedError:
     """A gradient that somebody believes to be forgotten."""
     return UnsupportedError(
-        f"`{name}`: its gradient must be forgotten by the engine, which has collected it; got `param.grad` "
-        f"set to None or zero between `backward` and `step`, as by `zero_grad`. Call `engine.zero_grad()`, "
-        f"or for one parameter `engine.set_full_gradient(name, zeros)`."
+        name,
+        "its gradient must be forgotten by the engine, which has collected it",
+        got="`param.grad` set to None or zero between `backward` and `step`, as by `zero_grad`",
+        do="Call `engine.zero_grad()`, or for one parameter `engine.set_full_gradient(name, zeros)`.",
     )
 
 
 def copied() -> UnsupportedError:
     """Of an engine that is one of several ranks."""
     return UnsupportedError(
-        "`engine`: must not be copied or pickled, for it is one of several ranks' and has their connections. "
-        "Copy `engine.module` inside `engine.gathered()`; save with `zerodrift.Checkpoints`."
+        "engine",
+        "must not be copied or pickled, for it is one of several ranks' and has their connections",
+        do="Copy `engine.module` inside `engine.gathered()`; save with `zerodrift.Checkpoints`.",
     )
 
 
 def nonfinite(norm: float, bad: Sequence[str]) -> NonFiniteError:
     """For a caller who wants an error, not a skipped step."""
     return NonFiniteError(
-        f"`gradient`: must be finite; got {norm}, first in {', '.join(bad) or 'no parameter alone'}. Nothing "
-        f"was updated. Look at the batch, lower the learning rate, or clip."
+        "gradient",
+        "must be finite",
+        got=f"{norm}, first in {', '.join(bad) or 'no parameter alone'}",
+        do="Nothing was updated. Look at the batch, lower the learning rate, or clip.",
     )
 
 

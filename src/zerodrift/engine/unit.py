@@ -304,9 +304,13 @@ def _refuse_unfinished(path: str, output: Any) -> None:
     for item in items:
         if isinstance(item, _UNFINISHED):
             raise ModelError(
-                f"`{path or 'model'}`: must return what it has computed; got a {type(item).__name__}, which "
-                f"computes after the forward, when parameters are not gathered and the precision is not set. "
-                f"Return a list."
+                path or "model",
+                "must return what it has computed",
+                got=(
+                    f"a {type(item).__name__}, which computes after the forward, when parameters are "
+                    "not gathered and the precision is not set"
+                ),
+                do="Return a list.",
             )
 
 
@@ -342,8 +346,10 @@ def not_gathered(path: str, unit: str) -> ModelError:
             f"the model"
         )
     return ModelError(
-        f"`{path or 'model'}`: its parameters must be gathered when it is called; got sharded ones. "
-        f"{todo}, or call it inside `engine.gathered()`."
+        path or "model",
+        "its parameters must be gathered when it is called",
+        got="sharded ones",
+        do=f"{todo}, or call it inside `engine.gathered()`.",
     )
 
 

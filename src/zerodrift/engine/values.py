@@ -71,7 +71,9 @@ class Values:
                 continue
             for row in segment.written_while_lent():
                 segment.drop_writes()
-                problems.add(row.name, "must be written inside `engine.gathered(write=True)`", _READ, _LOST)
+                problems.add(
+                    row.name, "must be written inside `engine.gathered(write=True)`", got=_READ, do=_LOST
+                )
         problems.raise_as(ModelError)
 
     @contextlib.contextmanager
@@ -196,7 +198,12 @@ class Values:
         segment, row = self._trained_row(name)
         self._engine.gradients.flush()
         if segment.reduced is None:
-            raise UnsupportedError(f"`{name}`: must have a gradient to replace; got none in this step.")
+            raise UnsupportedError(
+                name,
+                "must have a gradient to replace",
+                got="none in this step",
+                do="Call it after `engine.backward` and before `engine.step`.",
+            )
         whole = segment.whole_gradient()
         with torch.no_grad():
             part = self._part_of(segment, row, value) / self._engine.course.unscale
@@ -225,8 +232,10 @@ class Values:
         updater, flats = self._engine.updater, self._states(segment)
         if updater is None or key not in flats:
             raise ModelError(
-                f"`{name}`: must have optimizer state {key!r}; got {', '.join(flats) or 'none yet'}. "
-                f"State is there after the first step."
+                name,
+                f"must have optimizer state {key!r}",
+                got=", ".join(flats) or "none yet",
+                do="State is there after the first step.",
             )
         whole = self._whole(segment, flats[key])
         with torch.no_grad():
@@ -278,13 +287,14 @@ class Values:
         row = self._engine.part.row(name)
         if row is None:
             known = [name for row in self._engine.part.rows for name in row.names]
-            raise ModelError(f"`{name}`: must be a parameter of the model. {did_you_mean(name, known)}")
+            todo = did_you_mean(name, known)
+            raise ModelError(name, "must be a parameter of the model", got="no such name", do=todo)
         return self._engine.segments[row.segment], row
 
     def _trained_row(self, name: str) -> tuple[FlatSegment, Row]:
         segment, row = self._row(name)
         if segment.update is None:
-            raise ModelError(f"`{name}`: must be trained; it is frozen.")
+            raise ModelError(name, "must be trained", got="a frozen parameter")
         return segment, row
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from zerodrift.engine.nested import tensors_in
+from zerodrift.errors import Problem
 
 Signature = tuple[Any, ...]
 """Shapes and dtypes of everything in a micro-batch."""
@@ -30,7 +31,7 @@ Signature = tuple[Any, ...]
 class Given:
     """What one rank was given."""
 
-    problem: str
+    problem: Problem | None
     """What is wrong with it by itself."""
     shapes: tuple[Signature, ...]
     """Of the first micro-batch, like which all others are; none without one."""
@@ -44,17 +45,18 @@ def signature(batch: Any) -> Signature:
 
 
 def given(
-    batches: Sequence[Any], weights: Sequence[Any], wanted: int | None, problem_of: Callable[[Any], str]
+    batches: Sequence[Any],
+    weights: Sequence[Any],
+    wanted: int | None,
+    problem_of: Callable[[Any], Problem | None],
 ) -> Given:
     """`wanted` is how many a step has, None for any number; `problem_of` what no piece can do."""
     shapes = [signature(batch) for batch in batches]
     numbers, wrong = _numbers(weights, len(batches))
-    problem = _problem(shapes, wanted) or next((said for said in map(problem_of, batches) if said), "")
-    if wrong and not problem:
-        count = len(batches)
-        problem = (
-            f"`weights`: must be {count} finite numbers, one for each micro-batch, or none; got {wrong}."
-        )
+    problem = _problem(shapes, wanted) or next(filter(None, map(problem_of, batches)), None)
+    if wrong and problem is None:
+        must = f"must be {len(batches)} finite numbers, one for each micro-batch, or none"
+        problem = Problem("weights", must, got=wrong)
     return Given(problem, tuple(shapes[:1]), numbers, tuple(map(checksum, batches)))
 
 
@@ -70,41 +72,47 @@ def _numbers(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], str
     return ((), repr(bad)) if bad is not None else (found, "")
 
 
-def _problem(found: list[Signature], wanted: int | None) -> str:
+def _problem(found: list[Signature], wanted: int | None) -> Problem | None:
     """What is wrong with the number of the micro-batches of this rank, or their shapes."""
     if wanted is not None and len(found) != wanted:
-        return f"`micro_batches`: must be {wanted}, as `pipeline.micro_batches` says; got {len(found)}."
+        must = f"must be {wanted}, as `pipeline.micro_batches` says"
+        return Problem("micro_batches", must, got=str(len(found)))
     if not found:
-        return "`micro_batches`: must be at least one; got none."
+        return Problem("micro_batches", "must be at least one", got="none")
     other = next((number for number, each in enumerate(found) if each != found[0]), None)
     if other is not None:
-        return (
-            f"`micro_batches`: must have the same shapes, because memory for what travels is laid out "
-            f"once; got {found[0]} and, in micro-batch {other}, {found[other]}. Pad them to one length."
+        return Problem(
+            "micro_batches",
+            "must have the same shapes, because memory for what travels is laid out once",
+            got=f"{found[0]} and, in micro-batch {other}, {found[other]}",
+            do="Pad them to one length.",
         )
-    return ""
+    return None
 
 
-def differences(told: Mapping[int, Given]) -> str:
-    """What ranks of one pipeline were given that is not the same; "" where nothing is. World rank -> what."""
+def difference(told: Mapping[int, Given]) -> Problem | None:
+    """What ranks of one pipeline were given that is not the same. World rank -> what."""
     (first, mine), *others = told.items()
     for rank, other in others:
-        where = f"rank {first} has %s, rank {rank} %s. Give the data of one data rank to all of its stages."
-        same = "`micro_batches`: must be the same on every stage of a pipeline; "
+        where, pair = "micro_batches", ("", "")
         if len(mine.checksums) != len(other.checksums):
-            return same + where % (len(mine.checksums), len(other.checksums))
-        if mine.shapes != other.shapes:
-            return same + where % (f"shapes {mine.shapes[0]}", f"{other.shapes[0]}")
-        if mine.weights != other.weights:
-            return "`weights`: must be the same on every stage of a pipeline; " + where % (
-                list(mine.weights),
-                list(other.weights),
-            )
-        if mine.checksums != other.checksums:
+            pair = str(len(mine.checksums)), str(len(other.checksums))
+        elif mine.shapes != other.shapes:
+            pair = f"shapes {mine.shapes[0]}", str(other.shapes[0])
+        elif mine.weights != other.weights:
+            where, pair = "weights", (str(list(mine.weights)), str(list(other.weights)))
+        elif mine.checksums != other.checksums:
             pairs = enumerate(zip(mine.checksums, other.checksums, strict=True))
             number = next(number for number, (one, two) in pairs if one != two)
-            return same + where % (f"one micro-batch {number}", "one with other contents")
-    return ""
+            pair = f"one micro-batch {number}", "one with other contents"
+        if any(pair):
+            return Problem(
+                where,
+                "must be the same on every stage of a pipeline",
+                got=f"{pair[0]} on rank {first}, {pair[1]} on rank {rank}",
+                do="Give the data of one data rank to all of its stages.",
+            )
+    return None
 
 
 def checksum(batch: Any) -> int:

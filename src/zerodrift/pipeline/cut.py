@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.errors import ModelError, Problem, UnsupportedError
 
 Hidden = torch.Tensor | tuple[torch.Tensor, ...]
 """What travels from piece to piece."""
@@ -58,8 +58,8 @@ class Cut(Protocol):
     def last(self, piece: nn.Module, hidden: Hidden, batch: Any) -> torch.Tensor:
         """From what came to the loss of the micro-batch."""
 
-    def problem(self, batch: Any) -> str:
-        """What of a micro-batch no piece can do; "" where there is nothing."""
+    def problem(self, batch: Any) -> Problem | None:
+        """What of a micro-batch no piece can do."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,10 @@ class Parts:
         given = _positional(self.each)
         if given not in (3, 4):
             raise ModelError(
-                f"`each`: must take the model, a layer, its input and the micro-batch; got a function of "
-                f"{given}. Write `each=lambda model, layer, hidden, batch: ...`."
+                "each",
+                "must take the model, a layer, its input and the micro-batch",
+                got=f"a function of {given}",
+                do="Write `each=lambda model, layer, hidden, batch: ...`.",
             )
 
     @property
@@ -105,8 +107,8 @@ class Parts:
     def last(self, piece: nn.Module, hidden: Hidden, batch: Any) -> torch.Tensor:
         return self.after(piece, self.middle(piece, hidden, batch), batch)
 
-    def problem(self, batch: Any) -> str:
-        return ""
+    def problem(self, batch: Any) -> Problem | None:
+        return None
 
 
 def _positional(function: Callable[..., Any]) -> int:
@@ -140,14 +142,16 @@ class Causal:
         known = CAUSAL.get(kind) if isinstance(kind, str) else None
         if known is None or not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
             raise UnsupportedError(
-                f"`model`: must be a causal language model of transformers of type {', '.join(CAUSAL)}, "
-                f"or come with `parts`, to be cut into a pipeline; got {type(model).__name__}. Pass "
-                f"`parts=zerodrift.Parts(...)`, which names its list of layers."
+                "model",
+                f"must be a causal language model of transformers of type {', '.join(CAUSAL)}, or "
+                "come with `parts`, to be cut into a pipeline",
+                got=type(model).__name__,
+                do="Pass `parts=zerodrift.Parts(...)`, which names its list of layers.",
             )
         _require_the_librarys(model, known)
         for key in ELSEWHERE:
             if getattr(config, key, False):
-                raise UnsupportedError(f"`config.{key}`: {_NOT_ON_ONE_RANK}; got True. Set it to False.")
+                raise UnsupportedError(f"config.{key}", _NOT_ON_ONE_RANK, got="True", do="Set it to False.")
         return known
 
     @property
@@ -155,23 +159,25 @@ class Causal:
         """Path of the module that has the layers."""
         return self.layers.rpartition(".")[0]
 
-    def problem(self, batch: Any) -> str:
+    def problem(self, batch: Any) -> Problem | None:
         if not isinstance(batch, Mapping):
-            return (
-                f"`micro_batches`: must each be a dict of the model's keyword arguments; got "
-                f"{type(batch).__name__}."
-            )
+            must = "must each be a dict of the model's keyword arguments"
+            return Problem("micro_batches", must, got=type(batch).__name__)
         for key in ELSEWHERE:
             if batch.get(key) not in (None, False):
-                return f"`{key}`: {_NOT_ON_ONE_RANK}; got {batch[key]!r}. Leave it out."
+                return Problem(key, _NOT_ON_ONE_RANK, got=repr(batch[key]), do="Leave it out.")
         for key in ("use_cache", "past_key_values"):
             if batch.get(key) not in (None, False):
-                return f"`{key}`: must be left out of a pipeline's micro-batches, which only train; got one."
-        if (batch.get("input_ids") is None) == (batch.get("inputs_embeds") is None):
-            return "`input_ids`: must be in every micro-batch of a pipeline, or `inputs_embeds`; one of them."
+                must = "must be left out of a pipeline's micro-batches, which only train"
+                return Problem(key, must, got="one")
+        embedded = batch.get("inputs_embeds") is not None
+        if (batch.get("input_ids") is not None) == embedded:
+            must = "must be in every micro-batch of a pipeline, or `inputs_embeds`"
+            return Problem("input_ids", must, got="both" if embedded else "neither")
         if batch.get("labels") is None:
-            return "`labels`: must be in every micro-batch of a pipeline; got none. Add them."
-        return ""
+            must = "must be in every micro-batch of a pipeline"
+            return Problem("labels", must, got="none", do="Add them.")
+        return None
 
     def first(self, piece: nn.Module, batch: Any) -> Hidden:
         entry = {key: batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None}
@@ -266,17 +272,22 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
         forward = part.__dict__.get("forward", type(part).forward)
         if not str(getattr(forward, "__module__", "")).startswith(("transformers.", "torch.")):
             raise UnsupportedError(
-                f"`{path or 'model'}`: must have the forward of transformers to be cut into a pipeline as it "
-                f"is; got one of {type(part).__name__}'s own. Pass `parts=zerodrift.Parts(...)`, which says "
-                f"what comes before, in and after its layers."
+                path or "model",
+                "must have the forward of transformers to be cut into a pipeline as it is",
+                got=f"one of {type(part).__name__}'s own",
+                do=(
+                    "Pass `parts=zerodrift.Parts(...)`, which says what comes before, in and after its "
+                    "layers."
+                ),
             )
     version = getattr(sys.modules.get("transformers"), "__version__", "5")
     kind = str(getattr(model.config, "model_type", ""))
     if kind not in BEFORE_5 and int(version.partition(".")[0]) < 5:
         raise UnsupportedError(
-            f"`model`: must come from transformers 5 or later to be cut into a pipeline, being of type "
-            f"{kind}; got transformers {version}. Update it, or pass "
-            f"`parts=zerodrift.Parts(...)`."
+            "model",
+            f"must come from transformers 5 or later to be cut into a pipeline, being of type {kind}",
+            got=f"transformers {version}",
+            do="Update it, or pass `parts=zerodrift.Parts(...)`.",
         )
 
 
@@ -308,9 +319,13 @@ class Elsewhere(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
-            f"`{self.path}`: must not be used here, it is in another piece of the pipeline. What `before` "
-            f"uses must "
-            f"come before the layers in the order of the model's parameters, what `after` uses behind them."
+            self.path,
+            "must be used in the piece of the pipeline that it is in",
+            got="a use in another",
+            do=(
+                "What `before` uses must come before the layers in the order of the model's "
+                "parameters, what `after` uses behind them."
+            ),
         )
 
 
@@ -337,8 +352,9 @@ def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str
         layers = model.get_submodule(cut.layers)
     except AttributeError:
         raise ModelError(
-            f"`layers`: must be the path of the model's list of layers; got {cut.layers!r}, which "
-            f"{type(model).__name__} has not."
+            "layers",
+            "must be the path of the model's list of layers",
+            got=f"{cut.layers!r}, which {type(model).__name__} does not have",
         ) from None
     found, here = set(), True
     for name, layer in layers.named_children():

@@ -137,16 +137,19 @@ class WeightQueue:
                 got = (
                     f"{self._name(parameter)}, frozen" if parameter.is_leaf else "the result of an operation"
                 )
-            raise ModelError(f"`put`: must be given a parameter that is trained; got {got}.")
+            raise ModelError("put", "must be given a parameter that is trained", got=got)
         if self._gradients is not None and parameter not in self._names:
             raise ModelError(
-                f"`put`: must be given a parameter of the model that the queue belongs to; got a tensor "
-                f"{list(parameter.shape)} of another, whose gradient nobody would reduce."
+                "put",
+                "must be given a parameter of the model that the queue belongs to",
+                got=f"a tensor {list(parameter.shape)} of another, whose gradient nobody would reduce",
             )
         if not callable(form):
             raise ModelError(
-                f"`{self._name(parameter)}`: must come with a function that forms its gradient, of a dtype; "
-                f"got {type(form).__name__}. Write `lambda dtype: ...`."
+                self._name(parameter),
+                "must come with a function that forms its gradient, of a dtype",
+                got=type(form).__name__,
+                do="Write `lambda dtype: ...`.",
             )
 
     def _name(self, parameter: torch.Tensor) -> str:
@@ -234,10 +237,13 @@ class WeightQueue:
         for tensor, version in late.holds:
             if tensor._version != version:
                 raise ModelError(
-                    f"`{self._name(late.parameter)}`: what its late gradient is formed from must not be "
-                    f"written to before; got a tensor {list(tensor.shape)} that was written to in place "
-                    f"{tensor._version - version} times after its backward. Call `drain()` "
-                    f"first, or write to a clone."
+                    self._name(late.parameter),
+                    "what its late gradient is formed from must not be written to before",
+                    got=(
+                        f"a tensor {list(tensor.shape)} that was written to in place "
+                        f"{tensor._version - version} times after its backward"
+                    ),
+                    do="Call `drain()` first, or write to a clone.",
                 )
 
     def _require_fitting(self, late: DeferredGradient, value: Any, dtype: torch.dtype) -> None:
@@ -246,13 +252,17 @@ class WeightQueue:
         here = f"{list(shape)} {dtype} on {parameter.device}"
         if not isinstance(value, torch.Tensor):
             raise ModelError(
-                f"`{self._name(parameter)}`: must get a late gradient {here}; got {type(value).__name__}. "
-                f"`form(dtype)` returns a tensor."
+                self._name(parameter),
+                f"must get a late gradient {here}",
+                got=type(value).__name__,
+                do="`form(dtype)` returns a tensor.",
             )
         if (tuple(value.shape), value.dtype, value.device) != (shape, dtype, parameter.device):
             raise ModelError(
-                f"`{self._name(parameter)}`: must get a late gradient {here}; got {list(value.shape)} "
-                f"{value.dtype} on {value.device}. `form` is called with the dtype that it returns."
+                self._name(parameter),
+                f"must get a late gradient {here}",
+                got=f"{list(value.shape)} {value.dtype} on {value.device}",
+                do="`form` is called with the dtype that it returns.",
             )
 
 
@@ -277,8 +287,10 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
         if any(parameter.dim() > 1 for parameter in owner.parameters(recurse=False)):
             if hasattr(owner, _MARK):
                 raise ModelError(
-                    f"`{path or 'module'}`: must have one queue for its weight gradients; it has one "
-                    f"already. Call `detach()` of the first."
+                    path or "module",
+                    "must have one queue for its weight gradients",
+                    got="another, which it has already",
+                    do="Call `detach()` of the first.",
                 )
             queue._handles += _attach(owner, queue)
     queue._names = {parameter: name for name, parameter in module.named_parameters()}

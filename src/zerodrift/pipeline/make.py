@@ -53,13 +53,17 @@ def _require_trained(plan: Plan) -> None:
     for rank in range(plan.mesh.pipeline):
         if all(row.columns.update is None for row in part(plan, rank).rows):
             raise UnsupportedError(
-                f"`pipeline`: must train something on every stage; everything on stage {rank} is frozen. "
-                f"Use fewer stages, or train without a pipeline."
+                "pipeline",
+                "must train something on every stage",
+                got=f"stage {rank}, on which everything is frozen",
+                do="Use fewer stages, or train without a pipeline.",
             )
     if plan.policy.optimizer is None:
         raise UnsupportedError(
-            "`optimizer`: must be a block of the config with a pipeline, whose ranks each build their "
-            "part of it; got none. Write `optimizer: {type: AdamW, params: {...}}`."
+            "optimizer",
+            "must be a block of the config with a pipeline, whose ranks each build their part of it",
+            got="none",
+            do="Write `optimizer: {type: AdamW, params: {...}}`.",
         )
 
 
@@ -73,9 +77,10 @@ def _require_eager(plan: Plan, model: nn.Module) -> None:
     for path, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
             raise UnsupportedError(
-                f"`{path or 'model'}`: must not be compiled under `{pipeline.schedule}`, which splits "
-                f"backwards; got a compiled {type(module).__name__}. Use `gpipe`, `1f1b` or `interleaved`, "
-                f"or do not compile it."
+                path or "model",
+                f"must not be compiled under `{pipeline.schedule}`, which splits backwards",
+                got=f"a compiled {type(module).__name__}",
+                do="Use `gpipe`, `1f1b` or `interleaved`, or do not compile it.",
             )
 
 

@@ -30,7 +30,7 @@ from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 from zerodrift.pipeline import schedules
-from zerodrift.pipeline.batches import Signature, batch_on, differences, given, signature
+from zerodrift.pipeline.batches import Signature, batch_on, difference, given, signature
 from zerodrift.pipeline.cut import Cut
 from zerodrift.pipeline.deferred import defer_in_piece
 from zerodrift.pipeline.stage import Draws, Piece, Stage
@@ -130,14 +130,16 @@ class PipelineEngine:
         engine.require_open()
         if self._waiting:
             raise UnsupportedError(
-                "`accumulate`: must be followed by `update`, which ends its step, or `zero_grad`; got "
-                "another. A pipeline's step has all of its micro-batches together."
+                "accumulate",
+                "must be followed by `update`, which ends its step, or `zero_grad`",
+                got="another",
+                do="A pipeline's step has all of its micro-batches together.",
             )
         with self._alarm.heeded():
             batches = self._taken(micro_batches, True, weights)
         schedule = self._scheduled(batches, training=True)
         try:
-            with self._alarm.raised("`pipeline`: the schedule"), torch.enable_grad():
+            with self._alarm.raised("pipeline", "the schedule"), torch.enable_grad():
                 self._run(schedule, batches, True)
                 self._held.end()
                 losses = self._told(len(batches))
@@ -172,7 +174,7 @@ class PipelineEngine:
             batches = self._taken(micro_batches, False, ())
         schedule = self._scheduled(batches, training=False)
         try:
-            with self._alarm.raised("`pipeline`: the schedule"), torch.no_grad():
+            with self._alarm.raised("pipeline", "the schedule"), torch.no_grad():
                 self._run(schedule, batches, False)
                 losses = self._told(len(batches))
         finally:
@@ -208,9 +210,14 @@ class PipelineEngine:
             own = next((piece.failed for piece in self.pieces if piece.failed is not None), None)
             if _is_reentrant(own or error):
                 refused = UnsupportedError(
-                    "`checkpoint`: must be called with `use_reentrant=False` in a pipeline, whose backwards "
-                    "ask for gradients of inputs by themselves; got True. Change the call, or pass "
-                    "`{'use_reentrant': False}` to `gradient_checkpointing_enable`."
+                    "checkpoint",
+                    "must be called with `use_reentrant=False` in a pipeline, whose backwards "
+                    "ask for gradients of inputs by themselves",
+                    got="True",
+                    do=(
+                        "Change the call, or pass `{'use_reentrant': False}` to "
+                        "`gradient_checkpointing_enable`."
+                    ),
                 )
                 refused.__cause__ = own or error
                 return refused
@@ -272,13 +279,13 @@ class PipelineEngine:
         known = self._learnt.get(training)
         relearn = known is None or (known.shapes, known.micro_batches) != (mine.shapes, len(batches))
         told = self.comm.all_gather_object((mine, relearn))
-        problem = next((each.problem for each, _ in told if each.problem), "")
+        problem = next((each.problem for each, _ in told if each.problem), None)
         ranks, stages = len(told), self.mesh.size("pipeline")
         for data in range(ranks // stages):
             line = range(data, ranks, ranks // stages)
-            problem = problem or differences({rank: told[rank][0] for rank in line})
-        if problem:
-            raise ModelError(problem)
+            problem = problem or difference({rank: told[rank][0] for rank in line})
+        if problem is not None:
+            raise ModelError.of([problem])
         if any(again for _, again in told):
             self._learnt.pop(training, None)
         if training:
@@ -358,7 +365,7 @@ class PipelineEngine:
         """The pipeline rank whose copy of a parameter counts, and its name on this rank, `""` elsewhere."""
         row = self.plan.row(name)
         if row is None:
-            raise ModelError(f"`{name}`: must be a parameter of the model.")
+            raise ModelError(name, "must be a parameter of the model", got="no such name")
         pipeline = self.plan.policy.pipeline
         rank = rank_of(pipeline, self.plan.mesh, self.plan.units[row.unit].stage)
         return rank, row.name if rank == self.mesh.rank("pipeline") else ""
@@ -391,8 +398,9 @@ class PipelineEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            "`call`: must not be used on a pipeline, whose stages run together. Call `step` with the "
-            "micro-batches of a step, or `evaluate`."
+            "call",
+            "must not be used on a pipeline, whose stages run together",
+            do="Call `step` with the micro-batches of a step, or `evaluate`.",
         )
 
 

@@ -148,8 +148,9 @@ class Piece(nn.Module):
         if not leaves or other is not None:
             got = type(other).__name__ if leaves else "an empty one"
             raise ModelError(
-                f"`hidden`: must be a tensor or a tuple of tensors, to go from piece {self.number} to the "
-                f"next; got {got} for micro-batch {micro_batch}."
+                "hidden",
+                f"must be a tensor or a tuple of tensors, to go from piece {self.number} to the next",
+                got=f"{got} for micro-batch {micro_batch}",
             )
         kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in leaves)
         agreed = self._agreed.get(torch.is_grad_enabled())
@@ -157,9 +158,14 @@ class Piece(nn.Module):
             self._agreed[torch.is_grad_enabled()] = kinds
         elif kinds != agreed:
             raise ModelError(
-                f"`hidden`: must have the same shapes and dtypes in every micro-batch, because memory for "
-                f"what travels is laid out once; got {_words(kinds)} from piece {self.number} for "
-                f"micro-batch {micro_batch}, and {_words(agreed)} before. Pad it to one length."
+                "hidden",
+                "must have the same shapes and dtypes in every micro-batch, because memory for "
+                "what travels is laid out once",
+                got=(
+                    f"{_words(kinds)} from piece {self.number} for micro-batch {micro_batch}, and "
+                    f"{_words(agreed)} before"
+                ),
+                do="Pad it to one length.",
             )
         # torch detaches what has left in place: no view bears that, and nothing that is somebody else's.
         sent = tuple(
@@ -171,7 +177,7 @@ class Piece(nn.Module):
     def _checked(self, loss: Any) -> torch.Tensor:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ModelError(f"`loss`: must be one number per micro-batch, of the last piece; got {got}.")
+            raise ModelError("loss", "must be one number per micro-batch, of the last piece", got=got)
         return loss if loss.dim() == 0 else loss.sum()  # a view could not be detached in place, as torch does
 
     @contextlib.contextmanager
