@@ -155,7 +155,7 @@ def parse(text: str) -> DType:
     """`"bf16"`, `"bfloat16"`, `"torch.bfloat16"` -> `DType.BF16`."""
     found = _SPELLINGS.get(text.strip().lower().removeprefix("torch."))
     if found is None:
-        raise ConfigError(f"{text!r} is not a dtype. {did_you_mean(text, _SPELLINGS)}".rstrip())
+        raise ConfigError("dtype", "must be known", got=repr(text), do=did_you_mean(text, _SPELLINGS))
     return found
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from zerodrift.errors import MeshError, Problem
+from zerodrift.errors import MeshError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,10 @@ def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int 
     shape = _fit(world_size, replicate, shard, pipeline)
     if shape.shard % expert:
         raise MeshError(
-            f"`experts.ranks`: must divide the {shape.shard} ranks of a shard group; got {expert} on a mesh "
-            f"of {shape}. Use a divisor of {shape.shard}, or fewer replicas."
+            "experts.ranks",
+            f"must divide the {shape.shard} ranks of a shard group",
+            got=f"{expert} on a mesh of {shape}",
+            do=f"Use a divisor of {shape.shard}, or fewer replicas.",
         )
     return replace(shape, expert=expert)
 
@@ -76,7 +78,7 @@ def require_ranks(world_size: int) -> None:
     whole = isinstance(world_size, int) and not isinstance(world_size, bool)
     if not whole or not 1 <= world_size <= MOST_RANKS:
         must = f"must be at least 1 and at most {MOST_RANKS:,}, a whole number"
-        raise MeshError(str(Problem("world size", must, repr(world_size))))
+        raise MeshError("world size", must, got=repr(world_size))
 
 
 def spread(shape: MeshShape, tensor: int) -> MeshShape:
@@ -87,21 +89,30 @@ def spread(shape: MeshShape, tensor: int) -> MeshShape:
 def _fit(world_size: int, replicate: int, shard: int, pipeline: int) -> MeshShape:
     if world_size % pipeline:
         raise MeshError(
-            f"`pipeline.stages`: must divide the world size; got {pipeline} stages for {world_size} "
-            f"ranks. Use a multiple of {pipeline} ranks."
+            "pipeline.stages",
+            "must divide the world size",
+            got=f"{pipeline} stages for {world_size} ranks",
+            do=f"Use a multiple of {pipeline} ranks.",
         )
     data = world_size // pipeline
     for key, size in (("sharding.replicate", replicate), ("zero_optimization.mics_shard_size", shard)):
         if size and data % size:
             divisors = [n for n in range(1, data + 1) if data % n == 0]
             raise MeshError(
-                f"`{key}`: must divide the {data} data-parallel ranks; got {size}. "
-                f"Possible here: {', '.join(map(str, divisors[:12]))}{', ...' if len(divisors) > 12 else ''}."
+                key,
+                f"must divide the {data} data-parallel ranks",
+                got=size,
+                do=(
+                    "Possible here: "
+                    f"{', '.join(map(str, divisors[:12]))}{', ...' if len(divisors) > 12 else ''}."
+                ),
             )
     if replicate and shard and replicate * shard != data:
         raise MeshError(
-            f"`sharding.replicate`: times `zero_optimization.mics_shard_size` must be the {data} "
-            f"data-parallel ranks; got {replicate} x {shard}. Give one of the two."
+            "sharding.replicate",
+            f"must multiply with `zero_optimization.mics_shard_size` to the {data} data-parallel ranks",
+            got=f"{replicate} x {shard}",
+            do="Give one of the two.",
         )
     if shard:
         return MeshShape(shard=shard, replicate=data // shard, pipeline=pipeline)

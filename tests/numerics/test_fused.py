@@ -385,9 +385,9 @@ def test_masters_read_what_was_written(storage: DType, master: Master) -> None:
 @pytest.mark.parametrize(
     ("storage", "master", "told"),
     [
-        (DType.FP16, Master.SPLIT, "a split master needs bf16 storage"),
-        (DType.FP32, Master.FP32, "fp32 storage is its own master"),
-        (DType.FP8_E4M3, Master.SAME, "storage must be fp32, bf16 or fp16"),
+        (DType.FP16, Master.SPLIT, "must have bf16 storage for a split master"),
+        (DType.FP32, Master.FP32, "beside fp32 storage, which is its own"),
+        (DType.FP8_E4M3, Master.SAME, "must have storage fp32, bf16 or fp16"),
     ],
 )
 def test_schemes_that_cannot_be_are_refused(storage: DType, master: Master, told: str) -> None:

@@ -204,7 +204,7 @@ def test_what_is_not_as_declared_is_found(what: str) -> None:
     for found, told in run_ranks(planted, 2, what):
         assert ("layers.0.mlp.up.weight", planned) in [(name, column) for name, column, _ in found]
         assert {column for _, column, _ in found} == {planned}, found
-        assert f"`{planned}` must be " in told and "cells differ" in told
+        assert f"`{planned}` must be " in told and "the run and its plan differ: " in told
 
 
 @pytest.mark.parametrize("what", ["wider compute", "wider grad"])

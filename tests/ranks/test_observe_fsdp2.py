@@ -143,7 +143,7 @@ def test_what_is_not_as_declared_is_found_on_fsdp2(what: str) -> None:
         assert ("layers.0.mlp.up.weight", what) in [(name, column) for name, column, _ in found]
         assert {column for _, column, _ in found} == {what}, found
         assert {name.rpartition(".mlp.")[0] for name, _, _ in found if ".mlp." in name} == {"layers.0"}
-        assert f"`{what}` must be " in told and "cells differ" in told
+        assert f"`{what}` must be " in told and "the run and its plan differ: " in told
 
 
 @pytest.mark.parametrize("what", ["wider compute", "wider grad"])

@@ -10,7 +10,7 @@ Invariant: pure. A finding names the parameter, the column, both dtypes, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ import torch
 
 from zerodrift.audit.observed import Column, Observed
 from zerodrift.dtypes import DType, from_torch, lost
-from zerodrift.errors import PrecisionError
+from zerodrift.errors import PrecisionError, Problem
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Columns, Master
 
@@ -54,10 +54,7 @@ class Finding:
     """What set the cell, in the plan."""
 
     def __str__(self) -> str:
-        return (
-            f"`{self.name}`: `{self.column}` must be {self.declared} ({self.why}); got "
-            f"{', '.join(self.seen)}."
-        )
+        return str(_problem(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +190,19 @@ def require_declared(plan: Plan, observed: Observed) -> None:
     """Raise where anything was seen that is not declared, and not wider."""
     found = findings(plan, observed)
     if found:
-        raise PrecisionError(_message(found))
+        raise PrecisionError.of(map(_problem, found), "the run and its plan differ")
 
 
-def _message(found: Sequence[Finding]) -> str:
-    lines = [f"`precision`: the run must do what the plan says; {len(found)} cells differ."]
-    lines += [f"  {number}. {finding}" for number, finding in enumerate(found[:10], 1)]
-    if len(found) > 10:
-        lines.append(f"  and {len(found) - 10} more.")
-    if any(finding.column in THE_MODELS for finding in found):
-        lines.append(
-            "  What a parameter computes in is also its model's own code, which may round what it is given: "
-            "change that, or what the plan says of the parameter."
-        )
-    return "\n".join(lines)
+def _problem(finding: Finding) -> Problem:
+    return Problem(
+        finding.name,
+        f"`{finding.column}` must be {finding.declared} ({finding.why})",
+        got=", ".join(finding.seen),
+        do=_OWN_CODE if finding.column in THE_MODELS else "",
+    )
+
+
+_OWN_CODE = "The model's own code may round what it is given: change that, or what the plan says."
 
 
 def _most_first(plan: Plan, observed: Observed, column: Column) -> str:

@@ -256,8 +256,10 @@ class Collectives:
                 f"rank {rank} {number}" for rank, (number, _) in zip(line.ranks, found, strict=True)
             )
             raise RankError(
-                f"`ranks`: must come to the same collectives in the same order; got ranks of axis `{axis}` "
-                f"that have made different numbers of them: {counts}. {EVERYWHERE}"
+                "ranks",
+                "must come to the same collectives in the same order",
+                got=f"ranks of axis `{axis}` that have made different numbers of them: {counts}",
+                do=EVERYWHERE,
             )
         return [value for _, value in found]
 
@@ -294,9 +296,7 @@ class Collectives:
         if other is None:
             return
         mine = list(rows()) if self.mesh.rank() in (0, other) else None
-        raise RankError(
-            _difference(other, self.broadcast_object(mine, 0), self.broadcast_object(mine, other))
-        )
+        raise _difference(other, self.broadcast_object(mine, 0), self.broadcast_object(mine, other))
 
     def release(self) -> None:
         """Let go of the memory that is kept between reductions."""
@@ -373,14 +373,15 @@ def _copy(place: torch.Tensor, shard: torch.Tensor) -> None:
         place.copy_(shard)
 
 
-def _difference(other: int, here: Sequence[str], there: Sequence[str]) -> str:
+def _difference(other: int, here: Sequence[str], there: Sequence[str]) -> RankError:
     """What two ranks whose digests differ do not agree on."""
-    start = f"`plan`: must be the same on every rank; ranks 0 and {other} "
-    end = "Give every rank the same config, model and world size."
-    for number, (mine, theirs) in enumerate(itertools.zip_longest(here, there, fillvalue="(nothing)")):
+    got = f"others on ranks 0 and {other}, outside of their {len(here)} rows, which agree"
+    for number, (mine, theirs) in enumerate(itertools.zip_longest(here, there, fillvalue="nothing")):
         if mine != theirs:
-            return f"{start}differ first in row {number}. {end}\n  rank 0: {mine}\n  rank {other}: {theirs}"
-    return f"{start}differ, though all {len(here)} rows agree, so outside the rows. {end}"
+            got = f"others from row {number} on: {mine} on rank 0, {theirs} on rank {other}"
+            break
+    do = "Give every rank the same config, model and world size."
+    return RankError("plan", "must be the same on every rank", got=got, do=do)
 
 
 def _check_flat(*tensors: torch.Tensor) -> None:

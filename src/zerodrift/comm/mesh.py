@@ -151,8 +151,10 @@ def start(
     shape = shape_for if isinstance(shape_for, MeshShape) else shape_for(seat.world)
     if shape.world != seat.world:
         raise MeshError(
-            f"`mesh`: must have as many ranks as were started; got {shape} = {shape.world} for {seat.world}. "
-            f"Start {shape.world} ranks (`torchrun --nproc-per-node={shape.world}`) or change the sizes."
+            "mesh",
+            "must have as many ranks as were started",
+            got=f"{shape} = {shape.world} for {seat.world}",
+            do=f"Start {shape.world} ranks (`torchrun --nproc-per-node={shape.world}`) or change the sizes.",
         )
     place = _device(seat, device)
     created: list[dist.ProcessGroup] = []
@@ -163,8 +165,10 @@ def start(
         axes = _axes(shape, seat.rank, created, timeout)
     except RuntimeError as error:
         raise RankError(
-            f"`mesh`: all {seat.world} ranks must build their groups; got {first_line(error)!r}. "
-            "Look at the output of the rank that failed first."
+            "mesh",
+            f"all {seat.world} ranks must build their groups",
+            got=repr(first_line(error)),
+            do="Look at the output of the rank that failed first.",
         ) from error
     return Mesh(shape, place, axes, tuple(created))
 
@@ -200,11 +204,11 @@ def _seat() -> _Seat:
     problems = Problems()
     rank, world = _number("RANK", problems), _number("WORLD_SIZE", problems)
     if not problems and not 0 <= rank < world:
-        problems.add("RANK", f"must be at least 0 and below WORLD_SIZE={world}", str(rank), _LAUNCH)
+        problems.add("RANK", f"must be at least 0 and below WORLD_SIZE={world}", got=str(rank), do=_LAUNCH)
     if not problems and world > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
-                problems.add(name, f"must be set to join {world} ranks", "nothing", _LAUNCH)
+                problems.add(name, f"must be set to join {world} ranks", got="nothing", do=_LAUNCH)
     problems.raise_as(MeshError)
     return _Seat("launcher" if world > 1 else "alone", rank, world, _local_rank(rank))
 
@@ -215,7 +219,9 @@ _LAUNCH = "Start with `torchrun`, which sets all of them, or unset RANK and WORL
 def _number(name: str, problems: Problems) -> int:
     text = os.environ.get(name)
     if text is None or not text.strip().lstrip("-").isdigit():
-        problems.add(name, "must be a whole number", "nothing" if text is None else repr(text), _LAUNCH)
+        problems.add(
+            name, "must be a whole number", got="nothing" if text is None else repr(text), do=_LAUNCH
+        )
         return 0
     return int(text)
 
@@ -236,19 +242,23 @@ def _device(seat: _Seat, asked: torch.device | str | None) -> torch.device:
         asked = "cuda" if torch.cuda.is_available() and _carries_cuda(seat) else "cpu"
     device = torch.device(asked)
     if device.type not in ("cpu", "cuda"):
-        raise MeshError(f"`device`: must be `cpu` or `cuda`; got {str(device)!r}.")
+        raise MeshError("device", "must be `cpu` or `cuda`", got=repr(str(device)))
     if device.type == "cpu":
         return device
     if not _carries_cuda(seat):
         raise MeshError(
-            "`device`: must fit the backend of the running process group; got a CUDA device and "
-            f"{dist.get_backend()!r}. Initialise torch.distributed with `nccl`, or pass `device='cpu'`."
+            "device",
+            "must fit the backend of the running process group",
+            got=f"a CUDA device and {dist.get_backend()!r}",
+            do="Initialize torch.distributed with `nccl`, or pass `device='cpu'`.",
         )
     index = seat.local if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise MeshError(
-            f"`LOCAL_RANK`: must be below the {torch.cuda.device_count()} GPUs of this machine; got {index}. "
-            "Start one rank per GPU, or pass `device='cpu'`."
+            "LOCAL_RANK",
+            f"must be below the {torch.cuda.device_count()} GPUs of this machine",
+            got=index,
+            do="Start one rank per GPU, or pass `device='cpu'`.",
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -276,9 +286,13 @@ def _world_group(seat: _Seat, device: torch.device, timeout: float) -> dist.Proc
         )
     except RuntimeError as error:
         raise RankError(
-            f"`mesh`: all {seat.world} ranks must join within {timeout:g} s; rank {seat.rank} got "
-            f"{first_line(error)!r}. See that every rank was started and can reach MASTER_ADDR "
-            f"{os.environ.get('MASTER_ADDR')!r}, MASTER_PORT {os.environ.get('MASTER_PORT')!r}."
+            "mesh",
+            f"all {seat.world} ranks must join within {timeout:g} s",
+            got=f"{first_line(error)!r} on rank {seat.rank}",
+            do=(
+                "See that every rank was started and can reach MASTER_ADDR "
+                f"{os.environ.get('MASTER_ADDR')!r}, MASTER_PORT {os.environ.get('MASTER_PORT')!r}."
+            ),
         ) from error
     world = dist.group.WORLD
     if world is None:

@@ -213,8 +213,11 @@ def missing(op: str, line: Axis, error: RuntimeError, peer: int | None = None) -
     who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))}"
     more = ", ..." if len(others) > 8 else ""
     return RankError(
-        f"`{op}` on axis `{line.name}`: {who}{more} must take part within the timeout; "
-        f"got {first_line(error)!r}. "
-        "That rank died, hangs, or is in another collective: look at the output of the rank that failed "
-        "first. If it was only slow, start the mesh with a longer `timeout`."
+        f"`{op}` on axis `{line.name}`",
+        f"{who}{more} must take part within the timeout",
+        got=repr(first_line(error)),
+        do=(
+            "That rank died, hangs, or is in another collective: look at the output of the rank that "
+            "failed first. If it was only slow, start the mesh with a longer `timeout`."
+        ),
     )

@@ -29,21 +29,20 @@ def together(comm: Collectives, axis: AxisName = "world") -> Iterator[None]:
         raise  # somebody is gone: there is nobody to tell
     except BaseException as error:
         failed = error
-    said: dict[str, type[ZerodriftError]] = {}
-    for rank, told in enumerate(comm.all_gather_object(_told(failed), axis)):
+    mine = failed if failed is None or isinstance(failed, ZerodriftError) else _other(failed)
+    said: dict[str, ZerodriftError] = {}
+    for rank, told in enumerate(comm.all_gather_object(mine, axis)):
+        if isinstance(told, RankError):
+            told = RankError.relayed(f"rank {rank} of axis `{axis}`: {told}")
         if told is not None:
-            kind, text = told
-            said.setdefault(text if kind is not RankError else f"rank {rank} of axis `{axis}`: {text}", kind)
+            said.setdefault(str(told), told)
     if failed is not None and not isinstance(failed, ZerodriftError):
         raise failed
     if said:
-        raise next(iter(said.values()))("\n".join(said)) from failed
+        errors = list(said.values())
+        raise type(errors[0]).joined(errors) from failed
 
 
-def _told(error: BaseException | None) -> tuple[type[ZerodriftError], str] | None:
-    """An error as the others raise it: their own kind of ours, anything else as a rank that failed."""
-    if error is None:
-        return None
-    if isinstance(error, ZerodriftError):
-        return type(error), str(error)
-    return RankError, f"{type(error).__name__}: {error}"
+def _other(error: BaseException) -> RankError:
+    """An error that is not one of ours, as the other ranks raise it."""
+    return RankError.relayed(f"{type(error).__name__}: {error}")

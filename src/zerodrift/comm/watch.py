@@ -51,7 +51,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import zerodrift
-from zerodrift.errors import RankError
+from zerodrift.errors import Problem, RankError
 
 INTERVAL = 0.5
 """Seconds between two looks."""
@@ -193,7 +193,7 @@ class Watch:
     def at(self, turn: Turn) -> Iterator[None]:
         """This rank is in that collective. What ends it because ranks wait for ever, says so."""
         if self.said:
-            raise RankError(self.said)
+            raise RankError.relayed(self.said)
         before = self._waits
         self._waits = _Wait(turn, time.monotonic(), threading.get_ident(), next(self._serials))
         try:
@@ -201,12 +201,12 @@ class Watch:
         except (RuntimeError, RankError) as error:
             said = self._heard() or self._missed(turn)
             if said:
-                raise RankError(said) from error
+                raise RankError.relayed(said) from error
             raise
         finally:
             self._waits = before
         if self.said:
-            raise RankError(self.said)
+            raise RankError.relayed(self.said)
 
     def stop(self) -> None:
         """This rank leaves: whoever waits for it is told, when it asks."""
@@ -386,10 +386,9 @@ def message(places: Mapping[int, WaitReport], left: Sequence[int], here: str = "
         where.append(f"{len(held) - 8} more places")
     if left:
         where.append(f"{_ranks(left)} gone: ended, or its engine destroyed")
-    return (
-        f"`ranks`: must come to the same collectives in the same order; got {', '.join(where)}. They would "
-        f"wait for ever. {EVERYWHERE}"
-    )
+    must = "must come to the same collectives in the same order"
+    do = f"They would wait for ever. {EVERYWHERE}"
+    return str(Problem("ranks", must, got=", ".join(where), do=do))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -50,9 +50,10 @@ class ExchangeHandle:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.shape[:1] == (experts,):
                 raise ModelError(
-                    f"`{path}.{name}`: must be a parameter to be spread over ranks with {experts} experts; "
-                    f"got a buffer {list(buffer.shape)}. Make it one, or leave `{path}` out of "
-                    f"`experts.parameters`."
+                    f"{path}.{name}",
+                    f"must be a parameter to be spread over ranks with {experts} experts",
+                    got=f"a buffer {list(buffer.shape)}",
+                    do=f"Make it one, or leave `{path}` out of `experts.parameters`.",
                 )
         self._counted = getattr(module, COUNT, None) == experts
         exchange = Exchange(path, module.forward, experts, comm)
@@ -81,9 +82,11 @@ class Exchange:
         names = list(inspect.signature(forward).parameters.values())
         if len(names) < 3 or any(each.kind is not each.POSITIONAL_OR_KEYWORD for each in names[:3]):
             raise ModelError(
-                f"`{path}`: must have a forward of tokens `[tokens, width]`, their experts `[tokens, k]` and "
-                f"the weights of these `[tokens, k]`, to run its experts on {self._ranks} ranks; got "
-                f"{inspect.signature(forward)}. Write it so, or leave it out of `experts.parameters`."
+                path,
+                "must have a forward of tokens `[tokens, width]`, their experts `[tokens, k]` and "
+                f"the weights of these `[tokens, k]`, to run its experts on {self._ranks} ranks",
+                got=inspect.signature(forward),
+                do="Write it so, or leave it out of `experts.parameters`.",
             )
         self._names = [each.name for each in names[:3]]
 
@@ -96,14 +99,18 @@ class Exchange:
         given |= {name: kwargs.pop(name) for name in self._names if name in kwargs}
         if len(given) < len(self._names):
             raise ModelError(
-                f"`{self._path}`: must be called with {', '.join(self._names)}; got "
-                f"{', '.join(given) or 'none of them'}."
+                self._path,
+                f"must be called with {', '.join(self._names)}",
+                got=", ".join(given) or "none of them",
+                do=_CALL,
             )
         hidden, index, weights = (given[name] for name in self._names)
         if index.shape != weights.shape or index.shape[:-1].numel() != hidden.shape[:-1].numel():
             raise ModelError(
-                f"`{self._path}`: must be called with experts and weights of one shape, `[tokens, k]`; got "
-                f"{list(index.shape)} and {list(weights.shape)} for tokens {list(hidden.shape)}."
+                self._path,
+                "must be called with experts and weights of one shape, `[tokens, k]`",
+                got=f"{list(index.shape)} and {list(weights.shape)} for tokens {list(hidden.shape)}",
+                do=_CALL,
             )
         run = functools.partial(self._run, args[3:], kwargs)
         tokens = hidden.reshape(-1, hidden.shape[-1])
@@ -141,8 +148,10 @@ class Exchange:
         if not isinstance(done, torch.Tensor) or done.shape != arrived.shape:
             got = list(done.shape) if isinstance(done, torch.Tensor) else type(done).__name__
             raise ModelError(
-                f"`{self._path}`: must return one tensor in the shape of its tokens, {list(arrived.shape)}; "
-                f"got {got}. Its experts cannot run on several ranks."
+                self._path,
+                f"must return one tensor in the shape of its tokens, {list(arrived.shape)}",
+                got=got,
+                do="Its experts cannot run on several ranks.",
             )
         return done[:rows]
 
@@ -217,3 +226,6 @@ class _Travel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return None, ctx.comm.all_to_all(grad.contiguous(), ctx.receive, ctx.send, "expert"), None, None
+
+
+_CALL = "Call it so, or leave it out of `experts.parameters`."

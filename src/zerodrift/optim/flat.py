@@ -167,15 +167,16 @@ def _require_states_that_move(
             found = state_verdict(state, "native", group["betas"][1])
             if found.status == "no":
                 raise UnsupportedError(
-                    f"`optimizer.param_groups[{number}]`: must have a beta2 that `state: {state}` can "
-                    f"follow; got {group['betas'][1]}, and {found.reason}."
+                    f"optimizer.param_groups[{number}]",
+                    f"must have a beta2 that `state: {state}` can follow",
+                    got=f"{group['betas'][1]}, and {found.reason}",
+                    do="Lower the beta2 of the group, or use `state: fp32`.",
                 )
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
-    raise UnsupportedError(
-        f"`{type(optimizer).__name__}.step`: must be `engine.step()`, which updates this rank's pieces."
-    )
+    must = "must not be called: `engine.step()` updates this rank's pieces"
+    raise UnsupportedError(f"{type(optimizer).__name__}.step", must, got="a call", do="Call `engine.step()`.")
 
 
 # A scheduler that was made before the engine looks for its own mark on the method (torch 2.13 to 2.15).

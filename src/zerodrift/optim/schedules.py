@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, Problem
 from zerodrift.optim import shapes
 from zerodrift.policy.nouns import ComponentSpec
 
@@ -78,7 +78,7 @@ def _apply(optimizer: Any, rates: Sequence[float]) -> list[float]:
 def _optimizer(given: Any) -> torch.optim.Optimizer:
     found = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
     if not isinstance(found, torch.optim.Optimizer):
-        raise TypeError(f"`optimizer`: must be a torch.optim.Optimizer; got {type(given).__name__}.")
+        raise TypeError(_text("optimizer", "must be a torch.optim.Optimizer", type(given).__name__))
     return found
 
 
@@ -87,19 +87,25 @@ def _per_group(optimizer: torch.optim.Optimizer, value: PerGroup, name: str) -> 
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
-        raise ValueError(f"`{name}`: must have a value for each of {count} parameter groups; got {value!r}.")
+        must = f"must have a value for each of {count} parameter groups"
+        raise ValueError(_text(name, must, repr(value)))
     return list(value)
 
 
 def _require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or value <= 0:
-        raise ValueError(f"`{name}`: must be a whole number above 0; got {value!r}.")
+        raise ValueError(_text(name, "must be a whole number above 0", repr(value)))
 
 
 def _warmup_type(given: str) -> str:
     if given not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-        raise ValueError(f"`warmup_type`: must be 'log' or 'linear'; got {given!r}.")
+        raise ValueError(_text("warmup_type", "must be 'log' or 'linear'", repr(given)))
     return given
+
+
+def _text(where: str, must: str, got: str) -> str:
+    """Of an error as torch's and DeepSpeed's schedules raise it, by its class; told in our words."""
+    return str(Problem(where, must, got=got))
 
 
 # --- the schedules --------------------------------------------------------------------------------------
@@ -263,10 +269,8 @@ class OneCycle:
     ) -> None:
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
-            raise ValueError(
-                f"`cycle_first_step_size`, `cycle_second_step_size`: must be above 0 and at least 0; got "
-                f"{cycle_first_step_size} and {second}."
-            )
+            must, got = "must be above 0 and at least 0", f"{cycle_first_step_size} and {second}"
+            raise ValueError(_text("`cycle_first_step_size`, `cycle_second_step_size`", must, got))
         self.optimizer = _optimizer(optimizer)
         groups = self.optimizer
         self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
@@ -356,4 +360,4 @@ def make_schedule(recipe: ComponentSpec, optimizer: torch.optim.Optimizer) -> An
     try:
         return SCHEDULES[recipe.type](optimizer, **json.loads(recipe.params))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"`scheduler.params`: must be arguments of {recipe.type}; got {error}") from error
+        raise ConfigError("scheduler.params", f"must be arguments of {recipe.type}", got=error) from error

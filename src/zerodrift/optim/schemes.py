@@ -33,11 +33,13 @@ class Scheme:
     def __post_init__(self) -> None:
         where, got = "optim.Scheme", f"storage {self.storage}, master {self.master}"
         if self.storage not in ADMITTED["storage"]:
-            raise UnsupportedError(f"{where}: storage must be fp32, bf16 or fp16; {got}.")
+            raise UnsupportedError(where, "must have storage fp32, bf16 or fp16", got=got)
         if self.master is Master.SPLIT and self.storage is not DType.BF16:
-            raise UnsupportedError(f"{where}: a split master needs bf16 storage; {got}. Use master `fp32`.")
+            must = "must have bf16 storage for a split master"
+            raise UnsupportedError(where, must, got=got, do="Use master `fp32`.")
         if self.master is Master.FP32 and self.storage is DType.FP32:
-            raise UnsupportedError(f"{where}: fp32 storage is its own master; {got}. Use master `same`.")
+            must = "must have no fp32 master beside fp32 storage, which is its own"
+            raise UnsupportedError(where, must, got=got, do="Use master `same`.")
 
 
 @dataclass(frozen=True, slots=True)

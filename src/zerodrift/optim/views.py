@@ -242,8 +242,10 @@ _IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int
 def dtype_name(value: torch.Tensor) -> str:
     if value.dtype not in _IN_FP32:
         raise UnsupportedError(
-            f"`optimizer`: must keep moments whose values fp32 can hold, to be saved; got {value.dtype}. "
-            f"Keep them in fp32."
+            "optimizer",
+            "must keep moments whose values fp32 can hold, to be saved",
+            got=value.dtype,
+            do="Keep them in fp32.",
         )
     return str(value.dtype).removeprefix("torch.")
 
@@ -258,14 +260,19 @@ def _scheme(piece: Owned) -> Scheme:
     scheme = scheme_of(piece)
     if scheme.state is not State.FP32:
         raise UnsupportedError(
-            f"`state: {scheme.state}`: must be fp32 for an optimizer that rounds its moments itself. Name "
-            f"{either(known.name for known in ELEMENTWISE)} in the config's `optimizer` block, or leave "
-            f"`state` out."
+            f"state: {scheme.state}",
+            "must be fp32 for an optimizer that rounds its moments itself",
+            do=(
+                f"Name {either(known.name for known in ELEMENTWISE)} in the config's `optimizer` "
+                "block, or leave `state` out."
+            ),
         )
     if scheme.master is Master.SAME and piece.storage.dtype is not torch.float32:
         raise UnsupportedError(
-            f"`master: same`: must have fp32 storage for a torch optimizer; got {piece.storage.dtype}. Name "
-            f"the optimizer in the config's `optimizer` block, or use `master: split`."
+            "master: same",
+            "must have fp32 storage for a torch optimizer",
+            got=piece.storage.dtype,
+            do="Name the optimizer in the config's `optimizer` block, or use `master: split`.",
         )
     return scheme
 
@@ -276,13 +283,17 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
     for base in type(optimizer).__mro__:
         if base.__name__ in NEVER:
             raise UnsupportedError(
-                f"`optimizer`: must update a parameter from its own gradient; got {kind}, which "
-                f"{NEVER[base.__name__]}. Use {either(known.name for known in ALGORITHMS)}."
+                "optimizer",
+                "must update a parameter from its own gradient",
+                got=f"{kind}, which {NEVER[base.__name__]}",
+                do=f"Use {either(known.name for known in ALGORITHMS)}.",
             )
     if optimizer.state:
         raise UnsupportedError(
-            f"`optimizer`: must not have taken a step before `initialize`; got {kind} with state. Build it "
-            f"anew."
+            "optimizer",
+            "must not have taken a step before `initialize`",
+            got=f"{kind} with state",
+            do="Build it anew.",
         )
     found: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -290,8 +301,10 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
             row = plan.row(names.get(id(parameter), ""))
             if row is None:
                 raise UnsupportedError(
-                    f"`optimizer`: must be built over the model's own parameters; got one of shape "
-                    f"{tuple(parameter.shape)} that the model does not have."
+                    "optimizer",
+                    "must be built over the model's own parameters",
+                    got=f"one of shape {tuple(parameter.shape)} that the model does not have",
+                    do="Build it over `model.parameters()`.",
                 )
             found[row.name] = number
     if works_on_matrices(type(optimizer)):
@@ -310,9 +323,13 @@ def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
     if cut:
         more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
         raise UnsupportedError(
-            f"`optimizer`: must be elementwise where ranks hold flat pieces of parameters; got {kind}, and "
-            f"pieces of {', '.join(cut[:3])}{more}. Place what it updates whole, with a rule such as "
-            f"`precision: {{rules: [{{match: '*', placement: whole}}]}}`, or use an elementwise optimizer."
+            "optimizer",
+            "must be elementwise where ranks hold flat pieces of parameters",
+            got=f"{kind}, and pieces of {', '.join(cut[:3])}{more}",
+            do=(
+                "Place what it updates whole, with a rule such as `precision: {rules: [{match: '*', "
+                "placement: whole}]}`, or use an elementwise optimizer."
+            ),
         )
 
 
