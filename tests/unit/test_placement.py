@@ -239,7 +239,11 @@ def test_without_muon_nothing_is_said_of_it() -> None:
     ("rule", "rest", "message"),
     [
         ({"match": "*.q_proj.weight", "placement": "sliced"}, MUON, "`placement` must be"),
-        ({"match": "model.norm.weight", "optimizer": "Muon"}, MUON, "needs matrices; got a parameter with 1"),
+        (
+            {"match": "model.norm.weight", "optimizer": "Muon"},
+            MUON,
+            "must be for matrices; got a parameter with 1",
+        ),
         ({"match": "*.q_proj.weight", "optimizer": "Muon"}, {}, "`optimizer` must be left out of rules"),
         ({"match": "*.q_proj.weight", "placement": "whole"}, {"backend": "fsdp2"}, "on backend fsdp2"),
         ({"match": "model.norm.weight", "state": "bf16"}, MUON, "beta2 of at most"),

@@ -17,7 +17,7 @@ from zerodrift.config import deepspeed, fields, known
 from zerodrift.config.plain import Tree, override
 from zerodrift.config.schema import Block, Config, Rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
-from zerodrift.errors import ConfigError, Problem, Problems
+from zerodrift.errors import ConfigError, Problems
 
 _REMEDIES = {
     "zero_optimization": 'Write `{"stage": 1}` for true, `{"stage": 0}` for false.',
@@ -49,7 +49,7 @@ def load(
     """The config in a JSON or YAML file or a dict, after `overrides`, texts such as `bf16.enabled=true`."""
     if isinstance(source, Config):
         if overrides:
-            raise ConfigError(str(Problem("overrides", "must come with a file or dict", "a Config")))
+            raise ConfigError("overrides", "must come with a file or dict", got="a Config")
         return source
     heading, tree, problems = tree_of(source, "config")
     if isinstance(overrides, str):
@@ -78,8 +78,11 @@ def _check_rules(used: Tree, doubtful: Collection[str], problems: Problems) -> N
             continue
         subjects = {"match", "class"}
         if not subjects & rule.keys():
-            problems.add(where, "must say which parameters it is for", "neither `match` nor `class`")
+            problems.add(where, "must say which parameters it is for", got="neither `match` nor `class`")
         if not fields.fields(Rule).keys() & rule.keys() - subjects:
             problems.add(
-                where, "must set something: a column, `pin` or `output`", "nothing", "As in `pin: fp32`."
+                where,
+                "must set something: a column, `pin` or `output`",
+                got="nothing",
+                do="As in `pin: fp32`.",
             )

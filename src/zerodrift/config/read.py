@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from zerodrift.errors import ConfigError, Problem, nearest
+from zerodrift.errors import ConfigError, nearest
 from zerodrift.files import opened
 
 MAX_BYTES = 1_000_000
@@ -75,7 +75,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def _refuse(where: str, must: str, got: str = "", todo: str = "") -> NoReturn:
-    raise ConfigError(str(Problem(where, must, got, todo))) from None
+    raise ConfigError(where, must, got=got, do=todo) from None
 
 
 # --- bytes to text ----------------------------------------------------------------------------------

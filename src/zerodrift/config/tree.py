@@ -24,7 +24,7 @@ from zerodrift.config import deepspeed, fields
 from zerodrift.config.plain import Tree, join, plain, shown
 from zerodrift.config.read import read
 from zerodrift.config.schema import Block, KeyUse
-from zerodrift.errors import ConfigError, Problem, Problems, did_you_mean
+from zerodrift.errors import ConfigError, Problems, did_you_mean
 
 NULL = "null is the same as leaving it out"
 EMPTY = "an empty block says nothing"
@@ -63,12 +63,12 @@ def tree_of(source: object, what: str) -> tuple[str, Tree, Problems]:
     if isinstance(source, Mapping):
         return what, plain(source, problems), problems
     if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(str(Problem(what, "must be a path or a dict", shown(source))))
+        raise ConfigError(what, "must be a path or a dict", got=shown(source))
     heading = os.fsdecode(source)
     written = read(source)
     if not isinstance(written, dict):
         got = "nothing but comments" if written is None else shown(written)
-        raise ConfigError(str(Problem(heading, "must hold a block of keys at its top", got)))
+        raise ConfigError(heading, "must hold a block of keys at its top", got=got)
     return heading, plain(written, problems), problems
 
 
@@ -105,7 +105,10 @@ class TreeReader:
                 there = target = entry.text
                 if target in tree:
                     self._problems.add(
-                        here, f"must not come with `{target}`, which it stands for", "both", "Keep one."
+                        here,
+                        f"must not come with `{target}`, which it stands for",
+                        got="both",
+                        do="Keep one.",
                     )
                     continue
             if target in known_fields:
@@ -168,7 +171,7 @@ class TreeReader:
         elif value is None or value == {}:
             self._ignore(path, value, NULL if value is None else EMPTY)
         else:
-            self._problems.add(path, "must be a block of keys", shown(value))
+            self._problems.add(path, "must be a block of keys", got=shown(value))
 
     def _fate(self, entry: deepspeed.Entry, value: Any, path: str) -> None:
         if entry.fate == "ignored":
@@ -177,7 +180,7 @@ class TreeReader:
             self._ignore(path, value, f"off, as here: {entry.text}")
         else:
             must = f"must be {off_values(entry) or 'left out'}: {entry.text}"
-            self._problems.add(path, must, shown(value), entry.instead)
+            self._problems.add(path, must, got=shown(value), do=entry.instead)
 
     def _entry(self, name: str) -> deepspeed.Entry | None:
         return deepspeed.find(name, self._keys.table)
@@ -193,13 +196,15 @@ class TreeReader:
         if self._unknown <= MAX_UNKNOWN:
             owner = f"`{path}`" if path else self._keys.owner
             todo = self._keys.suggestion(key, block, name)
-            self._problems.add(join(path, key), f"must be a key of {owner}", "", todo)
+            self._problems.add(join(path, key), f"must be a key of {owner}", do=todo)
 
     def _count_the_rest(self) -> None:
         """One line for the unknown keys that were not named."""
         if self._unknown > MAX_UNKNOWN:
             rest = f"{self._unknown - MAX_UNKNOWN:,} more unknown keys"
-            self._problems.add(self._keys.name, "must hold known keys", rest, "Is it the file you meant?")
+            self._problems.add(
+                self._keys.name, "must hold known keys", got=rest, do="Is it the file you meant?"
+            )
 
     def validated(self, used: Tree) -> Any:
         """The used part as its block; None where there is a problem."""
@@ -219,11 +224,13 @@ class TreeReader:
         kind = fields.kind_at(steps, keys.root)
         if value is _MISSING:
             doc = _docs(keys.root)[".".join(map(str, steps))]
-            self._problems.add(path, f"must be given: {fields.admits(kind)}", "", doc)
+            self._problems.add(path, f"must be given: {fields.admits(kind)}", do=doc)
             return
         generic = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
         must = fields.must(kind, value).replace("a block of arguments", keys.free)
-        self._problems.add(path, must, shown(value), keys.remedies.get(generic) or _remedy(kind, value))
+        self._problems.add(
+            path, must, got=shown(value), do=keys.remedies.get(generic) or _remedy(kind, value)
+        )
 
     def _written(self, steps: Steps) -> str:
         """A place as it was written."""

@@ -25,7 +25,7 @@ def read(path: Path, problems: Problems) -> dict[str, Any] | None:
         with opened(path) as file:
             data = file.read()
     except OSError as error:
-        problems.add(str(path), "must be a file that can be read", error.strerror or str(error))
+        problems.add(str(path), "must be a file that can be read", got=error.strerror or str(error))
         return None
     return parse(data, str(path), problems)
 
@@ -44,19 +44,21 @@ def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        problems.add(where, "must be JSON", f"{error.msg} at line {error.lineno}, column {error.colno}")
+        problems.add(where, "must be JSON", got=f"{error.msg} at line {error.lineno}, column {error.colno}")
         return None
     except UnicodeDecodeError as error:
-        problems.add(where, "must be JSON in UTF-8", f"the byte {data[error.start]:#04x} at {error.start}")
+        problems.add(
+            where, "must be JSON in UTF-8", got=f"the byte {data[error.start]:#04x} at {error.start}"
+        )
         return None
     except (ValueError, RecursionError) as error:
-        problems.add(where, "must be JSON of ordinary depth and numbers", str(error))
+        problems.add(where, "must be JSON of ordinary depth and numbers", got=str(error))
         return None
     if not isinstance(found, dict):
-        problems.add(where, "must be a JSON object", type(found).__name__)
+        problems.add(where, "must be a JSON object", got=type(found).__name__)
         return None
     if repeated:
-        problems.add(where, "must name every key once", f"{listed(repeated)} more than once")
+        problems.add(where, "must name every key once", got=f"{listed(repeated)} more than once")
         return None
     return found
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from zerodrift.errors import ModelError, Problem, did_you_mean
+from zerodrift.errors import ModelError, did_you_mean
 from zerodrift.model.meta import attempt, on_meta
 from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec
@@ -47,7 +47,7 @@ def call(text: str, what: str, run: Callable[..., Any] = attempt) -> Any:
     """`what` the callable returns, called without arguments."""
     if not is_factory(text):
         must = "must be written `package.module:callable`"
-        raise ModelError(str(Problem(f"function of {what}", must, repr(text))))
+        raise ModelError(f"function of {what}", must, got=repr(text))
     with _working_folder_importable():
         return run(_find(text), text, f"must return {what} when it is called without arguments")
 
@@ -57,7 +57,7 @@ def _made(text: str, run: Callable[..., Any]) -> nn.Module:
 
     module = call(text, "a model", run)
     if not isinstance(module, nn.Module):
-        raise ModelError(str(Problem(text, "must return a torch.nn.Module", type(module).__qualname__)))
+        raise ModelError(text, "must return a torch.nn.Module", got=type(module).__qualname__)
     return module
 
 
@@ -72,15 +72,11 @@ def _find(text: str) -> Callable[[], Any]:
     for name in path.split("."):
         if not hasattr(found, name):
             raise ModelError(
-                str(
-                    Problem(
-                        text, f"`{module_name}` must have `{path}`", "none", did_you_mean(name, dir(found))
-                    )
-                )
+                text, f"`{module_name}` must have `{path}`", got="none", do=did_you_mean(name, dir(found))
             )
         found = getattr(found, name)
     if not callable(found):
-        raise ModelError(str(Problem(text, f"`{path}` must be callable", type(found).__qualname__)))
+        raise ModelError(text, f"`{path}` must be callable", got=type(found).__qualname__)
     return found
 
 

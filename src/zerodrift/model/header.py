@@ -65,7 +65,7 @@ def read_header(path: Path, problems: Problems) -> Header | None:
         if tensor is not None:
             tensors.append(tensor)
     for text, names in unknown.items():
-        problems.add(str(path), "must hold dtypes that zerodrift knows", f"{text} in {listed(names)}")
+        problems.add(str(path), "must hold dtypes that zerodrift knows", got=f"{text} in {listed(names)}")
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     # A tensor that was refused above leaves a gap that is not the file's fault.
     if len(tensors) == len(entries):
@@ -81,18 +81,22 @@ def _read(path: Path, problems: Problems) -> tuple[dict[str, Any], int, int] | N
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES:
-                problems.add(where, "must open with a header length of 8 bytes", f"{size} bytes", _AGAIN)
+                problems.add(
+                    where, "must open with a header length of 8 bytes", got=f"{size} bytes", do=_AGAIN
+                )
                 return None
             if length > HEADER_LIMIT:
                 must = f"must be a safetensors file, with a header of at most {HEADER_LIMIT:,} bytes"
-                problems.add(where, must, f"a header length of {length:,}")
+                problems.add(where, must, got=f"a header length of {length:,}")
                 return None
             if length > size - LENGTH_BYTES:
-                problems.add(where, f"must hold its header of {length:,} bytes", f"{size:,} bytes", _AGAIN)
+                problems.add(
+                    where, f"must hold its header of {length:,} bytes", got=f"{size:,} bytes", do=_AGAIN
+                )
                 return None
             data = file.read(length)
     except OSError as error:
-        problems.add(where, "must be a file that can be read", error.strerror or str(error))
+        problems.add(where, "must be a file that can be read", got=error.strerror or str(error))
         return None
     header = parse(data, f"{where}, header", problems)
     return None if header is None else (header, LENGTH_BYTES + length, size)
@@ -112,18 +116,18 @@ def _tensor(
     """One entry of a header, checked; a dtype that zerodrift does not know is noted in `unknown`."""
     where = f"{path}, {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        problems.add(where, "must have `dtype`, `shape` and `data_offsets`", shown(entry))
+        problems.add(where, "must have `dtype`, `shape` and `data_offsets`", got=shown(entry))
         return None
     text, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(text, str):
-        problems.add(where, "`dtype` must be a string", shown(text))
+        problems.add(where, "`dtype` must be a string", got=shown(text))
         return None
     if not _counts(shape):
-        problems.add(where, "`shape` must be a list of whole numbers, 0 or more", shown(shape))
+        problems.add(where, "`shape` must be a list of whole numbers, 0 or more", got=shown(shape))
         return None
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         must = "`data_offsets` must be a begin and an end that is not before it"
-        problems.add(where, must, shown(offsets))
+        problems.add(where, must, got=shown(offsets))
         return None
     dtype = from_safetensors(text)
     if dtype is None:
@@ -133,7 +137,7 @@ def _tensor(
     needed = math.prod(shape) * dtype.size
     if end - begin != needed:
         must = f"`data_offsets` must span {dtype.size} bytes for each element of {text} {shown(shape)}"
-        problems.add(where, must, f"{end - begin:,} bytes, {offsets}")
+        problems.add(where, must, got=f"{end - begin:,} bytes, {offsets}")
         return None
     return Stored(name, tuple(shape), dtype, path, data_start + begin, data_start + end)
 
@@ -148,16 +152,18 @@ def _check_tiling(tensors: list[Stored], path: Path, data_start: int, size: int,
     for tensor in tensors:
         if tensor.start < reached:
             must = f"must begin after the bytes of `{last}`"
-            problems.add(f"{path}, {tensor.name}", must, f"an overlap of {reached - tensor.start:,} bytes")
+            problems.add(
+                f"{path}, {tensor.name}", must, got=f"an overlap of {reached - tensor.start:,} bytes"
+            )
         elif tensor.start > reached:
             must = f"must begin where the bytes of `{last}` end"
-            problems.add(f"{path}, {tensor.name}", must, f"a gap of {tensor.start - reached:,} bytes")
+            problems.add(f"{path}, {tensor.name}", must, got=f"a gap of {tensor.start - reached:,} bytes")
         if tensor.stop >= reached:
             reached, last = tensor.stop, tensor.name
     where = str(path)
     if reached > size:
         got = f"{size:,} bytes, which ends before the end of `{last}`"
-        problems.add(where, f"must be {reached:,} bytes long, as its header says", got, _AGAIN)
+        problems.add(where, f"must be {reached:,} bytes long, as its header says", got=got, do=_AGAIN)
     elif reached < size:
         got = f"{size - reached:,} bytes more"
-        problems.add(where, f"must end with its last tensor, at byte {reached:,}", got)
+        problems.add(where, f"must end with its last tensor, at byte {reached:,}", got=got)

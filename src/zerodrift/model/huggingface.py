@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerodrift.dtypes import DType
-from zerodrift.errors import ModelError, Problem, Problems, did_you_mean
+from zerodrift.errors import ModelError, Problems, did_you_mean
 from zerodrift.model import safetensors
 from zerodrift.model.document import read
 from zerodrift.model.meta import attempt, on_meta
@@ -50,7 +50,7 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
     document = read(file, problems)
     problems.raise_as(ModelError)
     if not is_installed():
-        raise ModelError(str(Problem(str(path), _INSTALL, "no such package", "pip install 'zerodrift[hf]'")))
+        raise ModelError(str(path), _INSTALL, got="no such package", do="Run `pip install 'zerodrift[hf]'`.")
     attempt(lambda: importlib.import_module("transformers"), str(path), _INSTALL)
     checkpoint: tuple[tuple[str, DType], ...] = ()
     if given.is_dir() and safetensors.holds(given):
@@ -90,7 +90,7 @@ def _check_model_type(document: dict[str, Any], file: Path) -> None:
     else:
         got = repr(model_type)
         todo = did_you_mean(model_type, known) or "Upgrade `transformers`; code beside a config is not run."
-    raise ModelError(str(Problem(str(file), must, got, todo)))
+    raise ModelError(str(file), must, got=got, do=todo)
 
 
 def _load(file: Path) -> PretrainedConfig:

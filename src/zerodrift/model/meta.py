@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from zerodrift.errors import ModelError, Problem
+from zerodrift.errors import ModelError
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def attempt(make: Callable[[], T], where: str, must: str, todo: str = "") -> T:
     except ModelError:
         raise
     except (Exception, SystemExit) as error:
-        raise ModelError(str(Problem(where, must, cause(error), todo))) from error
+        raise ModelError(where, must, got=cause(error), do=todo) from error
 
 
 def cause(error: BaseException) -> str:

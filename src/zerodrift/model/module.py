@@ -166,7 +166,7 @@ def _merge_declared_ties(module: nn.Module, groups: list[_Shared], problems: Pro
             continue
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             got = f"{tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
-            problems.add(target, f"must be like `{origin}`, which the model declares it tied to", got)
+            problems.add(target, f"must be like `{origin}`, which the model declares it tied to", got=got)
             continue
         kept, gone = sorted((one, other), key=lambda group: position[group.names[0]])
         kept.parameters += gone.parameters
@@ -193,14 +193,16 @@ def _check_initialized(
     lazy += [name for name, buffer in buffers if is_lazy(buffer)]
     for name in lazy:
         todo = "Run one batch through the lazy module first, or write its sizes."
-        problems.add(name, "must have a shape", "an uninitialized parameter or buffer", todo)
+        problems.add(name, "must have a shape", got="an uninitialized parameter or buffer", do=todo)
 
 
 def _check_dtypes(groups: list[_Shared], buffers: list[tuple[str, torch.Tensor]], problems: Problems) -> None:
     tensors: list[tuple[str, torch.Tensor]] = [(group.names[0], group.parameters[0]) for group in groups]
     for dtype, names in _unknown(tensors + buffers).items():
         todo = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
-        problems.add(names[0], "must have a dtype that zerodrift knows", f"{dtype} in {listed(names)}", todo)
+        problems.add(
+            names[0], "must have a dtype that zerodrift knows", got=f"{dtype} in {listed(names)}", do=todo
+        )
 
 
 def _unknown(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[str]]:
@@ -229,7 +231,7 @@ def _check_memory(groups: list[_Shared], problems: Problems) -> None:
         if first != name:
             must = f"must be the same Parameter as `{first}`, or have memory of its own"
             todo = "Assign the one Parameter to both modules."
-            problems.add(name, must, "two Parameters over one memory", todo)
+            problems.add(name, must, got="two Parameters over one memory", do=todo)
 
 
 def transient(module: nn.Module) -> set[str]:

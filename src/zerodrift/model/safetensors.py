@@ -85,12 +85,12 @@ def _choose(path: Path, problems: Problems) -> Path | None:
     """The file or index to read; a folder stands for all of its files."""
     where = str(path)
     if not path.exists():
-        problems.add(where, "must exist", "no such file or folder")
+        problems.add(where, "must exist", got="no such file or folder")
         return None
     if path.is_file():
         if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
             return path
-        problems.add(where, f"must end in `{SUFFIX}` or `{INDEX_SUFFIX}`", repr(path.name))
+        problems.add(where, f"must end in `{SUFFIX}` or `{INDEX_SUFFIX}`", got=repr(path.name))
         return None
     for name in _PREFERRED:
         if (path / name).is_file():
@@ -98,12 +98,12 @@ def _choose(path: Path, problems: Problems) -> Path | None:
     indexes = sorted(path.glob("*" + INDEX_SUFFIX))
     if len(indexes) > 1:
         got = listed([index.name for index in indexes])
-        problems.add(where, "must hold one index", got, "Give the index that you mean.")
+        problems.add(where, "must hold one index", got=got, do="Give the index that you mean.")
         return None
     if indexes:
         return indexes[0]
     if not any(path.glob("*" + SUFFIX)):
-        problems.add(where, "must hold safetensors files", "a folder without any")
+        problems.add(where, "must hold safetensors files", got="a folder without any")
         return None
     return path
 
@@ -127,16 +127,16 @@ def _indexed(index: Path, problems: Problems) -> list[Stored]:
         if not file.is_file():
             got = f"no such file, and {len(names)} tensors are to be in it"
             todo = "Copy or download it; to go without weights, give `config.json` itself."
-            problems.add(str(file), f"must exist, as `{index.name}` names it", got, todo)
+            problems.add(str(file), f"must exist, as `{index.name}` names it", got=got, do=todo)
             continue
         header = read_header(file, problems)
         if header is None:
             continue
         tensors += header.tensors
         if lacking := [name for name in names if name not in header.names]:
-            problems.add(str(file), f"must hold what `{index.name}` says", f"no {listed(lacking)}")
+            problems.add(str(file), f"must hold what `{index.name}` says", got=f"no {listed(lacking)}")
         if extra := sorted(header.names - names.keys(), key=natural):
-            problems.add(str(index), f"must list every tensor of `{shard}`", f"no {listed(extra)}")
+            problems.add(str(index), f"must list every tensor of `{shard}`", got=f"no {listed(extra)}")
     _check_once(tensors, problems)
     return tensors
 
@@ -149,7 +149,7 @@ def _promised(index: Path, problems: Problems) -> dict[str, dict[str, None]]:
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict):
         must = "must have `weight_map`, an object of tensor name to file name"
-        problems.add(str(index), must, "no such key" if weight_map is None else type(weight_map).__name__)
+        problems.add(str(index), must, got="no such key" if weight_map is None else type(weight_map).__name__)
         return {}
     promised: dict[str, dict[str, None]] = {}
     for name, shard in weight_map.items():
@@ -158,7 +158,7 @@ def _promised(index: Path, problems: Problems) -> dict[str, dict[str, None]]:
     for shard, names in list(promised.items()):
         if not _inside(shard):
             must = f"must name a `{SUFFIX}` file beside it for every tensor"
-            problems.add(str(index), must, f"{shown(shard)} for {listed(list(names))}")
+            problems.add(str(index), must, got=f"{shown(shard)} for {listed(list(names))}")
             del promised[shard]
     return promised
 
@@ -180,4 +180,4 @@ def _check_once(tensors: list[Stored], problems: Problems) -> None:
             twice.setdefault((file, tensor.file), []).append(tensor.name)
     for (file, other), names in twice.items():
         todo = "Keep them in one file, or give the file that you mean."
-        problems.add(str(other), f"must not repeat tensors of `{file.name}`", listed(names), todo)
+        problems.add(str(other), f"must not repeat tensors of `{file.name}`", got=listed(names), do=todo)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerodrift import files
-from zerodrift.errors import ModelError, Problem, first_line
+from zerodrift.errors import ModelError, first_line
 from zerodrift.model import huggingface, safetensors
 from zerodrift.model.factory import from_factory, is_factory
 from zerodrift.model.huggingface import from_hf
@@ -88,4 +88,4 @@ def _from_folder(text: str | os.PathLike[str], folder: Path) -> ModelSpec:
 
 
 def _refused(where: str, got: str, todo: str = "") -> ModelError:
-    return ModelError(str(Problem(where, f"must be {'; or '.join(ACCEPTED)}", got, todo)))
+    return ModelError(where, f"must be {'; or '.join(ACCEPTED)}", got=got, do=todo)

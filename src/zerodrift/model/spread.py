@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zerodrift.errors import ModelError, Problems
+from zerodrift.errors import ModelError, Problem, Problems
 
 if TYPE_CHECKING:
     import torch
@@ -41,33 +41,34 @@ def ranks(module: nn.Module) -> int:
     sizes: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if is_spread(parameter):
-            problem = _problem(parameter)
+            problem = _problem(name, parameter)
             if problem is not None:
-                problems.add(name, *problem)
+                problems.include(problem)
                 continue
             held: Any = parameter
             sizes.setdefault(held.device_mesh.size(), name)
     if len(sizes) > 1:
         told = " and ".join(f"{size} ranks for `{name}`" for size, name in sizes.items())
-        problems.add("model", "must have all its DTensors on one mesh", told, LAYOUT)
+        problems.add("model", "must have all its DTensors on one mesh", got=told, do=LAYOUT)
     problems.raise_as(ModelError)
     return next(iter(sizes), 1)
 
 
-def _problem(tensor: Any) -> tuple[str, str, str] | None:
-    """What must hold, what is, and what to do."""
+def _problem(name: str, tensor: Any) -> Problem | None:
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim != 1 or not mesh.mesh_dim_names:
-        return "must be a DTensor over a mesh of one named dimension", f"one over {mesh}", LAYOUT
+        must = "must be a DTensor over a mesh of one named dimension"
+        return Problem(name, must, got=f"one over {mesh}", do=LAYOUT)
     (placement,) = placements
     if placement.is_replicate():
         return None
     if type(placement).__name__ != "Shard":
-        return "must be divided or whole on each rank", f"a DTensor that is {placement}", _BEFORE
+        must = "must be divided or whole on each rank"
+        return Problem(name, must, got=f"a DTensor that is {placement}", do=_BEFORE)
     if tensor.shape[placement.dim] % mesh.size():
         must = f"must be divided evenly over {mesh.size()} ranks"
         got = f"{tensor.shape[placement.dim]} along dimension {placement.dim}"
-        return must, got, "Pad it, or leave it whole."
+        return Problem(name, must, got=got, do="Pad it, or leave it whole.")
     return None
 
 

@@ -29,7 +29,7 @@ from zerodrift.policy.rules import require_matches, require_one_compute
 def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     """The plan of a model under a policy on a mesh."""
     if not model.parameters:
-        raise ModelError(f"`{model.source}`: must have parameters; got none. Is it the right file?")
+        raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
     columns = _columns(policy, model)
     require_experts(model, columns, mesh.expert)
     rows: list[Row] = []

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.errors import ConfigError, Problem
+from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import ADAMW, of_type
 from zerodrift.plan.schedule import Collective, counted
@@ -106,7 +106,7 @@ def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
     """The bill of the pipeline stage with the highest peak, for the plan's own micro-batches unless told."""
     count = plan.policy.batch.accumulation if micro_batches is None else micro_batches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(str(Problem("micro_batches", "must be a whole number of at least 1", repr(count))))
+        raise ConfigError("micro_batches", "must be a whole number of at least 1", got=repr(count))
     bills = [stage_cost(plan, stage, count) for stage in range(plan.mesh.pipeline)]
     return max(bills, key=lambda bill: bill.peak.total)
 

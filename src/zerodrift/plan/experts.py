@@ -38,13 +38,13 @@ def require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) ->
         count, first = counts.get(parameter.name.rpartition(".")[0], (0, ""))
         if count and not of.parallel and parameter.shape[:1] == (count,):
             must = f"must be named in `experts.parameters`: it has the {count} experts of `{first}` beside it"
-            problems.add(parameter.name, must, "no match", "Name all stacks of a module, or none.")
+            problems.add(parameter.name, must, got="no match", do="Name all stacks of a module, or none.")
     if not stacks:
         problems.add(
             "experts.parameters",
             f"must match a parameter of {model.source}",
-            "no match",
-            "Name the parameters that stack experts in their first dimension, or leave `experts` out.",
+            got="no match",
+            do="Name the parameters that stack experts in their first dimension, or leave `experts` out.",
         )
     problems.raise_as(ConfigError)
 
@@ -56,27 +56,31 @@ def _require_stack(
     name, shape = parameter.name, list(parameter.shape)
     owner = name.rpartition(".")[0]
     if len(parameter.names) > 1:
-        problems.add(name, "must not be tied, as a stack of experts", ", ".join(parameter.names), _LESS)
+        problems.add(
+            name, "must not be tied, as a stack of experts", got=", ".join(parameter.names), do=_LESS
+        )
         return
     if owner.rpartition(".")[2].isdecimal() or any(part.isdecimal() for part in _after(owner, "experts")):
         problems.add(
             name,
             "must stack all experts of its layer in one parameter, `[experts, ...]`",
-            "one expert of a list of modules",
-            "Stack them, as the models of transformers 5 do, or leave `experts` out.",
+            got="one expert of a list of modules",
+            do="Stack them, as the models of transformers 5 do, or leave `experts` out.",
         )
         return
     if not shape or shape[0] == 0 or shape[0] % ranks:
         problems.add(
             name,
             f"must have a first dimension of experts that {ranks} ranks divide evenly",
-            f"shape {shape}",
-            f"Change `experts.ranks`, or {_LESS[0].lower()}{_LESS[1:]}",
+            got=f"shape {shape}",
+            do=f"Change `experts.ranks`, or {_LESS[0].lower()}{_LESS[1:]}",
         )
         return
     count, first = counts.setdefault(owner, (shape[0], name))
     if count != shape[0]:
-        problems.add(name, f"must have the {count} experts of `{first}` beside it", f"shape {shape}", _LESS)
+        problems.add(
+            name, f"must have the {count} experts of `{first}` beside it", got=f"shape {shape}", do=_LESS
+        )
 
 
 _LESS = "Name only stacks of experts in `experts.parameters`."

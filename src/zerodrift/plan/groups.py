@@ -75,15 +75,15 @@ def _check_rows(plan: Plan, problems: Problems) -> None:
             problems.add(
                 row.name,
                 "must have a dimension to be cut on, on backend fsdp2",
-                "a parameter without dimensions",
-                "Give it the shape [1], or use the native backend.",
+                got="a parameter without dimensions",
+                do="Give it the shape [1], or use the native backend.",
             )
         if plan.units[row.unit].name == "" and all(_inside(name, units) for name in row.names):
             problems.add(
                 row.name,
                 "must have a name outside of the units that it is tied across, on backend fsdp2",
-                f"{', '.join(row.names)}",
-                "Name a module that holds all of them in `sharding.units`, or use the native backend.",
+                got=f"{', '.join(row.names)}",
+                do="Name a module that holds all of them in `sharding.units`, or use the native backend.",
             )
 
 
@@ -208,8 +208,8 @@ class _Unit:
         self._problems.add(
             node.path or "model",
             "must hold parameters of one kind: fully_shard has one policy for what hangs in a module",
-            f"{told} among {', '.join(names)}",
-            f"Give all of `{below}` the same columns, or use the native backend.",
+            got=f"{told} among {', '.join(names)}",
+            do=f"Give all of `{below}` the same columns, or use the native backend.",
         )
 
 

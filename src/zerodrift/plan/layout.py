@@ -108,8 +108,10 @@ def _stages(blocks: list[str], stages: int) -> dict[str, int]:
     """Blocks over pipeline stages, contiguous and even by count."""
     if stages > max(1, len(blocks)):
         raise ConfigError(
-            f"`pipeline.stages`: must not exceed the number of blocks, {len(blocks)}; got {stages}. "
-            f"Use fewer stages, or name finer units in `sharding.units`."
+            "pipeline.stages",
+            f"must not exceed the number of blocks, {len(blocks)}",
+            got=stages,
+            do="Use fewer stages, or name finer units in `sharding.units`.",
         )
     return {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
 
@@ -155,8 +157,8 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
             problems.add(
                 f"sharding.units[{number}]",
                 f"must match a module of {model.source}",
-                f"no match for {pattern!r}",
-                hint,
+                got=f"no match for {pattern!r}",
+                do=hint,
             )
     problems.raise_as(ConfigError)
 

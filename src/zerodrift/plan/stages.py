@@ -141,10 +141,10 @@ def require_ends(
         if len(homes) > 1 and not homes <= ends:
             names = model.parameters[index].names
             raise ModelError(
-                f"`{names[0]}`: must be tied between the first and the last stage of a pipeline, or "
-                f"inside of "
-                f"one; got {' and '.join(names)} on ranks {sorted(homes)} of the pipeline. Untie it, or use "
-                f"fewer stages."
+                names[0],
+                "must be tied between the first and the last stage of a pipeline, or inside of one",
+                got=f"{' and '.join(names)} on ranks {sorted(homes)} of the pipeline",
+                do="Untie it, or use fewer stages.",
             )
 
 

@@ -30,7 +30,7 @@ class Argument:
     fits: Callable[[Any], bool]
     whole: bool = False
     """Whether it is a whole number, which configs also write as `2e3`."""
-    todo: str = ""
+    do: str = ""
     """What to do where it is something else."""
 
 
@@ -61,7 +61,7 @@ def _only(value: bool) -> Argument:
     return Argument(
         f"{value} or left out",
         lambda given: given is value,
-        todo="Build the optimizer yourself and pass it to `initialize`.",
+        do="Build the optimizer yourself and pass it to `initialize`.",
     )
 
 
@@ -173,12 +173,12 @@ def checked(
         if argument is None:
             whose = kind if rest is None else f"{kind} or of its {rest.name}"
             must = f"must be an argument of {whose}: {', '.join(own)}"
-            problems.add(path, must, "", did_you_mean(key, table))
+            problems.add(path, must, do=did_you_mean(key, table))
             continue
         if argument.whole and isinstance(value, float) and value.is_integer():
             value = int(value)
         if not argument.fits(value):
-            problems.add(path, f"must be {argument.words}", shown(value), argument.todo)
+            problems.add(path, f"must be {argument.words}", got=shown(value), do=argument.do)
             continue
         found[key] = value
     for key in REQUIRED.get(kind, ()):
@@ -186,6 +186,6 @@ def checked(
             problems.add(join(where, key), f"must be given: {table[key].words}")
     if kind in SGD.types and found.get("nesterov") and (not found.get("momentum") or found.get("dampening")):
         problems.add(
-            join(where, "nesterov"), "must be left out without `momentum`, or with `dampening`", "true"
+            join(where, "nesterov"), "must be left out without `momentum`, or with `dampening`", got="true"
         )
     return found

@@ -79,8 +79,8 @@ def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
             place("gather"),
             f"`gather` must be the compute dtype, {columns.compute}, on backend fsdp2: fully_shard casts "
             f"before it gathers",
-            str(columns.gather),
-            f"Leave `gather` out, {_NATIVE}",
+            got=str(columns.gather),
+            do=f"Leave `gather` out, {_NATIVE}",
         )
     update = columns.update
     if update is None:
@@ -90,24 +90,24 @@ def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
             place("placement"),
             "`placement` must be `sliced` on backend fsdp2: fully_shard cuts every parameter on its first "
             "dimension",
-            update.placement,
-            "Use the native backend, or an elementwise optimizer.",
+            got=update.placement,
+            do="Use the native backend, or an elementwise optimizer.",
         )
     if storage is not DType.FP32:
         problems.add(
             place("storage"),
             "`storage` of a trained parameter must be fp32 on backend fsdp2: fully_shard has no master "
             "beside it, and keeps gradients and moments in its dtype",
-            str(storage),
-            f"Leave `storage` out: fp32 is cast to `compute` before it is gathered; {_NATIVE}",
+            got=str(storage),
+            do=f"Leave `storage` out: fp32 is cast to `compute` before it is gathered; {_NATIVE}",
         )
     elif update.reduce.when == "every" and update.accumulate.dtype is not storage:
         problems.add(
             place("reduce.when" if update.accumulate.dtype is columns.compute else "accumulate"),
             f"`accumulate` must be {storage} where every micro-batch is reduced, on backend fsdp2: "
             f"fully_shard sums them in the storage dtype",
-            str(update.accumulate.dtype),
-            f"Use `accumulate: {storage}`, or `reduce: {{when: last}}` at stage 0 or 1, {_NATIVE}",
+            got=str(update.accumulate.dtype),
+            do=f"Use `accumulate: {storage}`, or `reduce: {{when: last}}` at stage 0 or 1, {_NATIVE}",
         )
 
 
@@ -119,46 +119,46 @@ def _fsdp2_settings(
         problems.add(
             "sharding.keep_gathered",
             "must be `step` at stages 1-2 on backend fsdp2: that is what these stages mean there",
-            keep,
-            "Leave it out, or use stage 3.",
+            got=keep,
+            do="Leave it out, or use stage 3.",
         )
     if mesh.pipeline > 1:
         problems.add(
             "pipeline.stages",
             "must be 1 or left out on backend fsdp2",
-            str(mesh.pipeline),
-            "Use the native backend for a pipeline.",
+            got=str(mesh.pipeline),
+            do="Use the native backend for a pipeline.",
         )
     if mesh.expert > 1:
         problems.add(
             "experts.ranks",
             "must be 1 or left out on backend fsdp2",
-            str(mesh.expert),
-            "Use the native backend for expert parallelism.",
+            got=str(mesh.expert),
+            do="Use the native backend for expert parallelism.",
         )
     takes = [known for known in ELEMENTWISE if known.torch]
     if optimizer is not None and of_type(optimizer.type) not in takes:
         problems.add(
             "optimizer.type",
             "must be an optimizer of torch that updates element by element, on backend fsdp2",
-            repr(optimizer.type),
-            f"Use {either(known.name for known in takes)}, pass an optimizer of your own to `initialize`, "
+            got=repr(optimizer.type),
+            do=f"Use {either(known.name for known in takes)}, pass an optimizer of your own to `initialize`, "
             f"{_NATIVE}",
         )
     if config.sharding.accumulator == "keep":
         problems.add(
             "sharding.accumulator",
             "must be `free` or left out on backend fsdp2: fully_shard makes gradients anew in every step",
-            "keep",
-            f"Leave it out, {_NATIVE}",
+            got="keep",
+            do=f"Leave it out, {_NATIVE}",
         )
     if config.precision.statistics:
         problems.add(
             "precision.statistics",
             "must be false or left out on backend fsdp2: torch's optimizers do not tell what becomes of an "
             "update",
-            "true",
-            f"Leave it out, {_NATIVE}",
+            got="true",
+            do=f"Leave it out, {_NATIVE}",
         )
 
 

@@ -41,8 +41,8 @@ def arithmetic(
             TRAIN,
             f"must be {MICRO} x {STEPS} x data-parallel ranks, {micro} x {steps} x {ranks} = "
             f"{micro * steps * ranks}",
-            str(train),
-            "Write two of the three; the third follows.",
+            got=str(train),
+            do="Write two of the three; the third follows.",
         )
     return Batch(micro, steps, train), "written in full"
 
@@ -52,7 +52,7 @@ def _share(total: int, parts: int, key: str, problems: Problems) -> int:
         problems.add(
             key,
             f"must be a multiple of {parts} (data-parallel ranks times what each step does on one)",
-            str(total),
-            f"Use {max(parts, total // parts * parts)} or {(total // parts + 1) * parts}.",
+            got=str(total),
+            do=f"Use {max(parts, total // parts * parts)} or {(total // parts + 1) * parts}.",
         )
     return max(1, total // parts)

@@ -78,16 +78,16 @@ def averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Aver
         problems.add(
             "gradient_allreduce_op",
             "must be `mean` where gradients are divided (`prescale_gradients`, `gradient_predivide_factor`)",
-            "sum",
-            "Remove one of the keys.",
+            got="sum",
+            do="Remove one of the keys.",
         )
     if config.prescale_gradients:
         if factor not in (None, 1.0):
             problems.add(
                 "gradient_predivide_factor",
                 "must be left out with `prescale_gradients: true`, which divides by all ranks before",
-                str(factor),
-                "Keep one of the two keys.",
+                got=str(factor),
+                do="Keep one of the two keys.",
             )
         return Averaging(mean, float(mesh.data)), "`prescale_gradients`"
     if factor not in (None, 1.0):
@@ -131,8 +131,8 @@ def optimizer(config: Config, numbers: AutoNumbers, problems: Problems) -> Compo
         problems.add(
             "optimizer.type",
             f"must be one of {', '.join(dict.fromkeys(TYPES.values()))}",
-            shown(config.optimizer.type),
-            did_you_mean(config.optimizer.type, TYPES.values())
+            got=shown(config.optimizer.type),
+            do=did_you_mean(config.optimizer.type, TYPES.values())
             or "Any other elementwise optimizer: build it and pass it to `initialize`.",
         )
         return None
@@ -159,8 +159,8 @@ def schedule(config: Config, numbers: AutoNumbers, problems: Problems) -> Compon
         problems.add(
             "scheduler.type",
             f"must be one of {', '.join(SCHEDULES)}",
-            shown(kind),
-            did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`.",
+            got=shown(kind),
+            do=did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`.",
         )
         return None
     return ComponentSpec(kind, numbers.params("scheduler.params", kind, config.scheduler.params))
@@ -181,8 +181,8 @@ def experts(
             "experts.ranks",
             "must be left out where gradients are divided before they are reduced (`prescale_gradients`, "
             "`gradient_predivide_factor`): those of experts pass fewer ranks",
-            str(mesh.expert),
-            "Remove one of the keys.",
+            got=str(mesh.expert),
+            do="Remove one of the keys.",
         )
     written = config.experts.parameters if config.experts else None
     why = "`experts.parameters`" if written else "default: where transformers stacks experts"

@@ -149,8 +149,8 @@ class _Filler:
             self.problems.add(
                 self.place("compute"),
                 "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish",
-                f"mode {mode}",
-                "Use mode fp16, or bf16 here.",
+                got=f"mode {mode}",
+                do="Use mode fp16, or bf16 here.",
             )
         return compute
 
@@ -163,8 +163,8 @@ class _Filler:
                     self.place("gather"),
                     f"`gather` must be {storage} at stage {self.setting.stage}, where storage is whole and "
                     f"an updated slice travels as stored",
-                    str(gather),
-                    "Leave `gather` out, or use stage 3.",
+                    got=str(gather),
+                    do="Leave `gather` out, or use stage 3.",
                 )
             return gather
         narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
@@ -175,8 +175,8 @@ class _Filler:
             self.problems.add(
                 self.place("gather"),
                 f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})",
-                str(gather),
-                "Another dtype would round what neither end asks for.",
+                got=str(gather),
+                do="Another dtype would round what neither end asks for.",
             )
         return gather
 
@@ -186,8 +186,8 @@ class _Filler:
             self.problems.add(
                 self.place("grad"),
                 f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it",
-                str(grad),
-                "Set `accumulate` for the dtype that gradients are summed in.",
+                got=str(grad),
+                do="Set `accumulate` for the dtype that gradients are summed in.",
             )
         accumulate = self._accumulate(compute)
         reduce = self._reduce(accumulate)
@@ -225,8 +225,8 @@ class _Filler:
             self.problems.add(
                 self.place("reduce.sum"),
                 f"`reduce.sum` must hold what is on the wire, {wire}",
-                str(total),
-                "Use the wire's dtype or fp32.",
+                got=str(total),
+                do="Use the wire's dtype or fp32.",
             )
         every = stage >= 2
         default_when = "every" if every else "last"
@@ -258,8 +258,8 @@ class _Filler:
             self.problems.add(
                 where,
                 f"`accumulate` must hold what is computed, {of}: {dtype} loses {losses}",
-                str(dtype),
-                "Say `precision.allow_narrow: true` if that is what you want.",
+                got=str(dtype),
+                do="Say `precision.allow_narrow: true` if that is what you want.",
             )
 
     def _master(self, storage: DType) -> Master:
@@ -278,9 +278,9 @@ class _Filler:
         if master is Master.SPLIT and storage is not DType.BF16:
             self.problems.add(
                 why,
-                "`master: split` needs bf16 storage, whose bits are the high half of an fp32 value",
-                f"storage {storage} in mode {mode}",
-                "Use `master: fp32`.",
+                "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value",
+                got=f"storage {storage} in mode {mode}",
+                do="Use `master: fp32`.",
             )
         return master
 
@@ -298,8 +298,8 @@ class _Filler:
                     self.asked["optimizer"][1],
                     "`optimizer` must be left out of rules without `optimizer.type: Muon`: every parameter "
                     "gets the same update",
-                    self.asked["optimizer"][0],
-                    "Remove it, or name Muon in the `optimizer` block.",
+                    got=self.asked["optimizer"][0],
+                    do="Remove it, or name Muon in the `optimizer` block.",
                 )
             return ""
         subject = self.subject
@@ -311,9 +311,9 @@ class _Filler:
         if value == "Muon" and subject.dimensions < 2:
             self.problems.add(
                 why,
-                "`optimizer: Muon` needs matrices",
-                f"a parameter with {subject.dimensions} dimensions",
-                "Use `optimizer: AdamW`, or a rule that matches less.",
+                "`optimizer: Muon` must be for matrices",
+                got=f"a parameter with {subject.dimensions} dimensions",
+                do="Use `optimizer: AdamW`, or a rule that matches less.",
             )
         return "Muon" if value == "Muon" else "AdamW"
 
@@ -332,8 +332,8 @@ class _Filler:
                 self.problems.add(
                     why,
                     "`placement` must be `matrices` or `whole` where Muon updates: it needs whole matrices",
-                    "sliced",
-                    "Leave `placement` out, or say `optimizer: AdamW`.",
+                    got="sliced",
+                    do="Leave `placement` out, or say `optimizer: AdamW`.",
                 )
             return "sliced"
         self.why["placement"] = why
@@ -348,7 +348,7 @@ class _Filler:
         found = state_verdict(state, backend.name, beta2)
         if found.status == "no":
             got = f"backend {backend.name}" if backend.refuse_state(state) else f"beta2 {beta2}"
-            self.problems.add(why, f"`state` must not be {state} here: {found.reason}", got)
+            self.problems.add(why, f"`state` must not be {state} here: {found.reason}", got=got)
         return state
 
     def export(self, compute: DType) -> DType:

@@ -76,8 +76,8 @@ def choose(config: Config, problems: Problems) -> Decision:
             problems.add(
                 "bf16.enabled",
                 "must not be true together with `fp16.enabled`",
-                "true and true",
-                "Keep one of the two.",
+                got="both",
+                do="Keep one of the two.",
             )
             mode = Mode.BF16
         return Decision("precision.mode", str(mode), why)
@@ -94,8 +94,8 @@ def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems
             problems.add(
                 key,
                 f"must agree with `precision.mode`, which is {mode}",
-                state,
-                f"Remove `{key}` or `precision.mode`.",
+                got=state,
+                do=f"Remove `{key}` or `precision.mode`.",
             )
     autocast = config.torch_autocast
     if mode.autocast and autocast is not None:
@@ -103,15 +103,15 @@ def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems
             problems.add(
                 "torch_autocast.enabled",
                 f"must agree with `precision.mode`, which is {mode}",
-                "false",
-                "Remove one of the two keys.",
+                got="false",
+                do="Remove one of the two keys.",
             )
         if autocast.dtype is not None and autocast.dtype is not mode.dtype:
             problems.add(
                 "torch_autocast.dtype",
                 f"must agree with `precision.mode`, which is {mode}",
-                str(autocast.dtype),
-                "Remove one of the two keys.",
+                got=str(autocast.dtype),
+                do="Remove one of the two keys.",
             )
 
 
@@ -125,7 +125,9 @@ def _autocast(config: Config, bf16: Flag, fp16: Flag, problems: Problems) -> Dec
     if block.dtype is None:
         why += "; its `dtype` is not given: bf16, which needs no loss scale"
     if dtype is DType.FP32:
-        problems.add("torch_autocast.dtype", "must be bf16 or fp16", "fp32", "For fp32, turn autocast off.")
+        problems.add(
+            "torch_autocast.dtype", "must be bf16 or fp16", got="fp32", do="For fp32, turn autocast off."
+        )
         dtype = DType.BF16
     mode = Mode(f"autocast-{dtype}")
     written = config.precision.mode
@@ -133,8 +135,8 @@ def _autocast(config: Config, bf16: Flag, fp16: Flag, problems: Problems) -> Dec
         problems.add(
             "precision.mode",
             f"must agree with `torch_autocast`, which says {mode}",
-            written,
-            "Remove `precision.mode` or the `torch_autocast` block.",
+            got=written,
+            do="Remove `precision.mode` or the `torch_autocast` block.",
         )
     for key, state, own in (("bf16", bf16, DType.BF16), ("fp16", fp16, DType.FP16)):
         if state != "true":
@@ -145,8 +147,8 @@ def _autocast(config: Config, bf16: Flag, fp16: Flag, problems: Problems) -> Dec
         problems.add(
             f"{key}.enabled",
             "must not be true together with `torch_autocast.enabled`",
-            "true and true",
-            f"Autocast keeps parameters in fp32: set `{key}.enabled` to false. Only with "
+            got="both",
+            do=f"Autocast keeps parameters in fp32: set `{key}.enabled` to false. Only with "
             f"`{key}.{key}_master_weights_and_grads: true` and the same autocast dtype may both be on: "
             f"then the flag sets the dtype of parameters, masters and accumulator.",
         )

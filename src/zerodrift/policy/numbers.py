@@ -30,7 +30,7 @@ class AutoNumbers:
 
     def __init__(self, given: AutoValues, problems: Problems) -> None:
         if not isinstance(given, Mapping):
-            problems.add("auto", "must be a block of numbers by dotted key", shown(given))
+            problems.add("auto", "must be a block of numbers by dotted key", got=shown(given))
             given = {}
         self._given = plain(given, problems)
         self._problems = problems
@@ -43,8 +43,8 @@ class AutoNumbers:
         self._problems.add(
             key,
             "must be a number here: it is auto and nothing was passed for it",
-            "'auto'",
-            f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python.",
+            got="'auto'",
+            do=f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python.",
         )
         return None
 
@@ -59,7 +59,7 @@ class AutoNumbers:
         except ValidationError:
             one = not isinstance(found, (list, dict))
             must = fields.must(kind, found).replace(f' or "{AUTO}"', "") if one else "must be one number"
-            self._problems.add(key, must, shown(found), "Pass another.")
+            self._problems.add(key, must, got=shown(found), do="Pass another.")
             return None
 
     def number(self, key: str, value: float | str | None, default: float) -> float:
@@ -88,6 +88,6 @@ class AutoNumbers:
                 self._problems.add(
                     key,
                     "must be 'auto' in the config for a passed value to stand in",
-                    f"{shown(self._given[key])} passed",
-                    did_you_mean(key, self._asked) or f"To override the config: --set {key}=...",
+                    got=f"{shown(self._given[key])} passed",
+                    do=did_you_mean(key, self._asked) or f"To override the config: --set {key}=...",
                 )

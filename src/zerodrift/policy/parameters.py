@@ -54,8 +54,8 @@ class ColumnsOf:
             self.problems.add(
                 parameter.name,
                 "must be of real floating numbers to be trained",
-                str(parameter.dtype),
-                "Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`.",
+                got=str(parameter.dtype),
+                do="Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`.",
             )
         subject = ParameterTraits(
             parameter.dtype,
@@ -87,8 +87,8 @@ class ColumnsOf:
                 self.problems.add(
                     path,
                     f"must compute in the dtype of its buffers, {held}: torch mixes no dtypes in it",
-                    str(columns.compute),
-                    f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`.",
+                    got=str(columns.compute),
+                    do=f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`.",
                 )
 
     def _expert(self, parameter: ParameterSpec) -> str:

@@ -42,19 +42,22 @@ def pipelining(
             "pipeline.weight_grads",
             "must be `queue` with `sharding.keep_gathered: micro-batch`: the second pass of autograd reads "
             "parameters, a queue does not",
-            "'autograd'",
-            "Leave one of the two keys out.",
+            got="'autograd'",
+            do="Leave one of the two keys out.",
         )
     if block.weight_grads is not None and schedule not in SPLIT:
         problems.add(
             "pipeline.weight_grads",
             f"must be left out with schedule {schedule}, which puts no gradient off",
-            repr(block.weight_grads),
-            f"Use one of {', '.join(SPLIT)}.",
+            got=repr(block.weight_grads),
+            do=f"Use one of {', '.join(SPLIT)}.",
         )
     if config.precision.statistics:
         problems.add(
-            "precision.statistics", "must be off with a pipeline", "true", "Measure without a pipeline."
+            "precision.statistics",
+            "must be off with a pipeline",
+            got="true",
+            do="Measure without a pipeline.",
         )
     made = Pipelining(schedule, chunks, block.split or "layers", block.weight_grads or "queue")
     return made, tuple(_decisions(block, made, mesh.pipeline))
@@ -67,8 +70,8 @@ def micro_batches(config: Config, steps: int | None, problems: Problems) -> int 
         problems.add(
             "pipeline.micro_batches",
             f"must agree with `gradient_accumulation_steps`, which says {steps}",
-            str(ours),
-            "Keep one of the two keys.",
+            got=str(ours),
+            do="Keep one of the two keys.",
         )
     return steps if ours is None else ours
 
@@ -77,24 +80,26 @@ def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, proble
     """What torch's schedules demand of pieces and micro-batches."""
     if schedule in SINGLE and chunks != 1:
         problems.add(
-            "pipeline.chunks", f"must be 1 with schedule {schedule}", str(chunks), "Use `interleaved`."
+            "pipeline.chunks", f"must be 1 with schedule {schedule}", got=str(chunks), do="Use `interleaved`."
         )
     if schedule in V_SHAPED and chunks != 2:
-        problems.add("pipeline.chunks", f"must be 2 with schedule {schedule}", str(chunks), "Leave it out.")
+        problems.add(
+            "pipeline.chunks", f"must be 2 with schedule {schedule}", got=str(chunks), do="Leave it out."
+        )
     if count > MOST_MICRO_BATCHES:
         problems.add(
             "pipeline.micro_batches",
             f"must be at most {MOST_MICRO_BATCHES:,}: a schedule lists every one",
-            f"{count:,}",
-            "Make micro-batches larger.",
+            got=f"{count:,}",
+            do="Make micro-batches larger.",
         )
     least = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
     if count < least:
         problems.add(
             "pipeline.micro_batches",
             f"must be at least {least} with schedule {schedule} over {ranks} ranks",
-            str(count),
-            "Use more micro-batches, or `gpipe`."
+            got=str(count),
+            do="Use more micro-batches, or `gpipe`."
             if schedule == "1f1b"
             else "Use more micro-batches, or `zbv`.",
         )
@@ -103,8 +108,8 @@ def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, proble
         problems.add(
             "pipeline.micro_batches",
             f"must be a multiple of its rounds over {ranks} ranks, {rounds}, with schedule {schedule}",
-            str(count),
-            f"Use {count // ranks * ranks} or {(count // ranks + 1) * ranks}.",
+            got=str(count),
+            do=f"Use {count // ranks * ranks} or {(count // ranks + 1) * ranks}.",
         )
 
 
@@ -113,8 +118,8 @@ def _check_gathered(config: Config, problems: Problems) -> None:
         problems.add(
             "sharding.keep_gathered",
             "must be `step` or `micro-batch` with a pipeline, whose backwards come in two parts",
-            "'never'",
-            "Leave it out for `step`, or use `micro-batch`, which gathers for each forward and backward.",
+            got="'never'",
+            do="Leave it out for `step`, or use `micro-batch`, which gathers for each forward and backward.",
         )
 
 

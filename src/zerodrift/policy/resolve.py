@@ -29,8 +29,9 @@ def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
     meshes.require_ranks(world_size)
     if world_size % tensor:
         raise MeshError(
-            f"`world size`: must be a multiple of the {tensor} ranks that the model's DTensors are over; got "
-            f"{world_size}."
+            "world size",
+            f"must be a multiple of the {tensor} ranks that the model's DTensors are over",
+            got=world_size,
         )
     world_size //= tensor
     pipeline = config.pipeline.stages if config.pipeline else 1
@@ -40,8 +41,10 @@ def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
     if backend.replicates and (config.zero_optimization.stage or 0) == 0:
         if replicate or shard > 0:
             raise ConfigError(
-                f"`sharding.replicate`: must be left out at stage 0 on backend {backend.name}, where every "
-                f"rank replicates; got a hybrid mesh. Use stage 1, 2 or 3."
+                "sharding.replicate",
+                f"must be left out at stage 0 on backend {backend.name}, where every rank replicates",
+                got="a hybrid mesh",
+                do="Use stage 1, 2 or 3.",
             )
         replicate = max(1, world_size // pipeline)
     expert = config.experts.ranks if config.experts else 1
@@ -86,8 +89,8 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
         problems.add(
             "backend",
             f"must be {takes} for a model whose parameters are DTensors",
-            f"{backend.name}, and DTensors over {mesh.tensor} ranks",
-            f"Set `backend: {takes}`, or build the model without tensor parallelism.",
+            got=f"{backend.name}, and DTensors over {mesh.tensor} ranks",
+            do=f"Set `backend: {takes}`, or build the model without tensor parallelism.",
         )
     backend.refuse_settings(config, mesh, optimizer, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
@@ -157,8 +160,8 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
             problems.add(
                 key,
                 f"must agree with `{demands[column][1]}`, which says {demands[column][0]} for `{column}`",
-                value,
-                "Keep one of the two keys.",
+                got=value,
+                do="Keep one of the two keys.",
             )
             continue
         demands.setdefault(column, (value, key))
@@ -186,8 +189,8 @@ def _check_param_dtype(config: Config, mode: Mode, problems: Problems) -> None:
         problems.add(
             "data_types.param_dtype",
             f"must agree with mode {mode}, whose parameters are {expected}",
-            str(dtype),
-            "Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`.",
+            got=str(dtype),
+            do="Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`.",
         )
 
 
@@ -205,8 +208,8 @@ def _check_supported(
     found = verdict(mode, DType(value), mesh.pipeline > 1, stage, backend)
     lifted = "compute" in demands and demands["compute"][0] == value
     if found.status == "no" or (found.status == "narrow" and not allow_narrow and not lifted):
-        where = f"at stage {stage}, backend {backend}"
-        problems.add(key, f"accumulate {value} in mode {mode} {where} is not supported: {found.reason}")
+        must = f"must be a supported `accumulate` in mode {mode} at stage {stage}, backend {backend}"
+        problems.add(key, must, got=f"{value}: {found.reason}")
 
 
 def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
@@ -216,8 +219,8 @@ def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
         problems.add(
             "data_types.buffer_dtype",
             f"must agree with `precision.buffers`, which says {ours}",
-            str(theirs),
-            "Keep one of the two keys.",
+            got=str(theirs),
+            do="Keep one of the two keys.",
         )
     if isinstance(ours, DType):
         return ours, "precision.buffers"

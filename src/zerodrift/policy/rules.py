@@ -182,7 +182,9 @@ def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: P
         names = list(zip(parameter.names, parameter.owners, strict=True))
         pending = [rule for rule in pending if not any(matches(rule, *name) for name in names)]
     for rule in pending:
-        problems.add(rule.why, f"must match a parameter of {model.source}", "no match", _hint(rule, model))
+        problems.add(
+            rule.why, f"must match a parameter of {model.source}", got="no match", do=_hint(rule, model)
+        )
 
 
 OF_TORCH = "torch.nn.modules."
@@ -206,8 +208,8 @@ def require_one_compute(model: ModelSpec, columns: Sequence[Columns], problems: 
         problems.add(
             why.get(path, "precision.rules"),
             "must leave all parameters of a module one `compute` dtype",
-            f"{', '.join(f'{name} {dtype}' for name, dtype in held[path].items())} in `{path}`{more}",
-            f"Match them together: `{re.sub(r'[0-9]+', '*', path)}.*`.",
+            got=f"{', '.join(f'{name} {dtype}' for name, dtype in held[path].items())} in `{path}`{more}",
+            do=f"Match them together: `{re.sub(r'[0-9]+', '*', path)}.*`.",
         )
 
 

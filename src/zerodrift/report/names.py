@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import re
 
-from zerodrift.errors import ModelError, Problem, nearest
+from zerodrift.errors import ModelError, nearest
 from zerodrift.plan.table import Plan
 from zerodrift.report.rows import template
 
@@ -31,7 +31,7 @@ def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
             todo = f"A glob matches the full name: try `{wider}`."
         else:
             todo = _offer(plan, pattern) or "A glob matches the full name: try `*` at both ends."
-        raise ModelError(str(Problem(where, f"must match a parameter of {plan.source}", repr(pattern), todo)))
+        raise ModelError(where, f"must match a parameter of {plan.source}", got=repr(pattern), do=todo)
     return found
 
 
@@ -41,7 +41,7 @@ def index_of(plan: Plan, name: str) -> int:
         if name in row.names:
             return index
     todo = _offer(plan, name) or "`zerodrift plan` lists all of them."
-    raise ModelError(str(Problem(name, f"must be a parameter of {plan.source}", "no such name", todo)))
+    raise ModelError(name, f"must be a parameter of {plan.source}", got="no such name", do=todo)
 
 
 def _offer(plan: Plan, query: str) -> str:
