@@ -273,7 +273,7 @@ def test_a_full_disk_leaves_what_was_there(asynchronous: bool, tmp_path: Path) -
     results = run_ranks(no_room, 2, str(tmp_path), asynchronous)
     assert results[0] == results[1]
     message, names, step = results[0]
-    assert "must be written; got: File too large" in message and "GB are free in" in message
+    assert "must be written; got File too large" in message and "GB are free in" in message
     assert names == ["latest", OLD, NEW], "nothing of the failed save is left, nor a lock"
     assert step == 2
 

@@ -184,7 +184,7 @@ def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
     assert "must be a number of bytes" in size
     assert "No space left on device" in full and "Make room" in full
     assert "Input/output error" in broken
-    assert "every rank sees; rank 1" in unseen
+    assert "every rank sees; got rank 1" in unseen
     assert "must be a model's folder" in others and left(root / "there") == ["thing"]
     assert "must not be there, or be empty" in before
     assert fine == "" and not (root / "before" / "thing.safetensors").exists()

@@ -110,13 +110,17 @@ def _check_target(target: Path, overwrite: bool) -> None:
     there = listed(target) if is_folder(target, "must be a folder, or not be there") else []
     if there and not overwrite:
         raise CheckpointError(
-            f"`{short(target)}`: must not be there, or be empty; got a folder with something in it. Choose "
-            f"another, or say `overwrite`."
+            short(target),
+            "must not be there, or be empty",
+            got="a folder with something in it",
+            do="Choose another, or say `overwrite`.",
         )
     if there and not any(path.name.endswith(MODEL) for path in there):
         raise CheckpointError(
-            f"`{short(target)}`: must be a model's folder, with `*.safetensors`, to be overwritten as a "
-            f"whole; got {short(', '.join(path.name for path in there))}. Choose another folder."
+            short(target),
+            "must be a model's folder, with `*.safetensors`, to be overwritten as a whole",
+            got=short(", ".join(path.name for path in there)),
+            do="Choose another folder.",
         )
 
 

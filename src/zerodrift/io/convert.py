@@ -113,10 +113,10 @@ def convert(
     to: Target = asked.to or ("safetensors" if ours else "checkpoint")
     if to == "checkpoint" and ours:
         raise UnsupportedError(
-            f"`--to`: must be safetensors for a zerodrift checkpoint; got {to!r}. It is one already."
+            "--to", "must be safetensors for a zerodrift checkpoint", got=repr(to), do="It is one already."
         )
     if to == "checkpoint" and asked.dtype is not None:
-        raise UnsupportedError("`--dtype`: a checkpoint holds fp32; got it with one. Leave it out.")
+        raise UnsupportedError("--dtype", "must be left out where `--to` is checkpoint, which holds fp32")
     if module is not None:
         _check(found, module)
     if to == "safetensors":
@@ -149,7 +149,9 @@ def _check(source: ConvertSource, model: nn.Module) -> None:
     problems = Problems()
     for name, shape in here.items():
         if name in there and there[name] != shape:
-            problems.add(name, f"must have shape {list(shape)}, as the model has it", str(list(there[name])))
+            problems.add(
+                name, f"must have shape {list(shape)}, as the model has it", got=str(list(there[name]))
+            )
     known = {id(value): name for name, value in model.named_parameters()}
     missing = [name for name in known.values() if name not in there]
     extra = [entry.name for entry in source.entries if not set(entry.names) & here.keys()]
@@ -158,7 +160,9 @@ def _check(source: ConvertSource, model: nn.Module) -> None:
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             got = ", ".join(names[:10]) + more
             problems.add(
-                str(source.path), f"must {what} what the model {'has' if what == 'hold' else 'lacks'}", got
+                str(source.path),
+                f"must {what} what the model {'has' if what == 'hold' else 'lacks'}",
+                got=got,
             )
     problems.raise_as(CheckpointError, f"`{source.path}` is not of a {type(model).__name__}")
 
@@ -227,7 +231,7 @@ def _dtype(source: ConvertSource, entry: SavedParameter, dtype: DType | None) ->
 def _dtype_name(tensor: torch.Tensor) -> str:
     found = from_torch(tensor.dtype)
     if found is None:
-        raise CheckpointError(f"`{tensor.dtype}`: must be a dtype that zerodrift knows; got it in a buffer.")
+        raise CheckpointError("buffer", "must have a dtype that zerodrift knows", got=tensor.dtype)
     return found.value
 
 
@@ -293,7 +297,7 @@ def _require_none(folder: CheckpointFolder) -> None:
     tags = folder.tags()
     if tags:
         raise CheckpointError(
-            f"`{folder.path}`: must hold no checkpoint yet; got {', '.join(tags[:5])}. Choose another folder."
+            folder.path, "must hold no checkpoint yet", got=", ".join(tags[:5]), do="Choose another folder."
         )
 
 

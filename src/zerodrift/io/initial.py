@@ -19,7 +19,7 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.together import together
 from zerodrift.engine.place import ValueSource, ValueSources
-from zerodrift.errors import ModelError, Problem, RankError
+from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.io.safetensors.matching import Strict, dtypes, expected
 from zerodrift.io.safetensors.weights import LoadedWeights, SafetensorsWeights
 from zerodrift.model import recipe
@@ -85,9 +85,10 @@ class InitialValues:
         told = self.comm.all_gather_object((torch.initial_seed(), _fingerprint(rows, bare)))
         if len({fingerprint for _, fingerprint in told}) > 1:
             raise RankError(
-                "`model`: must be built alike on every rank; got parameters with memory, or values that "
-                "constructors computed, that differ between ranks. Build it with the same code, and the same "
-                "seed on every rank."
+                "model",
+                "must be built alike on every rank",
+                got="parameters with memory, or values that constructors computed, that differ between ranks",
+                do="Build it with the same code, and the same seed on every rank.",
             )
         # Rank 0's seed, so that values do not depend on how many ranks there are.
         initial = _Initial(recipe.Initial(bare, told[0][0]))
@@ -102,8 +103,10 @@ def _require_plain(model: nn.Module) -> None:
     spread = [name for name, parameter in model.named_parameters() if is_spread(parameter)]
     if spread:
         raise ModelError(
-            f"`weights`: can be read where parameters are plain tensors; got DTensors: {listed(spread)}. "
-            f"Load them into the model before `parallelize_module`."
+            "weights",
+            "must be read where parameters are plain tensors",
+            got=f"DTensors: {listed(spread)}",
+            do="Load them into the model before `parallelize_module`.",
         )
 
 
@@ -111,14 +114,13 @@ def _require(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
     reasons: dict[str, list[str]] = {}
     for name, why in recipe.refusals(bare.items()):
         reasons.setdefault(why, []).append(name)
-    lines = [
-        f"{listed(names)}: must have first values, from a checkpoint or their own module; got {why}."
-        for why, names in reasons.items()
-    ]
+    problems = Problems()
+    for why, names in reasons.items():
+        must = "must have first values, from a checkpoint or their own module"
+        problems.add(listed(names), must, got=why, do=TODO)
     if buffers:
-        lines.append(f"{listed(buffers)}: must have values, as buffers; got the meta device.")
-    if lines:
-        raise ModelError("\n  ".join([*lines, TODO]))
+        problems.add(listed(buffers), "must have values, as buffers", got="the meta device", do=TODO)
+    problems.raise_as(ModelError)
 
 
 def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) -> str:
@@ -151,6 +153,5 @@ class _Initial:
         try:
             self._recipes.fill(name, start, out)
         except recipe.Unwritten as error:
-            must = "must be initialised as a whole by its own module"
-            problem = Problem(name, must, "elements that nobody wrote", TODO)
-            raise ModelError(str(problem)) from error
+            must = "must be initialized as a whole by its own module"
+            raise ModelError(name, must, got="elements that nobody wrote", do=TODO) from error

@@ -60,11 +60,11 @@ class Lock:
                 return Lock(path, writer)
             other = _read(path)
             if other is not None and _alive(other, path):
-                raise CheckpointError(
-                    f"`{folder}`: must have one writer; got {other}. Wait for it, or save to another folder."
-                )
+                todo = "Wait for it, or save to another folder."
+                raise CheckpointError(folder, "must have one writer", got=other, do=todo)
             _break(path, other)
-        raise CheckpointError(f"`{path}`: must be free within 8 attempts; got it taken each time. Try again.")
+        must = "must be free within 8 attempts"
+        raise CheckpointError(path, must, got="it taken each time", do="Try again.")
 
     def touch(self) -> None:
         """Say that the owner is alive."""

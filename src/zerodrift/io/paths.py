@@ -37,15 +37,13 @@ def look(path: Path) -> Kind:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
-            raise CheckpointError(
-                f"`{short(path)}`: must be a file or folder; got a link to nothing."
-            ) from None
+            raise CheckpointError(short(path), "must be a file or folder", got="a link to nothing") from None
         return "nothing"
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
     found = kind_of(mode)
     if found not in ("", "a folder"):
-        raise CheckpointError(f"`{short(path)}`: must be a file or folder; got {found}.")
+        raise CheckpointError(short(path), "must be a file or folder", got=found)
     return "folder" if found else "file"
 
 
@@ -53,7 +51,7 @@ def is_folder(path: Path, must: str) -> bool:
     """Whether a folder is there; `must` says what a file of the name should be."""
     kind = look(path)
     if kind == "file":
-        raise CheckpointError(f"`{short(path)}`: {must}; got a file.")
+        raise CheckpointError(short(path), must, got="a file")
     return kind == "folder"
 
 
@@ -75,12 +73,14 @@ def own_file(folder: Path, name: str) -> Path:
     FileNotFoundError where there is none."""
     path = folder / name
     if not name or name in (".", "..") or "/" in name or "\0" in name or os.sep in name:
-        raise CheckpointError(f"`{short(folder)}`: must name files that are in it; got {short(repr(name))}.")
+        raise CheckpointError(short(folder), "must name files that are in it", got=short(repr(name)))
     found = kind_of(path.lstat().st_mode)
     if found:
         raise CheckpointError(
-            f"`{short(path)}`: must be a file of the checkpoint itself; got {found}. Copy the checkpoint "
-            f"as files."
+            short(path),
+            "must be a file of the checkpoint itself",
+            got=found,
+            do="Copy the checkpoint as files.",
         )
     return path
 
@@ -98,7 +98,7 @@ def read_file(path: Path) -> bytes:
     kind = look(path)
     if kind != "file":
         got = "a folder" if kind == "folder" else "no such file"
-        raise CheckpointError(f"`{short(path)}`: must be a file; got {got}.")
+        raise CheckpointError(short(path), "must be a file", got=got)
     try:
         return path.read_bytes()
     except OSError as error:
@@ -107,7 +107,7 @@ def read_file(path: Path) -> bytes:
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else said(error)
-    return CheckpointError(f"`{short(path)}`: must be readable; got: {reason}.")
+    return CheckpointError(short(path), "must be readable", got=reason)
 
 
 # --- writing ----------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def unwritable(path: Path, error: OSError, todo: str = "Choose another folder.")
     if error.errno in FULL:
         todo = f"{free(path)}Make room, or choose another disk."
     reason = error.strerror or said(error)
-    return CheckpointError(f"`{short(where)}`: must be written; got: {reason}. {todo}")
+    return CheckpointError(short(where), "must be written", got=reason, do=todo)
 
 
 def free(path: Path) -> str:

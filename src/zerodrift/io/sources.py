@@ -89,15 +89,14 @@ def open_source(
     """Whatever is at `path`."""
     kind = look(path)
     if kind == "nothing":
-        raise CheckpointError(f"`{short(path)}`: must be there to be converted; got no such file or folder.")
+        raise CheckpointError(short(path), "must be there to be converted", got="no such file or folder")
     try:
         return _open(path, kind == "folder", model, tag, trust, optimizer)
     except ZerodriftError:
         raise
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"`{short(path)}`: must be laid out as what it seems to be; got what does not fit "
-            f"({said(error)})."
+            short(path), "must be laid out as what it seems to be", got=said(error)
         ) from error
 
 
@@ -113,8 +112,10 @@ def _open(
     if not folder or safetensors.holds(path):
         return _safetensors(path, model)
     raise CheckpointError(
-        f"`{short(path)}`: must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files; got "
-        f"a folder with none of them. Give the folder that was saved to, or the one of a tag in it."
+        short(path),
+        "must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files",
+        got="a folder with none of them",
+        do="Give the folder that was saved to, or the one of a tag in it.",
     )
 
 
@@ -254,7 +255,7 @@ def _schedule(found: DeepSpeedCheckpoint) -> tuple[str, Any, tuple[str, ...]]:
 def _name(dtype: torch.dtype) -> str:
     found = from_torch(dtype)
     if found is None:
-        raise CheckpointError(f"`{dtype}`: must be a dtype that zerodrift knows; got it in the checkpoint.")
+        raise CheckpointError("tensor", "must have a dtype that zerodrift knows", got=dtype)
     return found.value
 
 

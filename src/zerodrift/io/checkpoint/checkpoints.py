@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from zerodrift.comm.together import together
 from zerodrift.engine.shards import Shards
-from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError
+from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError, said
 from zerodrift.io.checkpoint import contents
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.differences import (
@@ -108,7 +108,7 @@ class Checkpoints:
         the state and writes it beside training. `quiet` says nothing on rank 0. `run` is of a run that also
         saves elsewhere; one is drawn without it."""
         if type(keep) is not int or keep < 0:
-            raise CheckpointError(f"`keep`: must be a whole number of at least 0; got {keep!r}.")
+            raise CheckpointError("keep", "must be a whole number of at least 0", got=repr(keep))
         self._engine = engine
         self._comm: Collectives = engine.comm
         self._folder = CheckpointFolder(folder)
@@ -192,8 +192,10 @@ class Checkpoints:
     def _require_between_steps(self, what: str) -> None:
         if self._engine.micro_batches:
             raise UnsupportedError(
-                f"`{what}`: must be called between steps; got {self._engine.micro_batches} micro-batches of "
-                f"a step that has not ended. Call it after a `step` that updated or skipped."
+                what,
+                "must be called between steps",
+                got=f"{self._engine.micro_batches} micro-batches of a step that has not ended",
+                do="Call it after a `step` that updated or skipped.",
             )
 
     # --- load ---------------------------------------------------------------------------------------------
@@ -249,8 +251,7 @@ class Checkpoints:
         try:
             everywhere(comm, lambda: contents.fill(engine, found.reader, found.table, counters))
         except CheckpointError as error:
-            todo = "Weights are replaced in part: load a whole checkpoint before the next step."
-            raise CheckpointError(f"{error} {todo}") from error
+            raise CheckpointError.of([*error.problems, _HALF_LOADED]) from error
         Shards(engine).spread()
         if "optimizer" in parts and found.own is not None:
             states.put_random_state(found.own["random"], engine.mesh.device)
@@ -344,6 +345,14 @@ class Checkpoints:
         return states.read_state(path, states.own_file(0))["client"]
 
 
+_HALF_LOADED = Problem(
+    "model",
+    "must have the weights of one checkpoint",
+    got="weights replaced in part",
+    do="Load a whole checkpoint before the next step.",
+)
+
+
 def _takes(found: _Found, parts: frozenset[Part]) -> bool:
     """Whether moments are loaded."""
     return "optimizer" in parts and "optimizer" not in found.without
@@ -356,8 +365,7 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
         try:
             done.append(work())
         except ZerodriftError as error:
-            raise CheckpointError(str(error)) from error
+            raise CheckpointError.joined([error]) from error
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"`checkpoint`: must be read and written; got {what}") from error
+            raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
     return done[0]

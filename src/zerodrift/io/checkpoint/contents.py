@@ -189,7 +189,7 @@ def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Cou
         # What holds for all are numbers; a parameter's moments stand by the names of their dtypes.
         kinds = [getattr(torch, value, None) for value in of.values() if isinstance(value, str)]
         if any(not name or not isinstance(kind, torch.dtype) for kind in kinds):
-            raise CheckpointError(f"`counters`: must be numbers and names of dtypes; got {dict(of)!r}.")
+            raise CheckpointError("counters", "must be numbers and names of dtypes", got=repr(dict(of)))
     for piece in Shards(engine).pieces():
         for span in piece.held if piece.updated else ():
             entry = by_name.get(span.row.name)
@@ -197,8 +197,10 @@ def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Cou
             odd = () if entry is None else [key for key in entry.moments if key not in known]
             if odd:
                 raise CheckpointError(
-                    f"`{span.row.name}`: must have been saved with the moments {', '.join(known) or 'none'}; "
-                    f"got {', '.join(odd)} too. `allow=('optimizer',)` begins with new moments."
+                    span.row.name,
+                    f"must have been saved with the moments {', '.join(known) or 'none'}",
+                    got=f"{', '.join(odd)} too",
+                    do="`allow=('optimizer',)` begins with new moments.",
                 )
 
 

@@ -59,10 +59,9 @@ class Running:
 def check_allowed(allow: Collection[Allowed]) -> frozenset[Allowed]:
     for word in allow:
         if word not in get_args(Allowed):
-            raise CheckpointError(
-                f"`allow`: must be of {', '.join(get_args(Allowed))}; got {word!r}. "
-                f"{did_you_mean(word, get_args(Allowed))}".rstrip()
-            )
+            known = get_args(Allowed)
+            todo = did_you_mean(word, known)
+            raise CheckpointError("allow", f"must be of {', '.join(known)}", got=repr(word), do=todo)
     return frozenset(allow)
 
 
@@ -82,17 +81,17 @@ def check_model(
         if found is None:
             missing.append(row.name)
         elif found.shape != row.whole_shape:
-            problems.add(row.name, f"must have shape {list(row.whole_shape)}", str(list(found.shape)))
+            problems.add(row.name, f"must have shape {list(row.whole_shape)}", got=str(list(found.shape)))
         elif set(found.names) != set(row.names):
             must = f"must be one parameter under the names {', '.join(row.names)}"
-            problems.add(row.name, must, ", ".join(found.names), "Tie as the saved model did.")
+            problems.add(row.name, must, got=", ".join(found.names), do="Tie as the saved model did.")
     here = {name for row in plan.rows for name in row.names}
     extra = [entry.name for entry in entries if not here & set(entry.names)]
     todo = "`allow=('model',)` loads what both have."
     if missing and strict:
-        problems.add(where, "must hold every parameter of the model", f"no {_list(missing)}", todo)
+        problems.add(where, "must hold every parameter of the model", got=f"no {_list(missing)}", do=todo)
     if extra and strict:
-        problems.add(where, "must hold no parameter that the model does not have", _list(extra), todo)
+        problems.add(where, "must hold no parameter that the model does not have", got=_list(extra), do=todo)
     problems.raise_as(CheckpointError, f"`{where}` is of another model")
     told = (("missing", missing, "they stay as they are"), ("more", extra, "they are not read"))
     return [
@@ -118,7 +117,9 @@ def check_buffers(
             continue
         must = "must not be there" if mine is None else f"must have shape {list(mine)}"
         got = "none" if theirs is None else str(list(theirs))
-        found.append(Problem(f"buffer {name}", must, got, "`allow=('buffers',)` leaves buffers as they are."))
+        found.append(
+            Problem(f"buffer {name}", must, got=got, do="`allow=('buffers',)` leaves buffers as they are.")
+        )
     return found
 
 
@@ -134,19 +135,19 @@ def check_meaning(
         got = now.kind or "none"
         todo = "Give the same, or `allow=('optimizer',)` to begin with new moments."
         must = f"must be {manifest.optimizer or 'none'}, as when it was saved"
-        found["optimizer"].append(Problem("optimizer", must, got, todo))
+        found["optimizer"].append(Problem("optimizer", must, got=got, do=todo))
     elif now.kind:
         found["groups"] += _groups(entries, state["groups"], now)
     if manifest.schedule != now.schedule:
         todo = "Give the same, or `allow=('schedule',)` to begin the schedule anew."
         must = f"must be {manifest.schedule or 'none'}, as when it was saved"
-        found["schedule"].append(Problem("schedule", must, now.schedule or "none", todo))
+        found["schedule"].append(Problem("schedule", must, got=now.schedule or "none", do=todo))
     scaled = now.plan.policy.loss_scale is not None
     if (state["scaler"] is not None) != scaled:
         todo = "Train in the same mode, or `allow=('loss_scale',)` to begin as this run's config says."
         must = f"must {'be there' if state['scaler'] is not None else 'not be there'}, as when it was saved"
         got = "one" if scaled else "none"
-        found["loss_scale"].append(Problem("loss scale", must, got, todo))
+        found["loss_scale"].append(Problem("loss scale", must, got=got, do=todo))
     return found
 
 
@@ -155,7 +156,7 @@ def _groups(
 ) -> list[Problem]:
     todo = "Build the same groups, or `allow=('groups',)` to take those of this run."
     if len(saved) != len(now.groups):
-        return [Problem("parameter groups", f"must be {len(saved)}", str(len(now.groups)), todo)]
+        return [Problem("parameter groups", f"must be {len(saved)}", got=str(len(now.groups)), do=todo)]
     found = []
     frozen = {row.name for row in now.plan.rows if row.columns.update is None}
     moved = [
@@ -166,7 +167,7 @@ def _groups(
     if moved:
         more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
         got = ", ".join(moved[:SHOWN]) + more
-        found.append(Problem("parameter groups", "must hold the parameters that they held", got, todo))
+        found.append(Problem("parameter groups", "must hold the parameters that they held", got=got, do=todo))
     for number, (old, new) in enumerate(zip(saved, now.groups, strict=True)):
         for key in sorted(old.keys() & new.keys()):
             switched = isinstance(old[key], (bool, str)) and key not in _EXECUTION
@@ -174,7 +175,7 @@ def _groups(
             switched = switched or (key == "momentum" and bool(old[key]) != bool(new[key]))
             if switched and old[key] != new[key]:
                 where = f"parameter group {number}, {key}"
-                found.append(Problem(where, f"must be {old[key]!r}", repr(new[key]), todo))
+                found.append(Problem(where, f"must be {old[key]!r}", got=repr(new[key]), do=todo))
     return found
 
 

@@ -51,8 +51,9 @@ def automatic(step: int) -> str:
 def check_tag(tag: str) -> None:
     if not isinstance(tag, str) or tag == LATEST or len(tag) > LONGEST or not _TAG.fullmatch(tag):
         raise CheckpointError(
-            f"`tag`: must be letters, digits, `_`, `.`, `+` and `-`, at most {LONGEST}, and not {LATEST!r}; "
-            f"got {short(repr(tag))}."
+            "tag",
+            f"must be letters, digits, `_`, `.`, `+` and `-`, at most {LONGEST}, and not {LATEST!r}",
+            got=short(repr(tag)),
         )
 
 
@@ -91,8 +92,10 @@ def _seal(tag: str) -> str:
 
 def _no_tag(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
-        f"`{short(path)}`: must hold the tag of a checkpoint; got {got}. It is damaged: load a checkpoint by "
-        f"its tag, or write the tag of the newest into the file."
+        short(path),
+        "must hold the tag of a checkpoint",
+        got=got,
+        do="It is damaged: load a checkpoint by its tag, or write the tag of the newest into the file.",
     )
 
 
@@ -139,9 +142,13 @@ class CheckpointFolder:
         halves, tags = self.halves(), self.tags()
         if halves:
             raise CheckpointError(
-                f"`{short(self.path)}`: must hold whole checkpoints, or none; got files of "
-                f"{short(', '.join(halves))} without `{MANIFEST}`, and no `{LATEST}`. It was copied in part: "
-                f"copy it again, load another by its tag, or remove it to begin anew."
+                short(self.path),
+                "must hold whole checkpoints, or none",
+                got=f"files of {short(', '.join(halves))} without `{MANIFEST}`, and no `{LATEST}`",
+                do=(
+                    "It was copied in part: copy it again, load another by its tag, or remove it to "
+                    "begin anew."
+                ),
             )
         # Nothing names the first one yet, if its save was cut short between its two last steps.
         return self._named(tags[-1]) if tags else self._set_aside()
@@ -158,7 +165,7 @@ class CheckpointFolder:
         """The folder of a tag, or of the newest for `latest`."""
         found = self.newest() if tag == LATEST else self._named(tag)
         if found is None:
-            raise CheckpointError(self._nothing())
+            raise self._nothing()
         return found
 
     def _named(self, tag: str) -> Path:
@@ -175,16 +182,19 @@ class CheckpointFolder:
             else f" and files of it without `{MANIFEST}`: it was copied in part"
         )
         raise CheckpointError(
-            f"`{short(self.path)}`: must hold a checkpoint with the tag {short(repr(tag))}; got "
-            f"{short(', '.join(tags) or 'none')}{half}. {did_you_mean(tag[:LONGEST], tags)}".rstrip()
+            short(self.path),
+            f"must hold a checkpoint with the tag {short(repr(tag))}",
+            got=f"{short(', '.join(tags) or 'none')}{half}",
+            do=did_you_mean(tag[:LONGEST], tags),
         )
 
-    def _nothing(self) -> str:
+    def _nothing(self) -> CheckpointError:
+        where = short(self.path)
         if not self._is_there():
-            return f"`{short(self.path)}`: must be a folder of checkpoints; got no such folder."
+            return CheckpointError(where, "must be a folder of checkpoints", got="no such folder")
         cut = len(self.unfinished())
-        text = f"`{self.path}`: must hold a checkpoint; got none"
-        return text + (f" but {cut} that {'was' if cut == 1 else 'were'} cut short." if cut else ".")
+        also = f" but {cut} that {'was' if cut == 1 else 'were'} cut short" if cut else ""
+        return CheckpointError(where, "must hold a checkpoint", got=f"none{also}")
 
     # --- under the lock ---------------------------------------------------------------------------------
 
@@ -233,8 +243,10 @@ class CheckpointFolder:
             got = "a folder that holds something else"
         if got:
             raise CheckpointError(
-                f"`{short(home)}`: must be a checkpoint, to be replaced by one, or not be there; got {got}. "
-                f"Choose another tag, or move it away."
+                short(home),
+                "must be a checkpoint, to be replaced by one, or not be there",
+                got=got,
+                do="Choose another tag, or move it away.",
             )
 
     def publish(self, new: NewFolder, latest: bool = True) -> Path:
@@ -256,7 +268,10 @@ class CheckpointFolder:
         """The next `latest`, under another name."""
         if look(self.path / LATEST) == "folder":
             raise CheckpointError(
-                f"`{short(self.path / LATEST)}`: must be a file, or not be there; got a folder. Move it away."
+                short(self.path / LATEST),
+                "must be a file, or not be there",
+                got="a folder",
+                do="Move it away.",
             )
         with draft.open("w", encoding="utf-8") as stream:
             stream.write(latest_text(tag))

@@ -102,9 +102,7 @@ def read_index(folder: Path) -> Index:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"`{short(folder / INDEX)}`: must be readable; got {said(error)} {OTHER}"
-        ) from error
+        raise CheckpointError(short(folder / INDEX), "must be readable", got=said(error), do=OTHER) from error
 
 
 class _Kept:
@@ -146,9 +144,10 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         raise CheckpointError(
-            f"`{INDEX}`: must name the classes of torch's metadata alone; got `{short(f'{module}.{name}')}`, "
-            f"whose code would run. Nothing was run, and nothing was loaded. Do not read this checkpoint "
-            f"with other tools."
+            INDEX,
+            "must name the classes of torch's metadata alone",
+            got=f"`{short(f'{module}.{name}')}`, whose code would run",
+            do="Nothing was run, and nothing was loaded. Do not read this checkpoint with other tools.",
         )
 
 
@@ -169,7 +168,7 @@ def _tensors(metadata: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
             place = places[name, start]
             if place.get("transform_descriptors"):
                 raise CheckpointError(
-                    f"`{short(folder)}`: must hold {short(repr(name))} as it is; got it packed. {OTHER}"
+                    short(folder), f"must hold {short(repr(name))} as it is", got="it transformed", do=OTHER
                 )
             file, offset, length = str(place["relative_path"]), int(place["offset"]), int(place["length"])
             chunks.append(Chunk(str(name), numel, start, count, dtype, file, offset, length))
@@ -178,9 +177,8 @@ def _tensors(metadata: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
         if any(end != chunk.start or chunk.count < 0 for end, chunk in zip(ends, chunks, strict=False)) or (
             ends[-1] != numel
         ):
-            raise CheckpointError(
-                f"`{short(folder)}`: must hold each element of {short(repr(name))} once; got others. {OTHER}"
-            )
+            must = f"must hold each element of {short(repr(name))} once"
+            raise CheckpointError(short(folder), must, got="gaps or overlaps", do=OTHER)
         found[str(name)] = Tensor(numel, dtype, tuple(chunks))
     return found
 

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from zerodrift.dtypes import DType
-from zerodrift.errors import CheckpointError
+from zerodrift.errors import CheckpointError, Problem
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.checkpoint.manifest import (
     MANIFEST,
@@ -111,9 +111,10 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderIns
     tags, unfinished, halves = folder.tags(), folder.unfinished(), folder.halves()
     if not tags and not unfinished and not halves:
         raise CheckpointError(
-            f"`{place}`: must be a checkpoint or a folder of checkpoints; got "
-            f"{'a folder without any' if place.is_dir() else 'no such folder'}. A checkpoint holds a "
-            f"`{MANIFEST}`."
+            place,
+            "must be a checkpoint or a folder of checkpoints",
+            got="a folder without any" if place.is_dir() else "no such folder",
+            do=f"A checkpoint holds a `{MANIFEST}`.",
         )
     found, unreadable = [], [(LATEST, odd)] if odd else []
     for tag in tags:
@@ -121,8 +122,8 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderIns
             found.append(_one(place / tag, verify))
         except CheckpointError as error:
             unreadable.append((tag, str(error)))
-    must = f"must hold a `{MANIFEST}`; got other files of a checkpoint: it was copied in part."
-    unreadable += [(tag, f"`{place / tag}`: {must}") for tag in halves]
+    must, got = f"must hold a `{MANIFEST}`", "other files of a checkpoint: it was copied in part"
+    unreadable += [(tag, str(Problem(str(place / tag), must, got=got))) for tag in halves]
     names = tuple(path.name for path in unfinished)
     return FolderInspection(str(place), latest, tuple(found), tuple(unreadable), names)
 
@@ -134,7 +135,8 @@ def _one(path: Path, verify: bool) -> Inspection:
         table: Sequence[SavedParameter] = read_entries(path)
     except CheckpointError:
         table = ()  # which is among the problems, or will be when checksums are compared
-        problems = problems or [f"`{path}`: must hold a table of parameters; got one that cannot be read."]
+        must = "must hold a table of parameters"
+        problems = problems or [str(Problem(str(path), must, got="one that cannot be read"))]
     return Inspection(str(path), manifest, tuple(problems), verify, _holdings(table), _alike(table))
 
 

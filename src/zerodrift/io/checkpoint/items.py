@@ -141,7 +141,7 @@ class CheckpointReader:
     def _tensor(self, key: str) -> Tensor:
         found = self._index.get(key)
         if found is None:
-            raise CheckpointError(f"`{self._folder}`: must hold the tensor {key!r}; got none. {OTHER}")
+            raise CheckpointError(self._folder, f"must hold the tensor {key!r}", got="none", do=OTHER)
         return found
 
     def check(self, entries: Iterable[SavedParameter]) -> None:
@@ -151,8 +151,10 @@ class CheckpointReader:
             for key in (weight_key(entry.name), *(moment_key(key, entry.name) for key in entry.moments)):
                 if numel and self.numel(key) != numel:
                     raise CheckpointError(
-                        f"`{self._folder}`: must hold {numel:,} elements of {key!r}; got "
-                        f"{self.numel(key):,}. {OTHER}"
+                        self._folder,
+                        f"must hold {numel:,} elements of {key!r}",
+                        got=f"{self.numel(key):,}",
+                        do=OTHER,
                     )
 
     def read(self, wanted: Sequence[Destination]) -> None:
@@ -189,13 +191,16 @@ class CheckpointReader:
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(f"`{self._folder}`: must be readable; got {said(error)} {OTHER}") from error
+            raise CheckpointError(self._folder, "must be readable", got=said(error), do=OTHER) from error
         if not (
             isinstance(found, torch.Tensor) and (found.dtype, found.shape) == (chunk.dtype, (chunk.count,))
         ):
             raise CheckpointError(
-                f"`{self._folder}`: must hold {chunk.count:,} elements of {chunk.dtype} of {chunk.key!r} "
-                f"where its metadata says; got something else. {OTHER}"
+                self._folder,
+                f"must hold {chunk.count:,} elements of {chunk.dtype} of {chunk.key!r} where its metadata "
+                "says",
+                got="something else",
+                do=OTHER,
             )
         return found
 

@@ -54,8 +54,10 @@ def _schedule_state(engine: Engine) -> Any:
         return None
     if not hasattr(engine.schedule, "state_dict"):
         raise UnsupportedError(
-            f"`schedule`: must have `state_dict` and `load_state_dict`, to be saved; got "
-            f"{type(engine.schedule).__name__}. Add them, or use a scheduler of torch."
+            "schedule",
+            "must have `state_dict` and `load_state_dict`, to be saved",
+            got=type(engine.schedule).__name__,
+            do="Add them, or use a scheduler of torch.",
         )
     return engine.schedule.state_dict()
 
@@ -84,8 +86,10 @@ def put_schedule(engine: Engine, state: Any) -> None:
         engine.schedule.load_state_dict(copy.deepcopy(state))
     except Exception as error:
         raise CheckpointError(
-            f"`schedule`: must take the saved state; got {said(error)} from "
-            f"{type(engine.schedule).__name__}. `allow=('schedule',)` begins the schedule anew."
+            "schedule",
+            "must take the saved state",
+            got=f"{said(error)} from {type(engine.schedule).__name__}",
+            do="`allow=('schedule',)` begins the schedule anew.",
         ) from error
 
 
@@ -231,8 +235,9 @@ def packed(state: Mapping[str, Any], what: str) -> bytes:
         torch.load(io.BytesIO(out.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
         raise UnsupportedError(
-            f"`{what}`: must be made of numbers, strings, tensors, lists, tuples and dicts, to be saved; got "
-            f"{said(error)}"
+            what,
+            "must be made of numbers, strings, tensors, lists, tuples and dicts, to be saved",
+            got=said(error),
         ) from error
     return out.getvalue()
 
@@ -246,7 +251,7 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"`{folder / name}`: must be readable; got {said(error)} Load another checkpoint."
+            folder / name, "must be readable", got=said(error), do="Load another checkpoint."
         ) from error
 
 

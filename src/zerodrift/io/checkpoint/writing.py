@@ -61,7 +61,7 @@ class RankContents:
 class _Outcome:
     files: list[File]
     written: list[Chunk]
-    error: str = ""
+    error: ZerodriftError | None = None
 
 
 class Save:
@@ -80,17 +80,14 @@ class Save:
         self._outcome = _Outcome([], [])
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
-        found, error = "", ""
+        found: Path | ZerodriftError | None = None
         if self._rank == 0:
             try:
-                found = str(self._begin(run))
-            except Exception as problem:
-                error = _text(problem, self._folder.path)
+                found = self._begin(run)
+            except Exception as error:
+                found = _refused(error, self._folder.path)
                 self._drop()
-        found, error = comm.broadcast_object((found, error), 0)
-        if error:
-            raise CheckpointError(error)
-        self._path = Path(found)
+        self._path = _of_rank_0(comm, found)
 
     def _begin(self, run: str) -> Path:
         self._new = self._folder.begin(self._tag, lambda: self._require_own(run))
@@ -100,9 +97,10 @@ class Save:
         others = [tag for tag, owner in self._folder.runs().items() if owner not in ("", run)]
         if others:
             raise CheckpointError(
-                f"`{self._folder.path}`: must hold checkpoints of this run alone; got "
-                f"{', '.join(others[:5])} of another. Load one of them first to go on with it, or save to "
-                f"another folder."
+                self._folder.path,
+                "must hold checkpoints of this run alone",
+                got=f"{', '.join(others[:5])} of another",
+                do="Load one of them first to go on with it, or save to another folder.",
             )
 
     # --- alone --------------------------------------------------------------------------------------------
@@ -116,12 +114,12 @@ class Save:
             self._outcome.written = written
             self._outcome.files = [file, write_whole(self._path / job.name, job.own)]
         except Exception as error:
-            self._outcome.error = _text(error, self._folder.path)
+            self._outcome.error = _refused(error, self._folder.path)
 
     def _until_stopped(self, items: Iterable[Item]) -> Iterator[Item]:
         for item in items:
             if self._stopped.is_set():
-                raise CheckpointError(f"`{self._path}`: must be written to its end; got a run that ended.")
+                raise CheckpointError(self._path, "must be written to its end", got="a run that ended")
             yield item
 
     def start(self, make: Callable[[], RankContents]) -> None:
@@ -129,7 +127,7 @@ class Save:
         try:
             job = make()
         except Exception as error:
-            self._outcome.error = _text(error, self._folder.path)
+            self._outcome.error = _refused(error, self._folder.path)
             return
         self._thread = threading.Thread(target=self.write, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -152,28 +150,25 @@ class Save:
             self._thread.join()
         try:
             outcomes = self._comm.gather_object(self._outcome)
-            found, error = "", ""
-            if self._rank == 0:
-                found, error = self._publish(outcomes, head, keep)
-            found, error = self._comm.broadcast_object((found, error), 0)
+            found = self._publish(outcomes, head, keep) if self._rank == 0 else None
+            return _of_rank_0(self._comm, found)
         except RankError:
             self.abandon()
             raise
-        if error:
-            raise CheckpointError(error)
-        return Path(found)
 
-    def _publish(self, outcomes: Sequence[_Outcome], head: Head | None, keep: int) -> tuple[str, str]:
+    def _publish(self, outcomes: Sequence[_Outcome], head: Head | None, keep: int) -> Path | ZerodriftError:
         """On rank 0: the last files, the rename, and the folder in order again."""
-        failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
+        failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
         try:
             if failed:
-                ranks = ", ".join(str(rank) for rank, _ in failed)
-                raise CheckpointError(f"{failed[0][1]} (rank {ranks})")
+                first = next(iter(failed.values()))
+                raise CheckpointError.of(first.problems, f"rank {', '.join(map(str, failed))}")
             if self._new is None or not self._new.lock.held:
                 raise CheckpointError(
-                    f"`{self._folder.path}`: must stay locked by this run while it saves; got another lock. "
-                    f"Two runs save here: give each a folder of its own."
+                    self._folder.path,
+                    "must stay locked by this run while it saves",
+                    got="another lock",
+                    do="Two runs save here: give each a folder of its own.",
                 )
             if head is None:
                 raise AssertionError("rank 0 has the head")
@@ -188,9 +183,9 @@ class Save:
             home = self._folder.publish(self._new, self._latest)
             if keep:
                 self._folder.prune(keep)
-            return str(home), ""
+            return home
         except Exception as error:
-            return "", _text(error, self._folder.path)
+            return _refused(error, self._folder.path)
         finally:
             self._drop()
 
@@ -207,10 +202,20 @@ class Save:
             self._new = None
 
 
-def _text(error: BaseException, where: Path) -> str:
+def _of_rank_0(comm: Collectives, found: Path | ZerodriftError | None) -> Path:
+    """What rank 0 has found, for all."""
+    sent: Any = comm.broadcast_object(found, 0)
+    if isinstance(sent, ZerodriftError):
+        raise CheckpointError.joined([sent])
+    return Path(sent)
+
+
+def _refused(error: Exception, where: Path) -> ZerodriftError:
     if isinstance(error, ZerodriftError):
-        return str(error)
+        return error
     refused = refusal(error)
     if refused is not None:
-        return f"{unwritable(where, refused)} The checkpoints that were there are whole."
-    return f"`{where}`: must be written; got {said(error)}"
+        said_no = unwritable(where, refused)
+        do = f"{said_no.do} The checkpoints that were there are whole."
+        return CheckpointError(said_no.where, said_no.must, got=said_no.got, do=do)
+    return CheckpointError(where, "must be written", got=said(error))

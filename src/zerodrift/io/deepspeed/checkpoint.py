@@ -104,7 +104,7 @@ class DeepSpeedCheckpoint:
     def find(self, name: str) -> DeepSpeedParameter:
         found = next((p for p in self.parameters if name == p.name or name in p.aliases), None)
         if found is None:
-            raise CheckpointError(f"`{self.folder}`: must hold the parameter {name!r}; got none of the name.")
+            raise CheckpointError(self.folder, f"must hold the parameter {name!r}", got="none of the name")
         return found
 
     def weight(self, name: str) -> torch.Tensor:
@@ -117,7 +117,7 @@ class DeepSpeedCheckpoint:
         saved = self.find(name)
         if key not in saved.moments:
             have = ", ".join(saved.moments) or "none"
-            raise CheckpointError(f"`{name}`: must have the moment {key!r} in the checkpoint; got {have}.")
+            raise CheckpointError(name, f"must have the moment {key!r} in the checkpoint", got=have)
         return joined(saved.moments[key], saved.shape)
 
 
@@ -137,15 +137,17 @@ def open_deepspeed(path: Path, tag: str = "", trust: bool = False) -> DeepSpeedC
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"`{folder}`: must be laid out as DeepSpeed lays it out; got what does not fit ({said(error)}). "
-            f"It is of a DeepSpeed that this was not tried with, or was written by another program."
+            folder,
+            "must be laid out as DeepSpeed lays it out",
+            got=said(error),
+            do="It is of a DeepSpeed that this was not tried with, or was written by another program.",
         ) from error
 
 
 def _read(files: DeepSpeedFiles) -> DeepSpeedCheckpoint:
     model = files.models[0]
     if model.get("ds_autoep_layers") or model.get("autoep_layers"):
-        raise CheckpointError(f"`{files.folder}`: must be without expert parallelism; got AutoEP layers.")
+        raise CheckpointError(files.folder, "must be without expert parallelism", got="AutoEP layers")
     module: Mapping[str, torch.Tensor] = model["module"]
     if not files.optimizers:
         read = stage_0(files)
@@ -156,8 +158,10 @@ def _read(files: DeepSpeedFiles) -> DeepSpeedCheckpoint:
     done = int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
     if read.updates > done + 1:  # some versions count a step of zeros when the optimizer is made
         raise CheckpointError(
-            f"`{files.folder}`: must have an optimizer of at most {done} steps, as its model files say; got "
-            f"{read.updates}. Two saves are mixed: remove what the later did not write."
+            files.folder,
+            f"must have an optimizer of at most {done} steps, as its model files say",
+            got=read.updates,
+            do="Two saves are mixed: remove what the later did not write.",
         )
     buffers = {name: module[name] for name in model.get("buffer_names") or () if name in module}
     notes = list(read.notes)
@@ -195,7 +199,7 @@ def stage_of(files: DeepSpeedFiles) -> int:
     stage = files.optimizers[0]["optimizer_state_dict"].get("zero_stage")
     number = getattr(stage, "values", (stage,))[0]
     if number not in (1, 2, 3):
-        raise CheckpointError(f"`{files.folder}`: must be of ZeRO stage 1, 2 or 3; got {number!r}.")
+        raise CheckpointError(files.folder, "must be of ZeRO stage 1, 2 or 3", got=repr(number))
     return int(number)
 
 

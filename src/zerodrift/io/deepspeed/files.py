@@ -91,9 +91,7 @@ def _is_one(folder: Path) -> bool:
 def find_tag(path: Path, tag: str = "") -> Path:
     """The folder of a tag; of the one that `latest` names, or `path` itself, where none is given."""
     if not is_folder(path, "must be a folder that DeepSpeed saved into"):
-        raise CheckpointError(
-            f"`{short(path)}`: must be a folder that DeepSpeed saved into; got no such folder."
-        )
+        raise CheckpointError(short(path), "must be a folder that DeepSpeed saved into", got="no such folder")
     if not tag and _is_one(path):
         return path
     there = paths.listed(path)
@@ -103,13 +101,15 @@ def find_tag(path: Path, tag: str = "") -> Path:
         if not tag:
             have = listed(tags) if tags else "no folder in it"
             raise CheckpointError(
-                f"`{path}`: must have a file `{LATEST}` that names a tag; got none, and {have}. Give the tag."
+                path,
+                f"must have a file `{LATEST}` that names a tag",
+                got=f"none, and {have}",
+                do="Give the tag.",
             )
     if tag not in tags:
         hint = did_you_mean(short(tag), tags)
-        raise CheckpointError(
-            f"`{short(path)}`: must have a folder for the tag {short(repr(tag))}; got none. {hint}".rstrip()
-        )
+        must = f"must have a folder for the tag {short(repr(tag))}"
+        raise CheckpointError(short(path), must, got="none", do=hint)
     return path / tag
 
 
@@ -121,15 +121,19 @@ def read_files(folder: Path, trust: bool = False) -> DeepSpeedFiles:
     models, optimizers = _numbered(names, _MODEL), _numbered(names, _OPTIMIZER)
     if not models:
         raise CheckpointError(
-            f"`{folder}`: must hold `mp_rank_00_model_states.pt` or "
-            f"`zero_pp_rank_0_mp_rank_00_model_states.pt`; got neither. Is it the folder of one tag?"
+            folder,
+            "must hold `mp_rank_00_model_states.pt` or `zero_pp_rank_0_mp_rank_00_model_states.pt`",
+            got="neither",
+            do="Is it the folder of one tag?",
         )
     found_models = _load_all(folder, models, problems, trust)
     problems.raise_as(CheckpointError)
     _check_version(folder, str(found_models[0].get("ds_version", "")))
     sharded = found_models[0].get("param_shapes") is not None
     if optimizers and not sharded:
-        problems.add(str(folder), "must have `param_shapes` in its model files", "none, and optimizer files")
+        problems.add(
+            str(folder), "must have `param_shapes` in its model files", got="none, and optimizer files"
+        )
         problems.raise_as(CheckpointError)
     found = _load_all(folder, optimizers, problems, trust) if sharded else []
     problems.raise_as(CheckpointError)
@@ -159,8 +163,8 @@ def _check_one_save(
                 problems.add(
                     str(folder),
                     f"must have {what} of one save",
-                    f"of ranks 0 and {number}: {short(got)}",
-                    _MIXED,
+                    got=f"of ranks 0 and {number}: {short(got)}",
+                    do=_MIXED,
                 )
                 break
     problems.raise_as(CheckpointError)
@@ -204,8 +208,10 @@ def _refuse_others(folder: Path, names: Sequence[str]) -> None:
 
 def _cannot(folder: Path, what: str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"`{folder}`: must be a checkpoint of ZeRO stage 0, 1, 2 or 3 over data-parallel ranks; got {what} "
-        f"({name}). Export its weights with DeepSpeed, and start from those."
+        folder,
+        "must be a checkpoint of ZeRO stage 0, 1, 2 or 3 over data-parallel ranks",
+        got=f"{what} ({name})",
+        do="Export its weights with DeepSpeed, and start from those.",
     )
 
 
@@ -237,12 +243,14 @@ def _check_ranks(
         problems.add(
             str(folder),
             f"must hold a file *{suffix} of each of {ranks} ranks",
-            got,
-            "Copy the folders of all machines into one.",
+            got=got,
+            do="Copy the folders of all machines into one.",
         )
     beyond = [name for rank, name in files.items() if rank is not None and rank >= ranks]
     if beyond:
-        problems.add(str(folder), f"must hold files of {ranks} ranks", f"also {listed(beyond)}", _MIXED)
+        problems.add(
+            str(folder), f"must hold files of {ranks} ranks", got=f"also {listed(beyond)}", do=_MIXED
+        )
 
 
 _MIXED = "Two saves are mixed: remove what the later did not write."
@@ -261,10 +269,12 @@ def _load(path: Path, problems: Problems, trust: bool) -> dict[str, Any] | None:
         written = archive.check(path)
     except (archive.DamagedError, OSError) as error:
         got = str(error) if isinstance(error, archive.DamagedError) else error.strerror or said(error)
-        problems.add(str(path), "must be readable", short(got), _DAMAGED)
+        problems.add(str(path), "must be readable", got=short(got), do=_DAMAGED)
         return None
     if not _is_own_name(path.name, written):
-        problems.add(str(path), "must be the file that was saved under its name", f"`{written}.pt`", _MIXED)
+        problems.add(
+            str(path), "must be the file that was saved under its name", got=f"`{written}.pt`", do=_MIXED
+        )
         return None
     stands = [(klass, name) for name, klass in _CLASSES.items()]
     try:
@@ -273,20 +283,20 @@ def _load(path: Path, problems: Problems, trust: bool) -> dict[str, Any] | None:
     except pickle.UnpicklingError as error:
         klass = re.search(r"(?:GLOBAL|class|global) [`']?([\w.]+)", str(error))
         if klass is None:
-            problems.add(str(path), "must be readable", said(error)[:180], _DAMAGED)
+            problems.add(str(path), "must be readable", got=said(error)[:180], do=_DAMAGED)
             return None
         problems.add(
             str(path),
             "must hold tensors, numbers, text and containers of them",
-            f"an object of `{klass[1]}`, which only its own code can read",
-            "If you trust who wrote the file, read it with `trust` (`--trust`).",
+            got=f"an object of `{klass[1]}`, which only its own code can read",
+            do="If you trust who wrote the file, read it with `trust` (`--trust`).",
         )
         return None
     except Exception as error:
-        problems.add(str(path), "must be readable", said(error)[:180], _DAMAGED)
+        problems.add(str(path), "must be readable", got=said(error)[:180], do=_DAMAGED)
         return None
     if not isinstance(state, dict) or not ({"module", "optimizer_state_dict"} & state.keys()):
-        problems.add(str(path), "must be a file that DeepSpeed saved", type(state).__name__)
+        problems.add(str(path), "must be a file that DeepSpeed saved", got=type(state).__name__)
         return None
     return state
 
@@ -309,8 +319,10 @@ def _check_version(folder: Path, version: str) -> None:
     if found is None or (int(found[1]), int(found[2])) < FIRST:
         oldest, got = f"{FIRST[0]}.{FIRST[1]}", version or "no version"
         raise CheckpointError(
-            f"`{folder}`: must be saved by DeepSpeed {oldest} or later; got {got}. Load and save it with a "
-            f"later DeepSpeed."
+            folder,
+            f"must be saved by DeepSpeed {oldest} or later",
+            got=got,
+            do="Load and save it with a later DeepSpeed.",
         )
 
 

@@ -75,6 +75,8 @@ def updates_of(bases: Iterable[Mapping[int, Mapping[str, Any]]], groups: Sequenc
 
 def does_not_fit(files: DeepSpeedFiles, what: str, wanted: int, have: int) -> CheckpointError:
     return CheckpointError(
-        f"`{files.folder}`: must hold {wanted:,} elements for {what}, as its shapes say; got {have:,}. The "
-        f"files are of different saves, or of a DeepSpeed that lays them out in another way."
+        files.folder,
+        f"must hold {wanted:,} elements for {what}, as its shapes say",
+        got=f"{have:,}",
+        do="The files are of different saves, or of a DeepSpeed that lays them out in another way.",
     )

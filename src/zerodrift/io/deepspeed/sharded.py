@@ -43,8 +43,10 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
         have = len(state["single_partition_of_fp32_groups"])
         if have != len(model["param_shapes"]):
             raise CheckpointError(
-                f"`{files.folder}`: must hold masters of {len(model['param_shapes'])} parameter groups, as "
-                f"its shapes say; got {have}. The files are of different saves."
+                files.folder,
+                f"must hold masters of {len(model['param_shapes'])} parameter groups, as its shapes say",
+                got=have,
+                do="The files are of different saves.",
             )
     for group, shapes in enumerate(model["param_shapes"]):
         pieces = [state["single_partition_of_fp32_groups"][group] for state in states]
@@ -118,9 +120,10 @@ def _check_values(
         mine = values[::step].to(shown.dtype)
         if not torch.equal(mine.nan_to_num(nan=0.5), there.nan_to_num(nan=0.5)):
             raise CheckpointError(
-                f"`{files.folder}`: must have masters of `{name}` that round to its weights; got others, "
-                f"among those from element {start} on. The files are of different saves, or of a DeepSpeed "
-                f"that lays them out in another way."
+                files.folder,
+                f"must have masters of `{name}` that round to its weights",
+                got=f"others, among those from element {start} on",
+                do="The files are of different saves, or of a DeepSpeed that lays them out in another way.",
             )
 
 

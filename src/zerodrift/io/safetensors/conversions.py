@@ -390,7 +390,8 @@ def _check(saved: Sequence[SavedTensor], shapes: Mapping[str, Shape], where: str
 
 def _refused(where: str, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"`{where}`: must be stored in blocks of its parameters to be read and written in slices; got a "
-        f"weight conversion of `transformers` that mixes elements ({why}). Save it with `save_pretrained` on "
-        "one rank."
+        where,
+        "must be stored in blocks of its parameters to be read and written in slices",
+        got=f"a weight conversion of `transformers` that mixes elements ({why})",
+        do="Save it with `save_pretrained` on one rank.",
     )

@@ -139,7 +139,7 @@ def exported_dtype(text: str | None) -> DType | None:
         return None
     found = parse(text)
     if found not in ADMITTED["export"]:
-        raise ConfigError(f"`dtype`: must be fp32, bf16 or fp16; got {text!r}.")
+        raise ConfigError("dtype", "must be fp32, bf16 or fp16", got=repr(text))
     return found
 
 
@@ -199,9 +199,10 @@ def _must_see(path: Path, files: tuple[TensorFile, ...], rank: int) -> None:
         there = path / file.name
         if not there.is_file() or there.stat().st_size != file.size:
             raise CheckpointError(
-                f"`{path.parent}`: must be a folder that every rank sees; rank {rank} on "
-                f"{os.uname().nodename} does not see what rank 0 has made in it. Export to a file system "
-                "that all machines share."
+                path.parent,
+                "must be a folder that every rank sees",
+                got=f"rank {rank} on {os.uname().nodename}, which does not see what rank 0 has made in it",
+                do="Export to a file system that all machines share.",
             )
 
 

@@ -113,8 +113,10 @@ def _check_names(tensors: Iterable[SavedTensor]) -> None:
             got = ascii(name)
         if got:
             raise ConfigError(
-                f"`{ascii(name)[1:-1]}`: must be a name that safetensors can hold, in UTF-8 and not "
-                f"{_NOTE!r}; got {got}. Rename the parameter."
+                ascii(name)[1:-1],
+                f"must be a name that safetensors can hold, in UTF-8 and not {_NOTE!r}",
+                got=got,
+                do="Rename the parameter.",
             )
 
 
@@ -160,7 +162,5 @@ def size_in_bytes(size: int | str, where: str = "max_shard_size") -> int:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ConfigError(
-            f"`{where}`: must be a number of bytes or a size such as 5GB or 500MB; got {size!r}."
-        )
+        raise ConfigError(where, "must be a number of bytes or a size such as 5GB or 500MB", got=repr(size))
     return int(float(found[1]) * unit)

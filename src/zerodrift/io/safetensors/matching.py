@@ -110,7 +110,7 @@ def match(
     result = Match(str(path), tensors, conversions=converted.used)
     refused = {name for name, _ in converted.refused}
     for name, why in converted.refused:
-        problems.add(name, "must be readable from the files", why)
+        problems.add(name, "must be readable from the files", got=why)
     for entry in want:
         _fill(entry, converted, refused, result, problems)
     placed = set(names)
@@ -134,7 +134,9 @@ def _fill(
     kept: list[tuple[Box, ...]] = []
     for name, layout in here:
         if layout.shape != entry.shape:
-            problems.add(name, f"must have shape {list(entry.shape)}", f"{list(layout.shape)} in the files")
+            problems.add(
+                name, f"must have shape {list(entry.shape)}", got=f"{list(layout.shape)} in the files"
+            )
             continue
         boxes = layout.boxes()
         _check_dtypes(name, entry, boxes, result, problems)
@@ -168,7 +170,7 @@ def _check_dtypes(
             fine, must = False, f"must be at most {entry.dtype} in the files, the dtype of the buffer"
             todo = f"Give the buffer the dtype {stored.dtype}: its values would be rounded."
         if not fine:
-            problems.add(name, must, got, todo)
+            problems.add(name, must, got=got, do=todo)
 
 
 def _scale_of(stored: Stored, known: Collection[str]) -> str:
@@ -194,7 +196,7 @@ class _Allowed:
             for text, pattern in zip(patterns, self._patterns, strict=True):
                 if not any(pattern.match(name) for name in known):
                     must = "must match a name in the model or in the files"
-                    problems.add("strict", must, repr(text), did_you_mean(text, known))
+                    problems.add("strict", must, got=repr(text), do=did_you_mean(text, known))
         self._missing = _declared(model, "_keys_to_ignore_on_load_missing")
         self._unexpected = _declared(model, "_keys_to_ignore_on_load_unexpected")
         buffers = [name for name, _ in model.named_buffers()]
@@ -225,12 +227,17 @@ def _judge(result: Match, unexpected: Sequence[str], allowed: _Allowed, problems
     todo = "If they are to start from the model's own values, allow it: `strict=[...]` with globs."
     if lacking:
         problems.add(
-            result.path, "must hold every parameter and buffer of the model", f"no {listed(lacking)}", todo
+            result.path,
+            "must hold every parameter and buffer of the model",
+            got=f"no {listed(lacking)}",
+            do=todo,
         )
     extra = [name for name in unexpected if not allowed.unexpected(name)]
     todo = "If they are to be left out, allow it: `strict=[...]` with globs."
     if extra:
-        problems.add(result.path, "must hold nothing that the model has no place for", listed(extra), todo)
+        problems.add(
+            result.path, "must hold nothing that the model has no place for", got=listed(extra), do=todo
+        )
     result.unexpected = [name for name in unexpected if name not in extra]
 
 
@@ -244,7 +251,7 @@ def _explain(path: Path, problems: Problems) -> None:
     if isinstance(quantized, dict):
         method = quantized.get("quant_method")
         todo = "Dequantize it first, for example with `transformers`, and save it."
-        problems.add(str(file), "must be of a checkpoint that is not quantized", f"{method!r}", todo)
+        problems.add(str(file), "must be of a checkpoint that is not quantized", got=f"{method!r}", do=todo)
 
 
 def dtypes(result: Match) -> dict[str, DType]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from zerodrift.errors import ModelError, Problem
+from zerodrift.errors import ModelError
 from zerodrift.io.safetensors.boxes import Box, simplified
 from zerodrift.io.safetensors.pages import Pages
 from zerodrift.model.header import Stored
@@ -106,7 +106,7 @@ class SafetensorsReader:
                 found = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             except OSError as error:
                 must = "must be a file that can be read"
-                raise ModelError(str(Problem(str(file), must, error.strerror or str(error)))) from error
+                raise ModelError(str(file), must, got=error.strerror or str(error)) from error
         self._open[file] = found  # last in, last to be closed
         return found
 
@@ -136,4 +136,4 @@ def _spans(box: Box, size: int) -> Iterator[Box]:
 
 def _unreadable(stored: Stored, got: str) -> ModelError:
     must = f"`{stored.name}` must be readable in it, bytes {stored.start:,} to {stored.stop:,}"
-    return ModelError(str(Problem(str(stored.file), must, got, "It was changed or cut short meanwhile.")))
+    return ModelError(str(stored.file), must, got=got, do="It was changed or cut short meanwhile.")

@@ -25,7 +25,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import DType
-from zerodrift.errors import ModelError, Problem
+from zerodrift.errors import ModelError
 from zerodrift.io.paths import look
 from zerodrift.io.progress import ProgressBar
 from zerodrift.io.safetensors.boxes import Box, within
@@ -124,14 +124,10 @@ class SafetensorsWeights:
             if not torch.equal(one, two):
                 second = self.match.tensors[other[0].number].name
                 raise ModelError(
-                    str(
-                        Problem(
-                            name,
-                            f"must have the values of `{second}`, which the model ties to it",
-                            "others in the files",
-                            "Build the model untied, or remove the one that is not meant.",
-                        )
-                    )
+                    name,
+                    f"must have the values of `{second}`, which the model ties to it",
+                    got="others in the files",
+                    do="Build the model untied, or remove the one that is not meant.",
                 )
 
     # --- the end ------------------------------------------------------------------------------------------

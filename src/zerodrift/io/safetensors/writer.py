@@ -113,9 +113,8 @@ class SafetensorsWriter:
         while data:
             count = os.pwrite(self._descriptor(home.file), data, at)
             if count == 0:
-                raise ZerodriftError(
-                    f"`{self._files[home.file].name}`: must take {len(data)} bytes; took none."
-                )
+                must = f"must take {len(data)} bytes"
+                raise ZerodriftError(self._files[home.file].name, must, got="none taken")
             data, at = data[count:], at + count
             self.written += count
 
@@ -154,6 +153,9 @@ def _converted(values: torch.Tensor, dtype: DType, name: str) -> torch.Tensor:
         if bool(lost.any()):
             largest = values.abs().max().item()
             raise NonFiniteError(
-                f"`{name}`: must fit into fp16, which ends at 65504; got {largest:g}. Export as bf16 or fp32."
+                name,
+                "must fit into fp16, which ends at 65504",
+                got=f"{largest:g}",
+                do="Export as bf16 or fp32.",
             )
     return out.cpu().contiguous()
