@@ -128,7 +128,7 @@ def test_optimizers_come_as_objects_functions_or_blocks() -> None:
         engine.destroy()
     engine, made, *_ = make(bare)
     assert made is None
-    with pytest.raises(UnsupportedError, match="needs an optimizer"):
+    with pytest.raises(UnsupportedError, match="must have an optimizer"):
         engine.backward(engine(torch.ones(2, 4)).sum())
 
 

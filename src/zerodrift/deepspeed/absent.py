@@ -21,6 +21,9 @@ class NotHereError(UnsupportedError, AttributeError):
     """A name of DeepSpeed's that is not here. `hasattr` sees it as missing."""
 
 
+HERE = "must be a name of the drop-in"
+
+
 class Placeholder:
     """Stands where DeepSpeed has a function or class."""
 
@@ -29,7 +32,7 @@ class Placeholder:
         self._instead = instead
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(f"`{self._name}`: is DeepSpeed's and not here. {self._instead}")
+        raise UnsupportedError(self._name, HERE, got="one of DeepSpeed's alone", do=self._instead)
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
         """Asked for when somebody derives a class from it."""
@@ -46,28 +49,32 @@ def lookup(module: str, *submodules: str) -> Callable[[str], Any]:
     """A module's `__getattr__`: its absent names, submodules that are imported when they are asked for, and
     the error for a name that nobody knows."""
     theirs = module.removeprefix("zerodrift.")
-    absent = {
+    not_here = {
         name: Placeholder(f"{theirs}.{name}", instead) for name, instead in NAMES.get(theirs, {}).items()
     }
 
     def look_up(name: str) -> Any:
-        if name in absent:
-            return absent[name]
+        if name in not_here:
+            return not_here[name]
         if name in submodules:
             return importlib.import_module(f"{module}.{name}")
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         here = getattr(sys.modules[module], "__all__", ())
-        raise unknown(module, name, [*here, *submodules, *absent])
+        raise unknown(module, name, [*here, *submodules, *not_here])
 
     return look_up
 
 
+def absent(name: str, instead: str) -> NotHereError:
+    """For an attribute that DeepSpeed has."""
+    return NotHereError(name, HERE, got="one of DeepSpeed's alone", do=instead)
+
+
 def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
     """For a name that neither DeepSpeed nor the drop-in is known to have."""
-    return NotHereError(
-        f"`{owner}.{name}`: must be a name of the drop-in. {did_you_mean(name, list(known))}".rstrip()
-    )
+    todo = did_you_mean(name, list(known))
+    return NotHereError(f"{owner}.{name}", HERE, do=todo)
 
 
 NAMES: Mapping[str, Mapping[str, str]] = {

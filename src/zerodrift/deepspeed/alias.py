@@ -33,8 +33,10 @@ def activate() -> None:
     there = sys.modules.get(NAME)
     if there is not None:
         raise UnsupportedError(
-            f"`activate`: must be called before DeepSpeed is imported; got it from {there.__file__}. Call it "
-            f"at the top of the script."
+            "activate",
+            "must be called before DeepSpeed is imported",
+            got=f"it from {there.__file__}",
+            do="Call it at the top of the script.",
         )
     sys.meta_path.insert(0, _Finder())
 

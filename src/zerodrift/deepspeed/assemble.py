@@ -50,7 +50,9 @@ def initialize(  # DeepSpeed's thirteen parameters
 ) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, Any, Any]:
     """Engine, optimizer, loader of `training_data`, schedule; what there is none of is None."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"`model`: must be a torch.nn.Module; got {type(model).__name__}. Pass `model=...`.")
+        raise ModelError(
+            "model", "must be a torch.nn.Module", got=type(model).__name__, do="Pass `model=...`."
+        )
     _refuse(mpu, mesh_param)
     written = written_config(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -68,12 +70,14 @@ def initialize(  # DeepSpeed's thirteen parameters
 def _refuse(mpu: Any, mesh_param: Any) -> None:
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise UnsupportedError(
-            f"`mpu`: must have no model parallelism; got {mpu.get_model_parallel_world_size()} ranks. Shard "
-            f"with `zero_optimization.stage: 3` instead."
+            "mpu",
+            "must have no model parallelism",
+            got=f"{mpu.get_model_parallel_world_size()} ranks",
+            do="Shard with `zero_optimization.stage: 3` instead.",
         )
     if mesh_param is not None and len(mesh_param) > 1 and mesh_param[1] > 1:
         raise UnsupportedError(
-            f"`mesh_param`: must have no sequence-parallel ranks; got {mesh_param!r}. Leave it out."
+            "mesh_param", "must have no sequence-parallel ranks", got=repr(mesh_param), do="Leave it out."
         )
 
 
@@ -91,23 +95,25 @@ def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
     given = {name: value for name, value in ways.items() if value is not None}
     if not given:
         raise ConfigError(
-            "`config`: must be given; got none. Pass `config=` to `initialize`, or `--deepspeed_config` on "
-            "the command line."
+            "config",
+            "must be given",
+            got="none",
+            do="Pass `config=` to `initialize`, or `--deepspeed_config` on the command line.",
         )
     if len(given) > 1:
-        raise ConfigError(f"`config`: must be given once; got {' and '.join(given)}. Keep one.")
+        raise ConfigError("config", "must be given once", got=" and ".join(given), do="Keep one.")
     (value,) = given.values()
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(f"`config`: must be a path or a dict; got {type(value).__name__}.")
+        raise ConfigError("config", "must be a path or a dict", got=type(value).__name__)
     if isinstance(value, str) and not os.path.exists(value):
         decoded = _decoded(value)
         if decoded is not None:
             return decoded
     found = read(value)
     if not isinstance(found, dict):
-        raise ConfigError(f"`{os.fspath(value)}`: must hold a block of keys at its top.")
+        raise ConfigError(os.fspath(value), "must hold a block of keys at its top")
     return found
 
 
@@ -128,7 +134,7 @@ def _optimizer(
 ) -> torch.optim.Optimizer | None:
     """An optimizer over the model's parameters; None where the config's block is for all of them alike."""
     if isinstance(given, DeepSpeedOptimizer):
-        raise UnsupportedError("`optimizer`: must be your own; got another engine's. Build one.")
+        raise UnsupportedError("optimizer", "must be your own", got="another engine's", do="Build one.")
     if isinstance(given, torch.optim.Optimizer):
         given.param_groups[:] = [group for group in given.param_groups if group["params"]]
         return given
@@ -137,8 +143,9 @@ def _optimizer(
         return given(list(model.parameters()) if parameters is None else parameters)
     if given is not None:
         raise UnsupportedError(
-            f"`optimizer`: must be a torch.optim.Optimizer or a function that makes one; got "
-            f"{type(given).__name__}."
+            "optimizer",
+            "must be a torch.optim.Optimizer or a function that makes one",
+            got=type(given).__name__,
         )
     block = written.get("optimizer")
     if not block or parameters is None or _is_everything(parameters, model):
@@ -167,9 +174,11 @@ def _of_block(kind: str, params: dict[str, Any], parameters: list[Any]) -> torch
     make = None if algorithm is None else OVER_PARAMETERS.get(algorithm)
     if make is None:
         raise UnsupportedError(
-            f"`optimizer.type`: must be {either(known.name for known in OVER_PARAMETERS)} where "
-            f"`model_parameters` are groups or a part of the model; got {kind!r}. Leave `model_parameters` "
-            f"out, or pass an optimizer."
+            "optimizer.type",
+            f"must be {either(known.name for known in OVER_PARAMETERS)} where `model_parameters` "
+            "are groups or a part of the model",
+            got=repr(kind),
+            do="Leave `model_parameters` out, or pass an optimizer.",
         )
     params.pop("adam_w_mode", None)
     if params.pop("torch_adam", False) and algorithm is ADAMW:

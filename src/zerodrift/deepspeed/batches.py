@@ -45,9 +45,11 @@ def loss_of(output: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f" of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
         raise ModelError(
-            f"`train_batch`: the model must return its loss, a tensor of one element, an output with "
-            f"`.loss`, or a tuple that begins with it; got {type(found).__name__}{shape}. Or write the loop "
-            f"with `forward`, `backward` and `step`."
+            "train_batch",
+            "the model must return its loss, a tensor of one element, an output with `.loss`, or a "
+            "tuple that begins with it",
+            got=f"{type(found).__name__}{shape}",
+            do="Or write the loop with `forward`, `backward` and `step`.",
         )
     return found
 
@@ -56,8 +58,9 @@ def take(batches: Iterator[Any] | None, count: int) -> list[Any]:
     """So many batches; raises StopIteration where there are fewer, before any is used."""
     if batches is None:
         raise UnsupportedError(
-            "`train_batch(data_iter)`: must get an iterator of batches where `initialize` got no "
-            "`training_data`. Pass `iter(loader)`, or `RepeatingLoader(loader)`."
+            "train_batch(data_iter)",
+            "must get an iterator of batches where `initialize` got no `training_data`",
+            do="Pass `iter(loader)`, or `RepeatingLoader(loader)`.",
         )
     return [next(batches) for _ in range(count)]
 

@@ -155,6 +155,10 @@ def _count(engine: DeepSpeedEngine, wanted: LoadRequest, counts: Mapping[str, in
 def refuse_custom(custom: Callable[..., Any] | None) -> None:
     if custom is not None:
         raise UnsupportedError(
-            "`custom_load_fn`: must be left out: masters and moments are loaded by name. To load weights in "
-            "a way of your own, do it inside `zero.GatheredParameters(parameters, modifier_rank=0)`."
+            "custom_load_fn",
+            "must be left out: masters and moments are loaded by name",
+            do=(
+                "To load weights in a way of your own, do it inside "
+                "`zero.GatheredParameters(parameters, modifier_rank=0)`."
+            ),
         )

@@ -30,7 +30,7 @@ from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader, make_loa
 from zerodrift.deepspeed.zero import external
 from zerodrift.deepspeed.zero.slices import release
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import UnsupportedError
+from zerodrift.errors import Problem, UnsupportedError
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 
@@ -98,7 +98,7 @@ class DeepSpeedEngine(nn.Module):
         if module is not None and hasattr(module, name):
             return getattr(module, name)
         if name in absent.ENGINE:
-            raise absent.NotHereError(f"`engine.{name}`: is DeepSpeed's and not here. {absent.ENGINE[name]}")
+            raise absent.absent(f"engine.{name}", absent.ENGINE[name])
         raise absent.unknown("engine", name, [*dir(type(self)), *dir(ConfigGetters)])
 
     # --- a micro-batch ----------------------------------------------------------------------------------
@@ -131,7 +131,8 @@ class DeepSpeedEngine(nn.Module):
         """Backwards inside are not reduced where the plan reduces once per step. At every stage; `step` must
         be called outside."""
         if self._inside_no_sync:
-            raise UnsupportedError("`no_sync`: must not be entered inside itself.")
+            todo = "Leave the outer one first."
+            raise UnsupportedError("no_sync", "must not be entered inside itself", do=todo)
         self._inside_no_sync = True
         try:
             with self._engine.no_sync():
@@ -166,7 +167,7 @@ class DeepSpeedEngine(nn.Module):
         """End a micro-batch; at a boundary, update. `lr_kwargs` are arguments of the schedule's step."""
         self._require_optimizer("step")
         if self._inside_no_sync:
-            raise UnsupportedError("`step`: must be called outside of `no_sync`.")
+            raise UnsupportedError("step", "must be called outside of `no_sync`", do="Leave that first.")
         self.tell()
         result = self._engine.step(schedule_arguments=lr_kwargs)
         self._last_step_applied = result.updated
@@ -199,8 +200,10 @@ class DeepSpeedEngine(nn.Module):
     def _require_optimizer(self, what: str) -> None:
         if self.optimizer is None:
             raise UnsupportedError(
-                f"`{what}`: needs an optimizer; got none. Pass one to `initialize`, or write an `optimizer` "
-                f"block."
+                what,
+                "must have an optimizer",
+                got="none",
+                do="Pass one to `initialize`, or write an `optimizer` block.",
             )
 
     # --- whole batches ----------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> Any:
         """The same without gradients and update. Without `compute_loss` the outputs of the micro-batches."""
         if reduce_output not in ("avg", None):
-            raise UnsupportedError(f"`reduce_output`: must be 'avg' or None; got {reduce_output!r}.")
+            raise UnsupportedError("reduce_output", "must be 'avg' or None", got=repr(reduce_output))
         count = num_micro_batches or self.gradient_accumulation_steps()
         trained = self.module.training
         self.eval()
@@ -263,8 +266,9 @@ class DeepSpeedEngine(nn.Module):
         """A loader of this rank's share of a dataset."""
         if num_local_io_workers:
             raise UnsupportedError(
-                "`num_local_io_workers`: must be left out: batches are loaded in the process. Use a "
-                "`torch.utils.data.DataLoader` with workers."
+                "num_local_io_workers",
+                "must be left out: batches are loaded in the process",
+                do="Use a `torch.utils.data.DataLoader` with workers.",
             )
         return make_loader(
             dataset,
@@ -308,10 +312,8 @@ class DeepSpeedEngine(nn.Module):
         """Change the number of micro-batches per step, between two steps."""
         per_round = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size < 1 or train_batch_size % per_round:
-            raise ValueError(
-                f"`train_batch_size`: must be a multiple of micro-batch x ranks, {per_round}; got "
-                f"{train_batch_size}."
-            )
+            must = f"must be a multiple of micro-batch x ranks, {per_round}"
+            raise ValueError(str(Problem("train_batch_size", must, got=str(train_batch_size))))
         self._engine.course.accumulation = train_batch_size // per_round
         self.tell()
 
@@ -375,7 +377,7 @@ class DeepSpeedEngine(nn.Module):
         """The module's state dict, whole on every rank; at stage 3 DeepSpeed's holds placeholders."""
         if keep_vars:
             raise UnsupportedError(
-                "`keep_vars`: must be false: what is returned is a copy. Use `named_parameters`."
+                "keep_vars", "must be false: what is returned is a copy", do="Use `named_parameters`."
             )
         found = consolidated.state_dict(self._engine, prefix, exclude_frozen_parameters, everywhere=True)
         if destination is None:

@@ -79,8 +79,10 @@ def _room(path: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix=".zerodrift-", dir=path))
     except OSError as error:
         raise CheckpointError(
-            f"`{path}`: must have room for the checkpoint in another form while it is loaded; got "
-            f"{error.strerror or error}. Convert it to a place of your own once, with `zerodrift convert`."
+            path,
+            "must have room for the checkpoint in another form while it is loaded",
+            got=error.strerror or error,
+            do="Convert it to a place of your own once, with `zerodrift convert`.",
         ) from error
 
 

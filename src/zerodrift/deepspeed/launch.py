@@ -50,8 +50,9 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise MeshError(
-            "`dist_init_required`: must not be false where torch.distributed does not run yet. Leave it out, "
-            "or call `torch.distributed.init_process_group` first."
+            "dist_init_required",
+            "must not be false where torch.distributed does not run yet",
+            do="Leave it out, or call `torch.distributed.init_process_group` first.",
         )
     if auto_mpi_discovery and init_method is None:
         _translate(distributed_port)
@@ -67,9 +68,13 @@ def init_distributed(
             dist.init_process_group(backend, store=store, timeout=timeout, rank=0, world_size=1)
     except (RuntimeError, ValueError) as error:
         raise RankError(
-            f"`init_distributed`: all ranks must join within {timeout.total_seconds():g} s; got "
-            f"{first_line(error)!r}. Start with `torchrun` or `deepspeed`, which set RANK, WORLD_SIZE, "
-            f"LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+            "init_distributed",
+            f"all ranks must join within {timeout.total_seconds():g} s",
+            got=repr(first_line(error)),
+            do=(
+                "Start with `torchrun` or `deepspeed`, which set RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and MASTER_PORT."
+            ),
         ) from error
 
 
@@ -83,9 +88,10 @@ def _translate(port: int) -> None:
             continue
         if "MASTER_ADDR" not in os.environ:
             raise MeshError(
-                f"`MASTER_ADDR`: must name the machine of rank 0 for {names[1]}={found[1]} ranks; got "
-                f"nothing. Pass it through the launcher (`mpirun -x MASTER_ADDR=...`), or start with "
-                f"`torchrun`."
+                "MASTER_ADDR",
+                f"must name the machine of rank 0 for {names[1]}={found[1]} ranks",
+                got="nothing",
+                do="Pass it through the launcher (`mpirun -x MASTER_ADDR=...`), or start with `torchrun`.",
             )
         for usual, value in zip(USUAL, found, strict=True):
             if value is not None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from zerodrift.deepspeed.absent import NotHereError
+from zerodrift.deepspeed.absent import absent
+from zerodrift.deepspeed.owner import gone
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 
@@ -28,7 +29,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def _running(self) -> Engine:
         engine = self._engine()
         if engine is None:
-            raise UnsupportedError("`optimizer`: its engine must still be there; it is gone.")
+            raise gone("optimizer")
         return engine
 
     @property
@@ -54,9 +55,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(self.optimizer, name):
             return getattr(self.optimizer, name)
-        raise NotHereError(
-            f"`optimizer.{name}`: is not here. Use the engine, or "
-            f"`deepspeed.utils.safe_get_full_optimizer_state`."
+        raise absent(
+            f"optimizer.{name}", "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
         )
 
     def __repr__(self) -> str:
@@ -87,22 +87,26 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     # --- what is the engine's ---------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise UnsupportedError("`optimizer.step`: must be `engine.step()`, which also reduces and clips.")
+        raise UnsupportedError(
+            "optimizer.step", "must not be called", do="Call `engine.step()`, which also reduces and clips."
+        )
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        raise UnsupportedError("`optimizer.backward`: must be `engine.backward(loss)`.")
+        raise UnsupportedError("optimizer.backward", "must not be called", do="Call `engine.backward(loss)`.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._running().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         raise UnsupportedError(
-            "`optimizer.state_dict`: a rank holds pieces of the state. Call "
-            "`engine.save_checkpoint(folder)`, which saves all of it for any number of ranks."
+            "optimizer.state_dict",
+            "must not be called: a rank holds pieces of the state",
+            do="Call `engine.save_checkpoint(folder)`, which saves all of it for any number of ranks.",
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise UnsupportedError(
-            "`optimizer.load_state_dict`: a rank holds pieces of the state. Call "
-            "`engine.load_checkpoint(folder)`."
+            "optimizer.load_state_dict",
+            "must not be called: a rank holds pieces of the state",
+            do="Call `engine.load_checkpoint(folder)`.",
         )

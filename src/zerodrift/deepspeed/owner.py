@@ -48,7 +48,7 @@ class EngineParameter:
     def running(self) -> Engine:
         engine = self.engine()
         if engine is None:
-            raise UnsupportedError(f"`{self.name}`: its engine must still be there; it is gone.")
+            raise gone(self.name)
         return engine
 
 
@@ -83,6 +83,11 @@ def unmark(parameter: nn.Parameter) -> None:
             delattr(parameter, name)
 
 
+def gone(name: str) -> UnsupportedError:
+    """For what is used after its engine."""
+    return UnsupportedError(name, "must be used while its engine is there", got="none", do="Keep the engine.")
+
+
 def owner_of(parameter: torch.Tensor) -> EngineParameter | None:
     """Where a parameter is, None for one that no engine runs."""
     return getattr(parameter, OWNER, None)
@@ -93,7 +98,9 @@ def require_owner(parameter: torch.Tensor) -> tuple[Engine, str]:
     owner = owner_of(parameter)
     if owner is None:
         raise ModelError(
-            f"`parameter` of shape {list(parameter.shape)}: must be one of a model that `initialize` was "
-            f"given; got another. Pass `engine.module`'s parameters."
+            "parameter",
+            "must be one of a model that `initialize` was given",
+            got=f"another, of shape {list(parameter.shape)}",
+            do="Pass parameters of `engine.module`.",
         )
     return owner.running(), owner.name

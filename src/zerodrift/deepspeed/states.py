@@ -114,7 +114,7 @@ def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
     engine, segment, row = _place(param)
     engine.gradients.flush()
     if segment.update is None or segment.reduced is None:
-        raise ModelError(f"`{row.name}`: must have a gradient to replace; got none in this step.")
+        raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
     _write(segment.reduced, segment, row, value / engine.course.unscale)
 
 
@@ -132,8 +132,10 @@ def safe_set_local_optimizer_state(param: Parameter, value: torch.Tensor, optim_
     found = {} if engine.updater is None else engine.updater.states(segment.number)
     if engine.updater is None or optim_state_key not in found:
         raise ModelError(
-            f"`{row.name}`: must have optimizer state {optim_state_key!r}; got "
-            f"{', '.join(found) or 'none yet'}. State is there after the first step."
+            row.name,
+            f"must have optimizer state {optim_state_key!r}",
+            got=", ".join(found) or "none yet",
+            do="State is there after the first step.",
         )
     _write(found[optim_state_key], segment, row, value)
     engine.updater.set_state(segment.number, optim_state_key, found[optim_state_key])
@@ -163,8 +165,9 @@ def _write(flat: torch.Tensor, segment: FlatSegment, row: Row, value: torch.Tens
     span = _span(flat, segment, row)
     if value.numel() != span.stop - span.start:
         raise ModelError(
-            f"`{row.name}`: must get as many values as this rank holds, {span.stop - span.start}; got "
-            f"{value.numel()}."
+            row.name,
+            f"must get as many values as this rank holds, {span.stop - span.start}",
+            got=value.numel(),
         )
     with torch.no_grad():
         flat[span] = value.reshape(-1).to(flat.dtype)

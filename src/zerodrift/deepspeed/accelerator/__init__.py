@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.deepspeed.absent import NotHereError
+from zerodrift.deepspeed.absent import NotHereError, absent
 
 
 class Accelerator:
@@ -24,7 +24,7 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(self._module, name):
             return getattr(self._module, name)
-        raise NotHereError(f"`get_accelerator().{name}`: is not here. Use `torch.{self._name}`.")
+        raise absent(f"get_accelerator().{name}", f"Use `torch.{self._name}`.")
 
     @property
     def _cuda(self) -> bool:
@@ -81,7 +81,8 @@ class Accelerator:
 
     def total_memory(self, device_index: int | None = None) -> int:
         if not self._cuda:
-            raise NotHereError("`get_accelerator().total_memory`: is of a GPU. Use `psutil` on a CPU.")
+            must = "must be asked of a GPU"
+            raise NotHereError("get_accelerator().total_memory", must, got="a CPU", do="Use `psutil`.")
         return torch.cuda.get_device_properties(device_index or 0).total_memory
 
     def available_memory(self, device_index: int | None = None) -> int:

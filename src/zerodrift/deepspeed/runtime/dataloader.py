@@ -87,8 +87,10 @@ def make_loader(
     """A loader for the data rank and data ranks in `place`."""
     if batch_size < 1:
         raise ConfigError(
-            "`train_micro_batch_size_per_gpu`: must be known to make a loader of `training_data`; got no "
-            "batch size in the config. Write it, or use a loader of your own."
+            "train_micro_batch_size_per_gpu",
+            "must be known to make a loader of `training_data`",
+            got="no batch size in the config",
+            do="Write it, or use a loader of your own.",
         )
     if sampler is None and not isinstance(dataset, IterableDataset):
         rank, ranks = place

@@ -49,7 +49,7 @@ def check(engine: Engine) -> None:
                 problems.add(
                     row.name,
                     f"must be gathered when `{path or 'model'}` uses it",
-                    f"unit `{unit}`, which is not around it",
-                    "Name a module around both in `sharding.units`.",
+                    got=f"unit `{unit}`, which is not around it",
+                    do="Name a module around both in `sharding.units`.",
                 )
     problems.raise_as(UnsupportedError)

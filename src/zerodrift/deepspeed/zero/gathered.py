@@ -88,9 +88,10 @@ class GatheredParameters:
                 raise  # else it is said in DeepSpeed's words
         if changed:
             raise ModelError(
-                f"`GatheredParameters`: must have a `modifier_rank` where parameters are written; got "
-                f"changed values of {changed} of them without one, which would be lost. Pass "
-                f"`modifier_rank=0`."
+                "GatheredParameters",
+                "must have a `modifier_rank` where parameters are written",
+                got=f"changed values of {changed} of them without one, which would be lost",
+                do="Pass `modifier_rank=0`.",
             )
 
     def _changed(self) -> int:

@@ -72,9 +72,9 @@ class Init:
         problems = Problems()
         for name, value in given.items():
             if value:
-                problems.add(f"zero.Init({name})", "must be left out", repr(value), REFUSED[name])
+                problems.add(f"zero.Init({name})", "must be left out", got=repr(value), do=REFUSED[name])
         if remote_device not in (None, "none", "cpu", "cuda"):
-            problems.add("zero.Init(remote_device)", "must be cpu or left out", repr(remote_device))
+            problems.add("zero.Init(remote_device)", "must be cpu or left out", got=repr(remote_device))
         problems.raise_as(UnsupportedError)
         self._enabled = enabled
         self._dtype = dtype
@@ -91,8 +91,10 @@ class Init:
             and comm.get_world_size(data_parallel_group) != comm.get_world_size()
         ):
             raise UnsupportedError(
-                "`zero.Init(data_parallel_group)`: must be all ranks; got fewer. Use `mics_shard_size` or "
-                "`sharding.replicate` in the config for smaller groups."
+                "zero.Init(data_parallel_group)",
+                "must be all ranks",
+                got="fewer",
+                do="Use `mics_shard_size` or `sharding.replicate` in the config for smaller groups.",
             )
         if module is not None:
             for part in module.modules():

@@ -41,9 +41,10 @@ class ParameterSlice:
         """The parameter's values. Collective."""
         if self.shown is not None and self.shown.dtype.is_floating_point and not self.shown.isnan():
             raise ModelError(
-                f"`parameter` of shape {list(self.shape)}: must be written inside "
-                f"`zero.GatheredParameters(parameter, modifier_rank=0)` while it is in pieces; got "
-                f"{self.shown.item():g} outside of it."
+                "parameter",
+                f"of shape {list(self.shape)} must be written inside "
+                "`zero.GatheredParameters(parameter, modifier_rank=0)` while it is in pieces",
+                got=f"{self.shown.item():g} outside of it",
             )
         flat = self.flat.new_empty(self.flat.numel() * comm.get_world_size())
         comm.all_gather_into_tensor(flat, self.flat)

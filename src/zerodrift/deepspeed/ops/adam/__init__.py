@@ -63,19 +63,23 @@ class DeepSpeedCPUAdam:
         _require_correction(bias_correction)
         if amsgrad:
             raise UnsupportedError(
-                "`amsgrad`: must be false; got true. Pass `torch.optim.AdamW(amsgrad=True)`."
+                "amsgrad", "must be false", got="true", do="Pass `torch.optim.AdamW(amsgrad=True)`."
             )
         if not fp32_optimizer_states:
             raise UnsupportedError(
-                "`fp32_optimizer_states`: must be true; got false. Moments follow their column: set "
-                "`precision.state` in the config."
+                "fp32_optimizer_states",
+                "must be true",
+                got="false",
+                do="Moments follow their column: set `precision.state` in the config.",
             )
         return _adam(model_params, adamw_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def _require_correction(bias_correction: bool) -> None:
     if not bias_correction:
-        raise UnsupportedError("`bias_correction`: must be true; got false. Use an optimizer of your own.")
+        raise UnsupportedError(
+            "bias_correction", "must be true", got="false", do="Use an optimizer of your own."
+        )
 
 
 def _adam(params: Any, decoupled: bool, **numbers: Any) -> torch.optim.Adam:
