@@ -140,13 +140,15 @@ def _check_sparse(folder: Path) -> None:
         # 512 bytes a block, by POSIX; a system that does not report blocks is taken to have no holes.
         allocated = getattr(probe.stat(), "st_blocks", size) * 512
     except OSError as error:
-        raise UnsupportedError(f"`{folder}`: must hold sparse files; got {error.strerror}.") from error
+        raise UnsupportedError(folder, "must hold sparse files", got=error.strerror) from error
     finally:
         probe.unlink(missing_ok=True)
     if allocated >= size:
         raise UnsupportedError(
-            f"`{folder}`: must be on a file system with sparse files; got {allocated:,} bytes on disk for a "
-            f"hole of {size:,}. Give a folder on another one."
+            folder,
+            "must be on a file system with sparse files",
+            got=f"{allocated:,} bytes on disk for a hole of {size:,}",
+            do="Give a folder on another one.",
         )
 
 

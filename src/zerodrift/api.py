@@ -150,8 +150,13 @@ def initialize(
     loaded = load(config, overrides)
     if loaded.pipeline is not None and loaded.pipeline.stages > 1:
         raise UnsupportedError(
-            f"`pipeline.stages`: must be 1 for `initialize`; got {loaded.pipeline.stages}. Call "
-            "`zerodrift.initialize_pipeline`, whose engine takes the micro-batches of a step together."
+            "pipeline.stages",
+            "must be 1 for `initialize`",
+            got=loaded.pipeline.stages,
+            do=(
+                "Call `zerodrift.initialize_pipeline`, whose engine takes the micro-batches of a step "
+                "together."
+            ),
         )
     tensor = ranks_of(model)
     mesh = start(lambda world: mesh_for(loaded, world, tensor), device)
@@ -200,8 +205,10 @@ def initialize_pipeline(
     loaded = load(config)
     if ranks_of(model) > 1:
         raise UnsupportedError(
-            "`model`: must not be spread over ranks layer by layer in a pipeline; got tensor parallelism "
-            f"over {ranks_of(model)} ranks. Use one of the two."
+            "model",
+            "must not be spread over ranks layer by layer in a pipeline",
+            got=f"tensor parallelism over {ranks_of(model)} ranks",
+            do="Use one of the two.",
         )
     mesh = start(lambda world: mesh_for(loaded, world), device)
     try:
@@ -211,8 +218,10 @@ def initialize_pipeline(
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         if plan.policy.pipeline is None:
             raise ConfigError(
-                "`pipeline.stages`: must be above 1 for `initialize_pipeline`; got none. Write "
-                "`pipeline: {stages: 2}`, or call `zerodrift.initialize`."
+                "pipeline.stages",
+                "must be above 1 for `initialize_pipeline`",
+                got="none",
+                do="Write `pipeline: {stages: 2}`, or call `zerodrift.initialize`.",
             )
         with _told(first, plan, timeline(plan), shown=mesh.rank() == 0 and not quiet):
             return pipeline_engine(plan, model, mesh, first.sources(plan), parts, schedule)

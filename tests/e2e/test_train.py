@@ -69,9 +69,9 @@ def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_job_is_not_gone_on_with(tmp_path: Path) -> None:
     train(str(job(tmp_path, steps=1)))
-    with pytest.raises(CheckpointError, match="must be of the same data and batch"):
+    with pytest.raises(CheckpointError, match="must go on with the data and the batch of the checkpoint"):
         train(str(job(tmp_path, steps=2, data={"block": 8})))
-    with pytest.raises(CheckpointError, match="never needs a folder without checkpoints; got step-00000001"):
+    with pytest.raises(CheckpointError, match="must be `auto` for a folder with checkpoints; got never"):
         train(str(job(tmp_path, steps=2, data={"block": 8}, run={"resume": "never"})))
     other = {"resume": "never", "folder": str(tmp_path / "other")}
     assert train(str(job(tmp_path, steps=2, data={"block": 8}, run=other))) == 0

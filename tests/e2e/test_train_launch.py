@@ -94,7 +94,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(tmp_path: Path, undisturbed:
     code, _, err = finished(process)
     assert code == 2
     assert err.startswith(
-        "zerodrift: error: `rank 1`: all 2 ranks must live to the end; it was ended by SIGKILL"
+        "zerodrift: error: `rank 1`: all 2 ranks must live to the end; got one that was ended by SIGKILL"
     )
     assert "Traceback" not in err
     code, out, err = finished(start("train", str(file), "--nproc", "2"))

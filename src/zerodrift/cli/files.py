@@ -49,7 +49,7 @@ def convert(
     """Convert weights, and masters, moments and counters where both sides have them."""
     with streams.errors(debug):
         if to not in (None, "safetensors", "checkpoint"):
-            raise ConfigError(f"`--to`: must be safetensors or checkpoint; got {to!r}.")
+            raise ConfigError("--to", "must be safetensors or checkpoint", got=repr(to))
         from zerodrift.io.convert import ConvertOptions
         from zerodrift.io.convert import convert as run
 

@@ -141,7 +141,9 @@ def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
         except ValueError:
             separator = ""
         if not separator or not key.strip():
-            problems.add("--auto", "must be KEY=NUMBER", repr(text), "For example train_batch_size=256.")
+            problems.add(
+                "--auto", "must be KEY=NUMBER", got=repr(text), do="For example train_batch_size=256."
+            )
     problems.raise_as(ConfigError)
     return found
 
@@ -154,6 +156,6 @@ def write_page(path: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ZerodriftError(
-            f"`--html`: must be a file that can be written; got {str(path)!r}: {reason}."
+            "--html", "must be a file that can be written", got=f"{str(path)!r}: {reason}"
         ) from None
     print(f"zerodrift: wrote {legible(str(path))}", file=sys.stderr)

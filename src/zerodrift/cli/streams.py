@@ -62,7 +62,7 @@ def progress(text: str) -> AbstractContextManager[object]:
 def emit(text: str) -> None:
     """Print the product. A reader who has gone away, `| head`, is no error; a disk that is full is."""
     if sys.stdout is None:  # a shell's `>&-`
-        raise ZerodriftError("`stdout`: must be open, for what is printed; got it closed.")
+        raise ZerodriftError("stdout", "must be open, for what is printed", got="a closed stream")
     try:
         sys.stdout.write(encodable(text, sys.stdout.encoding))
         sys.stdout.flush()
@@ -91,7 +91,7 @@ def _not_taken(error: OSError) -> Exception:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return typer.Exit(BROKEN_PIPE)
-    return ZerodriftError(f"`stdout`: must take what is printed; got {error.strerror}.")
+    return ZerodriftError("stdout", "must take what is printed", got=error.strerror or error)
 
 
 _OF_STREAMS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)

@@ -43,7 +43,7 @@ def sample(
         from zerodrift.train.sample import SamplingOptions, TextGenerator
 
         if not math.isfinite(temperature):
-            raise ConfigError(f"`--temperature`: must be a finite number; got {temperature}.")
+            raise ConfigError("--temperature", "must be a finite number", got=temperature)
 
         with streams.progress(f"reading {run}"):
             sampler = TextGenerator(run)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from zerodrift.errors import ConfigError, Problem, Problems, first_line, said
+from zerodrift.errors import ConfigError, Problems, first_line, said
 from zerodrift.files import kind, opened
 
 IGNORED = -100
@@ -61,7 +61,7 @@ class Maps:
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
             got = f"{tokens.min()} to {tokens.max()}"
             must = f"must make tokens from 0 to {self.vocabulary - 1}"
-            raise ConfigError(str(Problem("data.tokenizer", must, got)))
+            raise ConfigError("data.tokenizer", must, got=got)
         counts = learned[:, 1:].sum(axis=1, dtype=np.int32)
         keep = counts > 0
         self._left += int((~keep).sum())
@@ -140,10 +140,10 @@ class Rows:
                 data = os.pread(stream.fileno(), size, self.offset + index * size)
         except OSError as error:
             got = error.strerror or said(error)
-            raise ConfigError(str(Problem(str(self.file), must, got, todo))) from None
+            raise ConfigError(str(self.file), must, got=got, do=todo) from None
         if (found.st_size, found.st_mtime_ns) != self.stamp or len(data) < size:
             got = f"{found.st_size:,} bytes for {self.stamp[0]:,}, or another time"
-            raise ConfigError(str(Problem(str(self.file), must, got, todo)))
+            raise ConfigError(str(self.file), must, got=got, do=todo)
         return np.frombuffer(data, self.dtype)
 
     def before(self, row: int) -> Rows:
@@ -196,7 +196,7 @@ class Blocks:
                 raise _damaged(part.file.parent, f"another block {index}")
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
             got = f"{tokens.min()} to {tokens.max()} in block {place}"
-            raise ConfigError(str(Problem(str(part.file), _below(self.vocabulary), got, _TOKENIZER)))
+            raise ConfigError(str(part.file), _below(self.vocabulary), got=got, do=_TOKENIZER)
         return tokens.astype(np.int64), marks
 
     def _place(self, index: int) -> tuple[Rows, int]:
@@ -276,7 +276,7 @@ def _numbers(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 def _damaged(folder: Path, got: str) -> ConfigError:
     todo = "It is damaged: remove the folder, and start again; blocks are made anew and go on in their order."
-    return ConfigError(str(Problem(str(folder), "must hold the blocks that were written", got, todo)))
+    return ConfigError(str(folder), "must hold the blocks that were written", got=got, do=todo)
 
 
 # --- of somebody else -----------------------------------------------------------------------------------
@@ -299,17 +299,17 @@ def _tokens(file: Path, dtype: str, length: int, vocabulary: int, problems: Prob
         )
     except Exception as error:  # a damaged header makes NumPy raise nearly anything
         got = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        problems.add(str(file), "must be a file of token numbers", got)
+        problems.add(str(file), "must be a file of token numbers", got=got)
         return None
     if rows is None or not len(rows):
         return rows
     first = rows[0]
     if int(first.min()) < 0 or int(first.max()) >= vocabulary:
         got = f"{first.min()} to {first.max()} in its first block"
-        problems.add(str(file), _below(vocabulary), got, _TOKENIZER)
+        problems.add(str(file), _below(vocabulary), got=got, do=_TOKENIZER)
     elif rows.dtype == np.uint16 and first[::2].any() and _every_second_is_zero(rows):
         got = "a 0 in every second place, as 32-bit numbers have"
-        problems.add(str(file), "must hold uint16 numbers", got, "Set `data.token_dtype: uint32`.")
+        problems.add(str(file), "must hold uint16 numbers", got=got, do="Set `data.token_dtype: uint32`.")
     return rows
 
 
@@ -323,12 +323,12 @@ def _array(file: Path, length: int, problems: Problems) -> Rows | None:
     found = np.load(file, mmap_mode="r", allow_pickle=False)
     if not isinstance(found, np.memmap) or found.ndim != 1 or found.dtype.kind not in "ui":
         got = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "several arrays"
-        problems.add(str(file), "must be one row of whole numbers", got)
+        problems.add(str(file), "must be one row of whole numbers", got=got)
         return None
     if file.stat().st_size != found.offset + found.nbytes:
         got = f"{file.stat().st_size:,} bytes"
         must = f"must have the {found.offset + found.nbytes:,} bytes that its header says"
-        problems.add(str(file), must, got)
+        problems.add(str(file), must, got=got)
         return None
     return Rows.of(file, found.dtype, length, found.offset, len(found))
 
@@ -336,6 +336,6 @@ def _array(file: Path, length: int, problems: Problems) -> Rows | None:
 def _plain(file: Path, dtype: str, length: int, problems: Problems) -> Rows | None:
     found, size = np.dtype(dtype), file.stat().st_size
     if size % found.itemsize or not size:
-        problems.add(str(file), f"must hold {dtype} numbers", f"{size} bytes")
+        problems.add(str(file), f"must hold {dtype} numbers", got=f"{size} bytes")
         return None
     return Rows.of(file, found, length)

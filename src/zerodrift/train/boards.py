@@ -30,7 +30,12 @@ def check_boards(run: Run) -> None:
     problems = Problems()
     for key, wanted in (("tensorboard", run.tensorboard), ("wandb", bool(run.wandb))):
         if wanted and importlib.util.find_spec(key) is None:
-            problems.add(f"run.{key}", f"`{key}` must be installed", "no such package", f"pip install {key}")
+            problems.add(
+                f"run.{key}",
+                f"`{key}` must be installed",
+                got="no such package",
+                do=f"Run `pip install {key}`.",
+            )
     problems.raise_as(ConfigError)
 
 

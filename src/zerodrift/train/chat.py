@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zerodrift.errors import ConfigError, Problem
+from zerodrift.errors import ConfigError
 from zerodrift.train.tokens import Tokenizer, Tokens, TransformersTokenizer
 
 Message = Mapping[str, str]
@@ -36,7 +36,7 @@ def conversation(row: Mapping[str, Any], key: str, where: str) -> list[Message]:
         answered = _said(row, "output" if "output" in row else "response", where)
         return _pair(f"{asked}\n\n{more}" if more else asked, answered)
     must = f"must have `{key}`, or `prompt` and `completion`, or `instruction` and `output`"
-    raise ConfigError(str(Problem(where, must, ", ".join(f"`{name}`" for name in row) or "nothing")))
+    raise ConfigError(where, must, got=", ".join(f"`{name}`" for name in row) or "nothing")
 
 
 def is_conversation(row: Mapping[str, Any], key: str) -> bool:
@@ -52,13 +52,13 @@ def _messages(value: Any, where: str) -> list[Message]:
     fine = isinstance(value, list) and value
     if not fine or not all(isinstance(turn, Mapping) and turn.keys() >= _KEYS for turn in value):
         must = "must be a list of `role` and `content`"
-        raise ConfigError(str(Problem(where, must, f"{str(value)[:80]!r}")))
+        raise ConfigError(where, must, got=f"{str(value)[:80]!r}")
     for number, turn in enumerate(value):
         more = [key for key, held in turn.items() if key not in _KEYS and held]
         if more:
             must = "must be `role` and `content` alone: nothing else of a turn is learned"
             got = ", ".join(f"`{key}`" for key in more)
-            raise ConfigError(str(Problem(f"{where}[{number}]", must, got, "Leave it out.")))
+            raise ConfigError(f"{where}[{number}]", must, got=got, do="Leave it out.")
     return [
         {key: _said(turn, key, f"{where}[{number}]") for key in ("role", "content")}
         for number, turn in enumerate(value)
@@ -68,7 +68,7 @@ def _messages(value: Any, where: str) -> list[Message]:
 def _said(row: Mapping[str, Any], key: str, where: str) -> str:
     """What is under a key, if it is a text: anything else would be learned as Python prints it."""
     if not isinstance(row[key], str):
-        raise ConfigError(str(Problem(f"{where}: {key}", "must be a text", type(row[key]).__name__)))
+        raise ConfigError(f"{where}: {key}", "must be a text", got=type(row[key]).__name__)
     return unicode(row[key], f"{where}: {key}")
 
 
@@ -78,7 +78,7 @@ def unicode(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"half of a character, {text[error.start]!a}, at {error.start:,}"
-        raise ConfigError(str(Problem(where, "must be valid Unicode", half))) from None
+        raise ConfigError(where, "must be valid Unicode", got=half) from None
     return text
 
 
@@ -126,7 +126,7 @@ def _templated(messages: Sequence[Message], tokenizer: TransformersTokenizer) ->
         if not (np.array_equal(tokens[: len(before)], before) and len(before) <= len(after) <= len(tokens)):
             must = "must write a conversation turn by turn, so that answers can be told from the rest"
             todo = "Use `data.loss_on: everything`, or a template without look-ahead."
-            raise ConfigError(str(Problem(f"chat template of {tokenizer.name}", must, "another text", todo)))
+            raise ConfigError(f"chat template of {tokenizer.name}", must, got="another text", do=todo)
         learned[len(before) : len(after)] = True
     return tokens, learned
 
@@ -140,5 +140,5 @@ def _apply(messages: Sequence[Message], tokenizer: TransformersTokenizer, *, ask
         roles = ", ".join(turn["role"] for turn in messages[:8])
         must, todo = f"must write a conversation of {roles}", "Change the template or the conversation."
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ConfigError(str(Problem(f"chat template of {tokenizer.name}", must, got, todo))) from error
+        raise ConfigError(f"chat template of {tokenizer.name}", must, got=got, do=todo) from error
     return np.asarray(made, dtype=np.int64)

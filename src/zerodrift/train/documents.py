@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerodrift.errors import ConfigError, Problem, Problems, first_line, said
+from zerodrift.errors import ConfigError, Problems, first_line, said
 from zerodrift.files import kind as odd
 from zerodrift.files import opened
 from zerodrift.train import chat
@@ -62,7 +62,7 @@ def find(written: str | Sequence[str], pattern: str, where: str) -> list[Path]:
         except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home that is not there
             files, must = [], f"must name files that are there ({first_line(error)[-80:]})"
         if not files:
-            problems.add(where, must, repr(text))
+            problems.add(where, must, got=repr(text))
         found |= dict.fromkeys(files)
     problems.raise_as(ConfigError)
     return sorted(found)
@@ -105,7 +105,7 @@ def format_of(files: Sequence[Path], data: Data) -> str:
     if any(maps):
         mixed = files[maps.index(True)]
         must, todo = "must not mix token maps with other files", "Name one kind, or set `data.format`."
-        raise ConfigError(str(Problem("data.train", must, str(mixed), todo)))
+        raise ConfigError("data.train", must, got=str(mixed), do=todo)
     rows = next((file for file in files if file.suffix in (*ROWS, *PARQUET)), None)
     first = next(_rows(rows), (0, {}))[1] if rows is not None else {}
     return "chat" if chat.is_conversation(first, data.messages) and data.field not in first else "text"
@@ -119,7 +119,7 @@ def documents(files: Sequence[Path], data: Data, kind: str) -> Iterator[Document
                 yield _document(row, data, kind, f"{file}:{number}")
         elif kind == "chat":
             must = "must be JSONL or parquet, with a conversation per row"
-            raise ConfigError(str(Problem(str(file), must, f"a {file.suffix or 'nameless'} file")))
+            raise ConfigError(str(file), must, got=f"a {file.suffix or 'nameless'} file")
         else:
             yield Document(_text(file))
 
@@ -130,13 +130,13 @@ def _document(row: dict[str, Any], data: Data, kind: str, where: str) -> Documen
         if data.loss_on == "answers" and not any(turn["role"] == chat.ASSISTANT for turn in messages):
             got = ", ".join(sorted({repr(turn["role"]) for turn in messages}))
             must = f"must have a turn of the role {chat.ASSISTANT!r}, which is what is learned"
-            raise ConfigError(str(Problem(where, must, got, "`data.loss_on: everything` learns all turns.")))
+            raise ConfigError(where, must, got=got, do="`data.loss_on: everything` learns all turns.")
         return Document(messages=tuple(messages))
     text = row.get(data.field)
     if not isinstance(text, str):
         got = f"{type(text).__name__}" if data.field in row else ", ".join(f"`{key}`" for key in row)
         todo = "Name the key in `data.field`."
-        raise ConfigError(str(Problem(where, f"must have a text in `{data.field}`", got, todo)))
+        raise ConfigError(where, f"must have a text in `{data.field}`", got=got, do=todo)
     return Document(chat.unicode(text, f"{where}: {data.field}"))
 
 
@@ -149,9 +149,7 @@ def readable(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            str(Problem(str(file), "must be readable", error.strerror or said(error)))
-        ) from None
+        raise ConfigError(str(file), "must be readable", got=error.strerror or said(error)) from None
 
 
 def _text(file: Path) -> str:
@@ -162,13 +160,13 @@ def _text(file: Path) -> str:
     if "\0" in text:
         got = f"a zero at character {text.index(chr(0)):,}"
         todo = "It is binary, or UTF-16: leave it out, or save it as UTF-8."
-        raise ConfigError(str(Problem(str(file), "must be text", got, todo)))
+        raise ConfigError(str(file), "must be text", got=got, do=todo)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _decoded(data: bytes, where: str) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ConfigError(str(Problem(where, "must be UTF-8 text", "UTF-16", "Save it as UTF-8.")))
+        raise ConfigError(where, "must be UTF-8 text", got="UTF-16", do="Save it as UTF-8.")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -176,7 +174,7 @@ def _decoded(data: bytes, where: str) -> str:
         if data.startswith(b"\x1f\x8b"):
             got = "a gzip file"
         todo = "Unpack it first." if got == "a gzip file" else "Leave it out, or save it as UTF-8."
-        raise ConfigError(str(Problem(where, "must be UTF-8 text", got, todo))) from None
+        raise ConfigError(where, "must be UTF-8 text", got=got, do=todo) from None
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -194,12 +192,12 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 row = json.loads(text, object_pairs_hook=_block)
             except json.JSONDecodeError as error:
                 what = f"{error.msg} at column {error.colno}"
-                raise ConfigError(str(Problem(where, "must be JSON", what))) from None
+                raise ConfigError(where, "must be JSON", got=what) from None
             except (ValueError, RecursionError) as error:
                 must = "must be JSON of ordinary depth and numbers, each key once"
-                raise ConfigError(str(Problem(where, must, first_line(error)))) from None
+                raise ConfigError(where, must, got=first_line(error)) from None
             if not isinstance(row, dict):
-                raise ConfigError(str(Problem(where, "must be a JSON object", type(row).__name__)))
+                raise ConfigError(where, "must be a JSON object", got=type(row).__name__)
             yield number, row
 
 
@@ -214,8 +212,8 @@ def _parquet(file: Path) -> Iterator[dict[str, Any]]:
     # What `datasets` itself reads parquet with, and what it brings along: batch by batch, without a copy
     # of the file in a cache.
     if importlib.util.find_spec("pyarrow") is None:
-        must, todo = "`datasets` must be installed to read parquet", "pip install 'zerodrift[hf]'"
-        raise ConfigError(str(Problem(str(file), must, "no such package", todo)))
+        must, todo = "`datasets` must be installed to read parquet", "Run `pip install 'zerodrift[hf]'`."
+        raise ConfigError(str(file), must, got="no such package", do=todo)
     from pyarrow import ArrowException, parquet
 
     try:
@@ -227,4 +225,4 @@ def _parquet(file: Path) -> Iterator[dict[str, Any]]:
             for batch in read.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
     except (ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(str(Problem(str(file), "must be parquet", first_line(error)))) from None
+        raise ConfigError(str(file), "must be parquet", got=first_line(error)) from None

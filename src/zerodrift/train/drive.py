@@ -15,6 +15,7 @@ import torch
 from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.unit import loss_in
+from zerodrift.errors import ModelError
 from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.train.feed import MicroBatch
 
@@ -109,8 +110,9 @@ def loss_of(output: Any) -> torch.Tensor:
     """The loss in what a model returned."""
     found = loss_in(output)
     if not isinstance(found, torch.Tensor) or found.dim():
-        raise TypeError(
-            f"`model`: must return a loss, or an object with `.loss`, when it is called with `input_ids` and "
-            f"`labels`; got {type(output).__name__}."
+        raise ModelError(
+            "model",
+            "must return a loss, or an object with `.loss`, when it is called with `input_ids` and `labels`",
+            got=type(output).__name__,
         )
     return found

@@ -18,7 +18,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerodrift.errors import ConfigError, Problem
+from zerodrift.errors import ConfigError
 from zerodrift.plan.table import Plan
 from zerodrift.train.job import Job
 from zerodrift.train.read import read_back
@@ -87,5 +87,5 @@ class RunFolder:
         """The job of a run that was started."""
         if not self.job.is_file():
             must = "must be the folder of a run, with a `job.json`"
-            raise ConfigError(str(Problem(str(self.path), must, "none there")))
+            raise ConfigError(str(self.path), must, got="none there")
         return read_back(self.job)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from zerodrift.errors import ConfigError, Problem, ZerodriftError, refused_by_system
+from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.io.paths import room
 from zerodrift.legible import legible
 from zerodrift.train.display import display
@@ -38,7 +38,7 @@ def train(source: str, overrides: Sequence[str] = (), nproc: int | None = None, 
         return 0
     if count > MOST:
         must = f"must be at most {MOST:,} processes of one machine"
-        raise ConfigError(str(Problem("--nproc" if nproc else "run.nproc", must, f"{count:,}")))
+        raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
     folder = Path(job.run.folder)
     with room(folder):
         launcher = Launcher(source, overrides, count, folder / "logs", debug)
@@ -73,10 +73,9 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
             outcome = Loop(session, show, stop).run()
         except Exception as error:
             if trouble.is_out_of_memory(error):
-                advice = trouble.memory_advice(
+                raise trouble.out_of_memory(
                     session.engine.plan, session.seat.micro, job.model.activation_checkpointing
-                )
-                raise ZerodriftError(advice) from error
+                ) from error
             raise
         finally:
             session.driver.destroy()
@@ -94,7 +93,7 @@ def system() -> Iterator[None]:
         # Python flushes stdout once more at exit; let it have something to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         must, todo = "must stay open while a run prints", "Start again to go on from the last checkpoint."
-        raise ZerodriftError(str(Problem("stdout", must, "nobody who reads it", todo))) from error
+        raise ZerodriftError("stdout", must, got="nobody who reads it", do=todo) from error
     except OSError as error:
         refused = refused_by_system(error)
         if refused is None:

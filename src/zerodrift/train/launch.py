@@ -204,21 +204,26 @@ def _told(failed: Sequence[_Rank], count: int) -> Exception:
     if killed and all(found.refused for found, _ in told):
         rank = killed[0]
         name = signal.Signals(-rank.process.returncode).name
-        more = " The system may have run out of memory." if name == "SIGKILL" else ""
+        cause = "The system may have run out of memory. " if name == "SIGKILL" else ""
         return ZerodriftError(
-            f"`rank {rank.number}`: all {count} ranks must live to the end; it was ended by {name}.{more} "
-            f"Start again to go on from the last checkpoint. What it printed is in {rank.log}."
+            f"rank {rank.number}",
+            f"all {count} ranks must live to the end",
+            got=f"one that was ended by {name}",
+            do=f"{cause}Start again to go on from the last checkpoint. What it printed is in {rank.log}.",
         )
     if told:
         found, rank = told[0]
         if found.refused:
-            return ZerodriftError(f"rank {rank.number}: {found.message}" if count > 1 else found.message)
+            behind = f"rank {rank.number}: " if count > 1 else ""
+            return ZerodriftError.relayed(f"{behind}{found.message}")
         return RankFailedError(f"rank {rank.number} of {count}:\n{found.message}")
     rank = failed[0]
     if rank.process.returncode == 2:  # it was refused something, and could not write what
         return ZerodriftError(
-            f"`{rank.failure}`: must be written where a rank is refused something; got nothing of rank "
-            f"{rank.number}. {free(rank.failure)}Make room, or look into {rank.log}."
+            rank.failure,
+            "must be written where a rank is refused something",
+            got=f"nothing of rank {rank.number}",
+            do=f"{free(rank.failure)}Make room, or look into {rank.log}.",
         )
     tail = rank.log.read_text(errors="replace")[-4000:] if rank.log.is_file() else ""
     return RankFailedError(f"rank {rank.number} of {count} ended with {rank.process.returncode}:\n{tail}")

@@ -235,9 +235,13 @@ class Loop:
             self._write("skip", {"step": step, "parameters": list(found.parameters), "places": str(places)})
         if self._skips > self._run.max_skips:
             raise NonFiniteError(
-                f"`run.max_skips`: at most {self._run.max_skips} steps in a row may be skipped; got "
-                f"{self._skips}. {found}. Look at the batches in {folder.bad}, lower the learning rate, or "
-                f"clip (`config.gradient_clipping`)."
+                "run.max_skips",
+                f"at most {self._run.max_skips} steps in a row may be skipped",
+                got=f"{self._skips}, the last of them {found}",
+                do=(
+                    f"Look at the batches in {folder.bad}, lower the learning rate, or clip "
+                    "(`config.gradient_clipping`)."
+                ),
             )
 
     # --- between steps ----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.errors import ConfigError, Problem, said
+from zerodrift.errors import ConfigError, said
 from zerodrift.files import opened
 from zerodrift.train.boards import boards
 from zerodrift.train.folder import RunFolder
@@ -112,7 +112,7 @@ def _read(path: Path) -> list[dict[str, Any] | None]:
         return []
     except OSError as error:
         must, got = "must be a file, or not be there", error.strerror or said(error)
-        raise ConfigError(str(Problem(str(path), must, got, "Move it away."))) from None
+        raise ConfigError(str(path), must, got=got, do="Move it away.") from None
     *texts, _ = data.split(b"\n")
     return [_line(text) for text in texts]
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import empty
-from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
+from zerodrift.errors import ModelError, Problems, UnsupportedError
 from zerodrift.model import safetensors
 from zerodrift.model.document import listed
 from zerodrift.model.factory import call, is_factory, make
@@ -50,17 +50,17 @@ def source_of(written: Model) -> ModelSource:
     if is_factory(written.source) and not path.exists():
         if written.weights == "load":
             must = "must be `auto` or `random` for a function, which makes its own weights"
-            raise ModelError(str(Problem("model.weights", must, "'load'")))
+            raise ModelError("model.weights", must, got="'load'")
         return ModelSource(written.source, None, None)
     config = path / CONFIG if path.is_dir() else path
     if not config.is_file() or config.suffix != ".json":
         must = "must be a folder with a `config.json`, such a file, or `package.module:function`"
         got = f"{written.source!r}, {'without one' if path.exists() else 'which is not there'}"
-        raise ModelError(str(Problem("model.source", must, got)))
+        raise ModelError("model.source", must, got=got)
     there = path.is_dir() and safetensors.holds(path)
     if written.weights == "load" and not there:
         must, todo = "must be a folder with safetensors to load", "Set `model.weights: random`."
-        raise ModelError(str(Problem("model.source", must, repr(written.source), todo)))
+        raise ModelError("model.source", must, got=repr(written.source), do=todo)
     return ModelSource(written.source, config, path if there and written.weights != "random" else None)
 
 
@@ -98,7 +98,7 @@ def parts(written: Model) -> Parts | None:
     made = call(written.parts, "`zerodrift.Parts`")
     if not isinstance(made, Parts):
         must, got = "must be a function that returns `zerodrift.Parts`", type(made).__name__
-        raise ModelError(str(Problem("model.parts", must, got)))
+        raise ModelError("model.parts", must, got=got)
     return made
 
 
@@ -135,8 +135,8 @@ def _recomputed(forward: Any, block: nn.Module, *args: Any, **kwargs: Any) -> An
 def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
     where = source.text
     if not is_installed():
-        must, todo = "`transformers` must be installed to build a model", "pip install 'zerodrift[hf]'"
-        raise ModelError(str(Problem(where, must, "no such package", todo)))
+        must, todo = "`transformers` must be installed to build a model", "Run `pip install 'zerodrift[hf]'`."
+        raise ModelError(where, must, got="no such package", do=todo)
     with quiet():
         from transformers import AutoModelForCausalLM
 
@@ -182,7 +182,7 @@ def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str
     ):
         if found := sorted(names):
             got = f"none of {listed(found)}" if names is missing else listed(found)
-            problems.add(str(folder), must, got)
+            problems.add(str(folder), must, got=got)
     problems.raise_as(ModelError)
 
 
@@ -214,11 +214,9 @@ def quiet() -> Iterator[None]:
 def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     if importlib.util.find_spec("peft") is None:
         must = "`peft` must be installed to train adapters"
-        raise ModelError(str(Problem("model.lora", must, "no such package", "pip install peft")))
+        raise ModelError("model.lora", must, got="no such package", do="Run `pip install peft`.")
     if not hasattr(model, "config"):
-        raise UnsupportedError(
-            str(Problem("model.lora", "must go with a `transformers` model", type(model).__name__))
-        )
+        raise UnsupportedError("model.lora", "must go with a `transformers` model", got=type(model).__name__)
     from peft import LoraConfig, get_peft_model
 
     wanted = LoraConfig(
@@ -246,14 +244,10 @@ def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:
     known = vocabulary(model)
     if known is not None and known < tokens:
         raise ModelError(
-            str(
-                Problem(
-                    "data.tokenizer",
-                    f"must make tokens that the model knows, below {known}",
-                    f"{name} with {tokens}",
-                    "Use the model's own tokenizer, or a config with a larger `vocab_size`.",
-                )
-            )
+            "data.tokenizer",
+            f"must make tokens that the model knows, below {known}",
+            got=f"{name} with {tokens}",
+            do="Use the model's own tokenizer, or a config with a larger `vocab_size`.",
         )
 
 
@@ -272,4 +266,4 @@ def check_positions(model: nn.Module, block: int) -> None:
     if known is not None and known < block:
         must = f"must be at most the {known:,} positions of the model's config (`max_position_embeddings`)"
         todo = "Lower it, or raise that where the model can."
-        raise ModelError(str(Problem("data.block", must, f"{block:,}", todo)))
+        raise ModelError("data.block", must, got=f"{block:,}", do=todo)

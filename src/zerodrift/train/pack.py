@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from zerodrift.errors import ConfigError, Problem, Problems
+from zerodrift.errors import ConfigError, Problems
 from zerodrift.files import opened
 from zerodrift.train import chat, documents
 from zerodrift.train.blocks import Blocks, Maps, open_blocks, open_tokens, read_index
@@ -98,7 +98,7 @@ def _require_unchanged(
     problems = Problems()
     for file, stamp in now.items():
         if stamp != before[file]:
-            problems.add(str(file), "must stay as it is while it is read", "another size or time")
+            problems.add(str(file), "must stay as it is while it is read", got="another size or time")
     if problems:
         shutil.rmtree(folder, ignore_errors=True)
     problems.raise_as(ConfigError)
@@ -106,7 +106,7 @@ def _require_unchanged(
 
 def _too_little(where: str, got: str) -> ConfigError:
     must, todo = "must fill at least one block", "Name more files, or lower `data.block`."
-    return ConfigError(str(Problem(where, must, got, todo)))
+    return ConfigError(where, must, got=got, do=todo)
 
 
 def _notes(index: Mapping[str, Any]) -> tuple[str, ...]:

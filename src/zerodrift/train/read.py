@@ -18,7 +18,7 @@ from zerodrift.config.load import load
 from zerodrift.config.plain import join, override
 from zerodrift.config.schema import Block, Config
 from zerodrift.config.tree import Keys, TreeReader, tree_of
-from zerodrift.errors import ConfigError, Problems, nearest
+from zerodrift.errors import ConfigError, nearest
 from zerodrift.train.job import Job
 
 UNDER_CONFIG = "config."
@@ -36,10 +36,8 @@ def read_job(
     walk = TreeReader(KEYS, problems)
     job = walk.validated(walk.used(tree))
     config, wrong = _config(given, [text.removeprefix(UNDER_CONFIG) for text in for_config])
-    if wrong and problems:
-        raise ConfigError(f"{_told(problems, heading)}\n{wrong}")
-    if wrong:
-        raise ConfigError(wrong)
+    if wrong is not None:
+        raise ConfigError.joined([ConfigError.of(problems, heading), wrong] if problems else [wrong])
     problems.raise_as(ConfigError, heading)
     if job is None or config is None:
         raise AssertionError("a job that is not valid must have a problem")
@@ -57,25 +55,18 @@ def read_back(path: Path) -> Job:
     return job
 
 
-def _told(problems: Problems, heading: str) -> str:
-    try:
-        problems.raise_as(ConfigError, heading)
-    except ConfigError as error:
-        return str(error)
-    raise AssertionError("there are problems")
-
-
-def _config(given: Any, overrides: list[str]) -> tuple[Config | None, str]:
+def _config(given: Any, overrides: list[str]) -> tuple[Config | None, ConfigError | None]:
     """The engine's config, and what is wrong with it. A dict and the overrides of its keys belong to one
     tree; a path and its overrides to another file."""
     if given is not None and not isinstance(given, (dict, str)):
-        return None, ""  # told already, as a key of the job
+        return None, None  # told already, as a key of the job
     source: Any = {} if given is None else given
     try:
-        return load(source, overrides), ""
+        return load(source, overrides), None
     except ConfigError as error:
-        text = str(error)
-        return None, text if isinstance(source, str) else text.replace("config", "`config` of the job", 1)
+        if isinstance(source, str):
+            return None, error
+        return None, ConfigError.of(error.problems, "`config` of the job")
 
 
 def _with_folder(job: Job, heading: str) -> Job:

@@ -19,7 +19,7 @@ from zerodrift.api import initialize, initialize_pipeline
 from zerodrift.comm.mesh import started
 from zerodrift.config.schema import Config
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import CheckpointError, ConfigError, Problem, Problems
+from zerodrift.errors import CheckpointError, ConfigError, Problems
 from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded
 from zerodrift.io.checkpoint.folder import CheckpointFolder
 from zerodrift.pipeline.schedules import timeline
@@ -85,9 +85,10 @@ class Session:
         client = loaded.client if isinstance(loaded.client, dict) else {}
         if client.get("data") != self.place:
             raise CheckpointError(
-                f"`run.resume`: {loaded.path} must be of the same data and batch; got another `data` block, "
-                f"other files, or another `train_batch_size`. Use another `run.folder`, or "
-                f"`run.resume: never`."
+                "run.resume",
+                "must go on with the data and the batch of the checkpoint",
+                got=f"another `data` block, other files, or another `train_batch_size` than {loaded.path}",
+                do="Use another `run.folder`, or `run.resume: never`.",
             )
         return int(client["step"])
 
@@ -106,8 +107,10 @@ class Session:
         there = self.engine.comm.broadcast_object(CheckpointFolder(self.folder.checkpoints).tags(), 0)
         if there:
             raise CheckpointError(
-                f"`run.resume`: never needs a folder without checkpoints; got {', '.join(there)} in "
-                f"{self.folder.checkpoints}. Use another `run.folder`, or remove them."
+                "run.resume",
+                "must be `auto` for a folder with checkpoints",
+                got=f"never, and {', '.join(there)} in {self.folder.checkpoints}",
+                do="Use another `run.folder`, or remove them.",
             )
 
     @property
@@ -182,10 +185,10 @@ def _driver(
     problems = Problems()
     if job.model.lora is not None:
         must = "must be absent with `config.pipeline`: adapters are not cut"
-        problems.add("model.lora", must, "both", "Use one of the two.")
+        problems.add("model.lora", must, got="both", do="Use one of the two.")
     if job.model.compile and config.pipeline.schedule in SPLIT:
         must = f"must be false under {config.pipeline.schedule}, which splits backwards"
-        problems.add("model.compile", must, "true", "Use gpipe, 1f1b or interleaved.")
+        problems.add("model.compile", must, got="true", do="Use gpipe, 1f1b or interleaved.")
     problems.raise_as(ConfigError)
     parts = models.parts(job.model)
     return PipelineDriver(
@@ -209,14 +212,10 @@ def _length(job: Job, config: Config, prepared: Prepared) -> tuple[Policy, int]:
     steps = math.floor(job.run.epochs * len(prepared.train) / samples)
     if steps < 1:
         raise ConfigError(
-            str(
-                Problem(
-                    "run.epochs",
-                    f"must make at least one step of {samples} blocks",
-                    f"{job.run.epochs:g} of {len(prepared.train)} blocks",
-                    "Set `run.steps`, lower the batch size, or lower `data.block`.",
-                )
-            )
+            "run.epochs",
+            f"must make at least one step of {samples} blocks",
+            got=f"{job.run.epochs:g} of {len(prepared.train)} blocks",
+            do="Set `run.steps`, lower the batch size, or lower `data.block`.",
         )
     return policy, steps
 
@@ -225,10 +224,10 @@ def _require_decided(policy: Policy) -> None:
     """Refuse a config that leaves to its caller what nobody decides here."""
     problems = Problems()
     if policy.optimizer is None:
-        problems.add("config.optimizer", "must be given: a block with `type` and `params`")
+        problems.add("config.optimizer", "must be given: a block with `type` and `params`", got="none")
     if not policy.batch.micro:
         must = "must be given, or `train_batch_size`: nobody else decides it here"
-        problems.add("config.train_micro_batch_size_per_gpu", must)
+        problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
     problems.raise_as(ConfigError)
 
 

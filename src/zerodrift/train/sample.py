@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.errors import ConfigError, NonFiniteError, Problem
+from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.train import chat, export
 from zerodrift.train import model as models
 from zerodrift.train.folder import RunFolder
@@ -59,7 +59,7 @@ class TextGenerator:
         room = models.positions(self._model)
         if room is not None and len(tokens) >= room:
             must = f"must leave room in the model's {room:,} positions"
-            raise ConfigError(str(Problem("--prompt", must, f"{len(tokens):,} tokens", "Shorten it.")))
+            raise ConfigError("--prompt", must, got=f"{len(tokens):,} tokens", do="Shorten it.")
         if room is not None:
             taste = replace(taste, tokens=min(taste.tokens, room - len(tokens)))
         generator = torch.Generator().manual_seed(taste.seed)
@@ -98,7 +98,10 @@ def choose(logits: torch.Tensor, taste: SamplingOptions, generator: torch.Genera
     """The next token, of `[vocabulary]`."""
     if not logits.max().isfinite() or logits.isnan().any():
         raise NonFiniteError(
-            "`logits`: must be finite; got others. The model has diverged: sample an earlier one."
+            "logits",
+            "must be finite",
+            got="others",
+            do="The model has diverged: sample an earlier one.",
         )
     if taste.temperature <= 0:
         return int(logits.argmax())
@@ -113,7 +116,7 @@ def load(folder: RunFolder, job: Job) -> nn.Module:
     """The model of a run as it was exported, or as its newest checkpoint has it."""
     if not folder.export.is_dir() and not folder.checkpoints.is_dir():
         must = "must have an export or a checkpoint to sample from"
-        raise ConfigError(str(Problem(str(folder.path), must, "neither", "Let it train a little longer.")))
+        raise ConfigError(str(folder.path), must, got="neither", do="Let it train a little longer.")
     if folder.export.is_dir():
         return export.read(folder.export, job)
     model = models.whole(job.model, models.source_of(job.model))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zerodrift.errors import ModelError, Problem
+from zerodrift.errors import ModelError
 
 Tokens = np.ndarray
 """One-dimensional, whole numbers."""
@@ -76,14 +76,10 @@ class TransformersTokenizer:
         end = self.inner.pad_token_id if end is None else end
         if end is None:
             raise ModelError(
-                str(
-                    Problem(
-                        f"{folder}",
-                        "must have an end-of-text or a padding token",
-                        "neither",
-                        "Name one in `tokenizer_config.json`.",
-                    )
-                )
+                f"{folder}",
+                "must have an end-of-text or a padding token",
+                got="neither",
+                do="Name one in `tokenizer_config.json`.",
             )
         self.end = int(end)
 
@@ -104,7 +100,7 @@ def tokenizer(written: str, model: str) -> Tokenizer:
     if not holds(folder):
         got = "a folder without one" if folder.is_dir() else "no such folder"
         must = "must be `bytes`, `auto` or a folder with a tokenizer"
-        raise ModelError(str(Problem("data.tokenizer", must, f"{written!r}, {got}")))
+        raise ModelError("data.tokenizer", must, got=f"{written!r}, {got}")
     return TransformersTokenizer(folder)
 
 
@@ -131,12 +127,12 @@ def _load(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        todo = "pip install 'zerodrift[hf]'"
+        todo = "Run `pip install 'zerodrift[hf]'`."
         must = "`transformers` must be installed to read a tokenizer"
-        raise ModelError(str(Problem("data.tokenizer", must, "no such package", todo))) from None
+        raise ModelError("data.tokenizer", must, got="no such package", do=todo) from None
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())[:400]
         must = "must hold a tokenizer that `transformers` can read"
-        raise ModelError(str(Problem(str(folder), must, f"{type(error).__name__}: {reason}"))) from error
+        raise ModelError(str(folder), must, got=f"{type(error).__name__}: {reason}") from error

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from zerodrift.engine.course import StepResult
+from zerodrift.errors import ZerodriftError
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
 from zerodrift.report.figures import size
@@ -115,7 +116,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def memory_advice(plan: Plan, micro: int, checkpointing: bool) -> str:
+def out_of_memory(plan: Plan, micro: int, checkpointing: bool) -> ZerodriftError:
     """What the plan expected, and what can be turned, what helps most first."""
     bill = cost(plan)
     stage = plan.policy.sharding.stage
@@ -136,8 +137,10 @@ def memory_advice(plan: Plan, micro: int, checkpointing: bool) -> str:
         knobs.append("`config.sharding.accumulator: free`")
     if plan.mesh.world < 64:
         knobs.append("more ranks: what is sharded is divided by them")
-    lines = [
-        f"`memory`: must hold the plan's {size(bill.peak.total)} per rank "
-        f"({size(bill.rest.total)} of it at rest) and the model's activations; it did not. What helps:"
-    ]
-    return "\n".join([*lines, *(f"  {number}. {knob}." for number, knob in enumerate(knobs, 1))])
+    return ZerodriftError(
+        "memory",
+        f"must hold the plan's {size(bill.peak.total)} per rank ({size(bill.rest.total)} of it at rest) and "
+        "the model's activations",
+        got="less",
+        do=f"What helps, most first: {'; '.join(knobs)}.",
+    )
