@@ -24,7 +24,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class Problem:
     own."""
     must: str
     """What must hold, as a clause: "must be 0, 1, 2 or 3"."""
+    _: KW_ONLY
     got: str = ""
     """What was found, usually a `repr`."""
     do: str = ""
@@ -73,10 +74,7 @@ class ZerodriftError(Exception):
 
     problems: tuple[Problem, ...]
 
-    def __init__(self, where: str | Path, must: str = "", *, got: object = "", do: str = "") -> None:
-        if not must:  # a text in one piece, as long as some are
-            self._set(str(where), ())
-            return
+    def __init__(self, where: str | Path, must: str, *, got: object = "", do: str = "") -> None:
         problem = Problem(str(where), must, got=str(got), do=do)
         self._set(str(problem), (problem,))
 
@@ -174,7 +172,7 @@ class Problems:
     def __init__(self) -> None:
         self._found: dict[Problem, None] = {}
 
-    def add(self, where: str | Path, must: str, got: object = "", do: str = "") -> None:
+    def add(self, where: str | Path, must: str, *, got: object = "", do: str = "") -> None:
         self._found[Problem(str(where), must, got=str(got), do=do)] = None
 
     def include(self, *problems: Problem) -> None:

@@ -220,7 +220,7 @@ def broken(folder: str) -> list[str]:
 
 
 def _fails(*_: Any) -> None:
-    raise zd.ModelError("no more of it")
+    raise zd.ModelError("part", "must be there", got="no more of it")
 
 
 def _said(call: Any) -> str:
