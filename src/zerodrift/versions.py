@@ -36,7 +36,7 @@ def warning(versions: Mapping[str, str]) -> str:
     found = []
     for name, version in versions.items():
         first, last = TESTED[name]
-        if not _numbers(first) <= _numbers(version, first) or not _numbers(version, last) <= _numbers(last):
+        if not numbers(first) <= numbers(version, first) or not numbers(version, last) <= numbers(last):
             found.append(f"{name} {version} (tested: {first} to {last})")
     return f"zerodrift is not tested with {' and '.join(found)}: check results" if found else ""
 
@@ -49,7 +49,7 @@ def warn() -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _numbers(version: str, like: str | None = None) -> tuple[int, ...]:
+def numbers(version: str, like: str | None = None) -> tuple[int, ...]:
     """The leading numbers of a version, as many as another one has; (-1,) where there are none."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     numbers = tuple(map(int, found[0].split("."))) if found else (-1,)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -23,6 +24,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from zerodrift.versions import numbers
 
 VOCABULARY, LENGTH = 97, 10
 
@@ -38,6 +41,12 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+newest = pytest.mark.skipif(
+    numbers(transformers.__version__, "5.20") < (5, 20), reason="the code of transformers was another"
+)
+"""Of a test that knows the code of some model of `transformers`."""
 
 
 @dataclass(frozen=True)

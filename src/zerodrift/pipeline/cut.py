@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from zerodrift.errors import ModelError, Problem, UnsupportedError
+from zerodrift.versions import numbers
 
 Hidden = torch.Tensor | tuple[torch.Tensor, ...]
 """What travels from piece to piece."""
@@ -259,10 +260,14 @@ CAUSAL: dict[str, Causal] = {
 }  # fmt: skip
 """Model types of `transformers` whose pieces are tested to compute what the whole model computes."""
 
-BEFORE_5 = (
+TESTED_SINCE = "5.20"
+"""The first `transformers` whose pieces are tested so."""
+
+OLDER = (
     "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-"""Of those, the ones whose layers return a tensor alone before `transformers` 5 too."""
+"""Of those, the ones that are tested with `transformers` 4.57 and 5.0 too. Layers of others return more than
+a tensor there, or the model looks into its first layer."""
 
 
 def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
@@ -280,12 +285,13 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
                     "layers."
                 ),
             )
-    version = getattr(sys.modules.get("transformers"), "__version__", "5")
+    version = str(getattr(sys.modules.get("transformers"), "__version__", TESTED_SINCE))
     kind = str(getattr(model.config, "model_type", ""))
-    if kind not in BEFORE_5 and int(version.partition(".")[0]) < 5:
+    if kind not in OLDER and numbers(version, TESTED_SINCE) < numbers(TESTED_SINCE):
         raise UnsupportedError(
             "model",
-            f"must come from transformers 5 or later to be cut into a pipeline, being of type {kind}",
+            f"must come from transformers {TESTED_SINCE} or later to be cut into a pipeline, being of type "
+            f"{kind}",
             got=f"transformers {version}",
             do="Update it, or pass `parts=zerodrift.Parts(...)`.",
         )
@@ -296,10 +302,13 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
 
 class PassThrough(nn.Module):
     """Stands for a layer of another piece: what comes goes on as it is. What would look something up, an
-    embedding, finds nothing."""
+    embedding, finds nothing. What a model asks of a layer before it calls it, as its kind of attention, is
+    answered as by the layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
+        own = {key: value for key, value in vars(layer).items() if not key.startswith("_")}
+        self.__dict__ |= {key: value for key, value in own.items() if isinstance(value, str | int | float)}
         self.came: torch.Tensor | None = None
         """What goes on instead; see [Note: entering]."""
 
@@ -372,7 +381,7 @@ def _pruned(module: nn.Module, path: str, wanted: _PieceParts) -> nn.Module:
     prefix = f"{path}." if path else ""
     held = {prefix + name for name, _ in module.named_parameters(remove_duplicate=False)}
     if path in wanted.absent or (held and not held & wanted.names and path):
-        return PassThrough() if wanted.passed(path) else Elsewhere(path)
+        return PassThrough(module) if wanted.passed(path) else Elsewhere(path)
     if held <= wanted.names and not any(each.startswith(prefix) for each in wanted.absent):
         return module
     clone = _shallow(module)

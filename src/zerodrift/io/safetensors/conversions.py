@@ -57,8 +57,9 @@ class NotTraceableError(Exception):
 
 
 _QUESTIONS = {"__get__", "__len__", "__repr__", "size", "dim", "ndimension", "numel", "stride"}
-_QUESTIONS |= {"is_floating_point", "is_contiguous"}
-"""What may be asked of a tensor; `__get__` is every attribute: shape, dtype, device."""
+_QUESTIONS |= {"is_floating_point", "is_contiguous", "data_ptr"}
+"""What may be asked of a tensor; `__get__` is every attribute: shape, dtype, device. One without memory is at
+address 0, which is aligned to anything."""
 
 
 def _like(tensor: SymbolicTensor, layout: Layout) -> SymbolicTensor:
