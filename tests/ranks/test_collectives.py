@@ -516,7 +516,7 @@ def test_equal_plans_agree_without_writing_rows() -> None:
     [
         (["w fp32", "x bf16"], ["from row 1 on: x fp32 on rank 0, x bf16 on rank 2."]),
         (["w fp32"], ["from row 1 on: x fp32 on rank 0, nothing on rank 2."]),
-        (["w fp32", "x fp32"], ["outside of their 2 rows, which agree."]),
+        (["w fp32", "x fp32"], ["others on ranks 0 and 2, outside of their 2 rows, which agree."]),
     ],
 )
 def test_different_plans_are_an_error_everywhere_with_the_first_row(
@@ -525,7 +525,6 @@ def test_different_plans_are_an_error_everywhere_with_the_first_row(
     mine = ["w fp32", "x fp32"]
     found = run_ranks(compare, 3, ["a", "a", "b"], [mine, mine, theirs])
     assert found[0] == found[1] == found[2]
-    assert "ranks 0 and 2" in found[0]
     for text in shown:
         assert text in found[0]
 
