@@ -1,6 +1,6 @@
-"""Every habit at stages 0 and 3, in fp32 and bf16, on two ranks; what a habit is, is in `__init__.py`.
+"""Every habit at stages 0 and 3 and in fp32 and bf16, on two ranks; what a habit is, is in `__init__.py`.
 
-All habits of a stage and a mode run on one pair of ranks, one after the other, and each is a test. After a
+Habits of a stage and a mode run on one pair of ranks, dozens one after the other, and each is a test. After a
 habit that failed, or took its ranks with it, the others go on on a new pair.
 """
 
@@ -12,6 +12,7 @@ import random
 import tempfile
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ HABITS = {
     habit.name: habit for room in (objects, graphs, hooks, modules, values, loops) for habit in room.HABITS
 }
 CELLS = [(stage, mode) for stage in (0, 3) for mode in ("fp32", "bf16")]
+
+TOGETHER = 40
+"""Habits on one pair of ranks: many, as a pair costs time, and few, so that workers can share a cell."""
 
 PATIENCE = 15.0
 """Seconds after which a habit hangs; it takes a twentieth of one."""
@@ -118,15 +122,31 @@ def _notes(path: Path) -> dict[str, list[str]]:
     return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
 
 
+@dataclass
+class Cell:
+    """The habits that were asked for, at one stage and in one mode."""
+
+    stage: int
+    mode: str
+    names: list[str]
+    wrong: dict[str, str] = field(default_factory=dict)
+
+    def problem(self, name: str) -> str:
+        """What is wrong with a habit, found out together with the next ones."""
+        if name not in self.wrong:
+            first = self.names.index(name)
+            self.wrong |= run_cell(self.stage, self.mode, self.names[first : first + TOGETHER])
+        return self.wrong[name]
+
+
 @pytest.fixture(scope="module", params=CELLS, ids=lambda cell: f"stage{cell[0]}-{cell[1]}")
-def cell(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What is wrong with the habits that were asked for, at one stage and in one mode."""
+def cell(request: pytest.FixtureRequest) -> Cell:
     chosen = [
         item.callspec.params["name"]
         for item in request.session.items
         if item.path == request.path and item.callspec.params.get("cell") == request.param
     ]
-    return run_cell(*request.param, chosen)
+    return Cell(*request.param, chosen)
 
 
 def named(habit: Habit) -> Any:
@@ -135,5 +155,6 @@ def named(habit: Habit) -> Any:
 
 
 @pytest.mark.parametrize("name", [named(habit) for habit in HABITS.values()])
-def test_habit(cell: dict[str, str], name: str) -> None:
-    assert not cell[name], cell[name]
+def test_habit(cell: Cell, name: str) -> None:
+    problem = cell.problem(name)
+    assert not problem, problem

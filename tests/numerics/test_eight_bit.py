@@ -113,12 +113,12 @@ def learned(state: str) -> tuple[float, float]:
     run = train(engine, 200, data=lambda step, rank, micro: batch(step % 8, rank))
     bill = cost(engine.plan)
     engine.destroy()
-    return sum(run.losses[-20:]) / 20, bill.rest.state * 2 / (bill.parameters + bill.padding)
+    return sum(run.losses[-20:]) / 20, bill.rest.state / (bill.parameters + bill.padding)
 
 
 @pytest.mark.long
 def test_it_learns_as_fp32_moments_do() -> None:
-    found = {state: run_ranks(learned, 2, state, timeout=120)[0] for state in ("fp32", "8bit")}
+    found = {state: run_ranks(learned, 1, state, timeout=120)[0] for state in ("fp32", "8bit")}
     loss, size = found["8bit"]
     expected, usual = found["fp32"]
     assert expected < 2.5, f"nothing was learned: {expected}"
