@@ -49,10 +49,10 @@ demo: env
 	@echo; echo 'The report: runs/demo/report.html'
 
 quick: env
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m quick
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m quick
 
 test: check
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-all: check
 	$(BIN)/python -m pytest -q
