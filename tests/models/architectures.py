@@ -43,10 +43,10 @@ SIZES: dict[str, Any] = {
 }
 
 
-newest = pytest.mark.skipif(
-    numbers(transformers.__version__, "5.20") < (5, 20), reason="the code of transformers was another"
-)
-"""Of a test that knows the code of some model of `transformers`."""
+def since(version: str) -> pytest.MarkDecorator:
+    """Of a test that knows the code of models of `transformers`, and which version of it."""
+    older = numbers(transformers.__version__, version) < numbers(version)
+    return pytest.mark.skipif(older, reason=f"knows the code of transformers {version}")
 
 
 @dataclass(frozen=True)

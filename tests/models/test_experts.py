@@ -17,10 +17,12 @@ from tests.ranks.harness import run_ranks
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 import zerodrift as zd
-from tests.models.architectures import ARCHITECTURES, tokens
+from tests.models.architectures import ARCHITECTURES, since, tokens
 from zerodrift.api import initialize_pipeline
 from zerodrift.engine.engine import Engine
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
+
+pytestmark = since("5.0")  # experts are stacked
 
 MIXTURES = [name for name, architecture in ARCHITECTURES.items() if architecture.routers]
 ONE = [
@@ -52,8 +54,7 @@ def steps(engine: Engine, first: int, count: int) -> list[float]:
 def reference(model: torch.nn.Module, ranks: int, micro_batches: int) -> dict[str, torch.Tensor]:
     """The averaged gradient in one process, in fp64."""
     model.double()
-    if hasattr(model, "set_experts_implementation"):  # grouped products know no fp64, nor does transformers 4
-        model.set_experts_implementation("eager")
+    model.set_experts_implementation("eager")  # grouped products know no fp64
     for rank in range(ranks):
         for micro in range(micro_batches):
             ids = tokens(micro, rank)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import zerodrift as zd
-from tests.models.architectures import ARCHITECTURES, newest, tokens
+from tests.models.architectures import ARCHITECTURES, since, tokens
 from tests.numerics.runs import make
 from tests.ranks.harness import run_ranks
 from zerodrift.dtypes import DType
@@ -65,7 +65,7 @@ def test_interleaved_elements_are_what_save_pretrained_writes(dim: int) -> None:
     as_save_pretrained_writes(converted(operation(dim)))
 
 
-@newest
+@since("5.20")
 def test_a_conversion_that_computes_is_refused() -> None:
     class Doubled(loading().ConversionOps):  # type: ignore[misc]
         def convert(self, input_dict: Any, *patterns: Any, **more: Any) -> Any:

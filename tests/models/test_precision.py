@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.models.architectures import SIZES, newest, tokens
+from tests.models.architectures import SIZES, since, tokens
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.audit import compare
@@ -135,7 +135,7 @@ def test_the_same_of_all_on_two_ranks() -> None:
     check(list(MODELS), 2)
 
 
-@newest
+@since("5.20")
 def test_what_an_architecture_itself_rounds_is_a_finding_by_name() -> None:
     """Mamba 2 casts `dt_bias` to the dtype of its activations, whatever a rule says of it."""
     rules = [{"match": "*dt_bias", "pin": "fp32"}]

@@ -7,9 +7,13 @@ and verbs among it, is looked at by `test_cited.py`.
 from __future__ import annotations
 
 import ast
+import symtable
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import pytest
 
 from tests.unit.test_layers import PACKAGE, imports
 
@@ -102,6 +106,30 @@ def test_no_class_has_anothers_name() -> None:
     assert not twice(trees())
 
 
+def reused(table: symtable.SymbolTable) -> list[str]:
+    """Loop variables of comprehensions that have the name of what their function takes from around it: Python
+    3.12 and 3.13 then take that away from a `lambda` beside them."""
+    found = []
+    for inner in table.get_children():
+        if table.get_type() == "function" and inner.get_name() in ("listcomp", "setcomp", "dictcomp"):
+            outer = set(table.get_frees()) if isinstance(table, symtable.Function) else set()
+            names = {symbol.get_name() for symbol in inner.get_symbols() if symbol.is_local()}
+            found += [f"{name} in line {inner.get_lineno()}" for name in sorted(names & outer)]
+        found += reused(inner)
+    return found
+
+
+names_of_comprehensions = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="symtable knows no scope of comprehensions any more"
+)
+
+
+@names_of_comprehensions
+def test_no_comprehension_takes_the_name_of_what_its_function_closes_over() -> None:
+    tables = {path: symtable.symtable(path.read_text(), str(path), "exec") for path in PACKAGE.rglob("*.py")}
+    assert {str(path): names for path, table in tables.items() if (names := reused(table))} == {}
+
+
 # --- planted ----------------------------------------------------------------------------------------------
 
 
@@ -126,3 +154,11 @@ def test_an_import_of_the_root_is_seen() -> None:
 def test_a_name_of_two_classes_is_seen() -> None:
     both = planted(a="class One: ...\nclass Two: ...", b="def f():\n    class Two: ...")
     assert twice(both) == {"Two": ["a", "b"]}
+
+
+@names_of_comprehensions
+def test_a_reused_name_is_seen() -> None:
+    inner = "        show = lambda: own\n        return show(), [{name} for {name} in pairs]\n"
+    text = "def outer(own):\n    def before(pairs):\n" + inner + "    return before\n"
+    assert reused(symtable.symtable(text.format(name="own"), "planted", "exec")) == ["own in line 4"]
+    assert reused(symtable.symtable(text.format(name="each"), "planted", "exec")) == []

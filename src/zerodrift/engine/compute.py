@@ -90,7 +90,7 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
             switch.__enter__()
         inputs = Replacement(lambda tensor: _cast(tensor, own))
         changed = inputs.apply((args, kwargs))
-        versions = [(own, cast, cast._version) for own, cast in inputs.pairs]
+        versions = [(given, cast, cast._version) for given, cast in inputs.pairs]
         calls.append(_Inside(inputs, versions, dtype, switch))
         return changed
 
