@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from about import about
 
 from zerodrift.train.display import LineDisplay
-from zerodrift.train.drive import loss_of
+from zerodrift.train.drivers import loss_of
 from zerodrift.train.loop import Loop, _Clock
 from zerodrift.train.metrics import Metrics
 from zerodrift.train.read import read_job

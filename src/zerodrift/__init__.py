@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     )
     from zerodrift.config.load import load
     from zerodrift.config.schema import Config
-    from zerodrift.engine.course import StepResult
     from zerodrift.engine.engine import Engine
+    from zerodrift.engine.progress import StepResult
     from zerodrift.errors import (
         CheckpointError,
         ConfigError,
@@ -71,7 +71,7 @@ _HOMES = {
     "Policy": "policy.nouns",
     "PrecisionError": "errors",
     "RankError": "errors",
-    "StepResult": "engine.course",
+    "StepResult": "engine.progress",
     "UnsupportedError": "errors",
     "ZerodriftError": "errors",
     "build": "plan.build",

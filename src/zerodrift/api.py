@@ -17,9 +17,9 @@ from zerodrift.config.load import load
 from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, UnsupportedError
+from zerodrift.model.dtensors import ranks as ranks_of
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
-from zerodrift.model.spread import ranks as ranks_of
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy

@@ -81,7 +81,7 @@ def require_ranks(world_size: int) -> None:
         raise MeshError("world size", must, got=repr(world_size))
 
 
-def spread(shape: MeshShape, tensor: int) -> MeshShape:
+def with_tensor_axis(shape: MeshShape, tensor: int) -> MeshShape:
     """The same mesh for each of `tensor` neighbours."""
     return replace(shape, tensor=tensor)
 

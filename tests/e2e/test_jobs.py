@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from zerodrift.cli import app
-from zerodrift.train.here import train
 from zerodrift.train.metrics import read
 from zerodrift.train.read import read_job
+from zerodrift.train.start import train
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.jobs import job, losses
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.folder import RunFolder
-from zerodrift.train.here import train
 from zerodrift.train.sample import SamplingOptions, TextGenerator, choose
+from zerodrift.train.start import train
 
 
 @pytest.fixture(scope="module")

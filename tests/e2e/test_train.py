@@ -12,7 +12,7 @@ import torch
 from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.plan.table import Plan
-from zerodrift.train.here import train
+from zerodrift.train.start import train
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.audit import compare
 from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import together
+from zerodrift.audit.observed import merged
 
 MAMBA: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -109,7 +109,7 @@ def looked_at(names: list[str], rules: list[dict[str, Any]]) -> dict[str, tuple[
         with observe(engine) as mine:
             step(0)
         step(1)
-        seen = together(engine.comm.all_gather_object(mine))
+        seen = merged(engine.comm.all_gather_object(mine))
         wider, narrower = compare.widened(engine.plan, seen), compare.findings(engine.plan, seen)
         found[name] = (list(wider), [str(each) for each in narrower])
         engine.destroy()

@@ -215,11 +215,11 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
                 losses.append(engine(tokens))
                 engine.backward(losses[-1])
     elif kind == "late boundary":
-        engine.course.boundary = False
+        engine.progress.boundary = False
         for tokens in (first, second, first):
             losses.append(engine(tokens))
             engine.backward(losses[-1])
-        engine.course.boundary = True
+        engine.progress.boundary = True
     elif kind == "two at once":
         losses += [engine(first), engine(second)]
         for loss in losses:
@@ -246,7 +246,7 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
             losses.append(engine(tokens))
             engine.backward(losses[-1])
     result = engine.step()
-    engine.course.boundary = None
+    engine.progress.boundary = None
     assert result.updated, kind
     # The norm to 14 digits, see `differs`.
     return [float(loss.detach()) for loss in losses] + [float(f"{result.grad_norm:.14g}")]

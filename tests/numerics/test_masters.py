@@ -56,11 +56,11 @@ def with_copies(stage: int, state: str, away: bool, steps: int) -> Run:
     engine = engine_of(stage, "fp32", state)
     if away:
         assert isinstance(engine.updater, FlatUpdater)
-        engine.updater._way = update_away
+        engine.updater._update_slice = update_away
         for of in engine.updater._slices.values():
             show_away(of)
         for segment in engine.segments:
-            segment.spread().wait()
+            segment.sync_storage().wait()
             segment.changed()
     run = train(engine, steps)
     engine.destroy()

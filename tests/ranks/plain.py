@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tests.numerics.runs import config, make
-from zerodrift.engine.absent import CollectedGradient
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.ungathered import CollectedGradient
 
 STAGES = (0, 3)
 

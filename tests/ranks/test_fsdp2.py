@@ -293,7 +293,7 @@ def pieces() -> list[tuple[str, int, int]]:
         for span in piece.held:
             values[span.place] = torch.arange(span.start, span.start + span.numel)
         piece.set_weights(values)
-    shards.spread()
+    shards.sync_storage()
     for row in engine.plan.rows:
         wanted = torch.arange(row.numel).view(row.shape).float()
         assert torch.equal(engine.full_master(row.name), wanted), row.name

@@ -14,7 +14,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.audit import compare
 from zerodrift.audit.compare import Finding
 from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import Observed, together
+from zerodrift.audit.observed import Observed, merged
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
 
@@ -25,7 +25,7 @@ def step(engine: Engine) -> Observed:
         for micro in range(2):
             engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
             engine.step()
-    return together(engine.comm.all_gather_object(seen))
+    return merged(engine.comm.all_gather_object(seen))
 
 
 def watched(stage: int, mode: str, rest: dict[str, Any]) -> tuple[str, list[Finding], set[str]]:
@@ -244,7 +244,7 @@ def piecewise(schedule: str, weights: str | None, keep: str) -> tuple[str, list[
     engine = pipeline(written, schedule, weights, GPT(LAYERS, moe=True))
     with observe(engine.stage) as seen:
         engine.step(data(0, engine.mesh.rank("data")))
-    whole = together(engine.comm.all_gather_object(seen))
+    whole = merged(engine.comm.all_gather_object(seen))
     engine.destroy()
     cells = compare.table(engine.plan, whole)
     unseen = {cell.column for cell in cells if cell.seen == compare.UNSEEN}

@@ -13,8 +13,8 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.test_observe import Widened, step, watched
 from zerodrift.audit import compare
 from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import together
-from zerodrift.backends.carry import ReduceScatter
+from zerodrift.audit.observed import merged
+from zerodrift.backends.fsdp_collectives import ReduceScatter
 from zerodrift.dtypes import DType
 from zerodrift.errors import PrecisionError
 from zerodrift.policy.nouns import Reduction
@@ -108,14 +108,14 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
         group.name_dtypes = name_narrow
     elif what == "reduce":
         narrow = Reduction(DType.BF16, DType.BF16, "every")
-        group.modules[0].set_custom_reduce_scatter(ReduceScatter(group.sends, narrow, 1.0))
+        group.modules[0].set_custom_reduce_scatter(ReduceScatter(group.collectives, narrow, 1.0))
     with observe(engine) as seen:
         engine.backward(engine(batch(0, engine.mesh.rank("data"))))
         engine.step()
         if what == "state":
             moments = engine.optimizer.state[engine.members[weight].sharded]
             moments["exp_avg"] = moments["exp_avg"].bfloat16()
-    together(engine.comm.all_gather_object(seen))
+    merged(engine.comm.all_gather_object(seen))
     try:
         compare.require_declared(engine.plan, seen)
         told = ""

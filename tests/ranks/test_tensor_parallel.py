@@ -23,7 +23,7 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.audit import compare
 from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import together
+from zerodrift.audit.observed import merged
 from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
 
 SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
@@ -150,7 +150,7 @@ def values() -> None:
         for micro in range(2):
             engine.backward(engine(batch(2, engine.mesh.rank("data"), micro)))
             engine.step()
-    seen = together(engine.comm.all_gather_object(seen))
+    seen = merged(engine.comm.all_gather_object(seen))
     compare.require_declared(engine.plan, seen)
     cells = {column: seen.seen(row, column) for column in compare.COLUMNS}
     assert cells["compute"] == {"bfloat16"} and cells["accumulate"] == {"float32"} == cells["state"]

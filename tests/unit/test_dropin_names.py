@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import zerodrift.deepspeed as deepspeed
-from zerodrift.deepspeed import absent
-from zerodrift.deepspeed.absent import NotHereError
-from zerodrift.deepspeed.answers import ConfigGetters
+from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.engine import DeepSpeedEngine
+from zerodrift.deepspeed.getters import ConfigGetters
+from zerodrift.deepspeed.unsupported import NotHereError
 from zerodrift.errors import UnsupportedError
 
 IMPORTED = {
@@ -78,7 +78,7 @@ def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
         deepspeed.init_inference(model=None)
 
 
-@pytest.mark.parametrize(("module", "names"), absent.NAMES.items(), ids=list(absent.NAMES))
+@pytest.mark.parametrize(("module", "names"), unsupported.NAMES.items(), ids=list(unsupported.NAMES))
 def test_every_absent_name_says_what_to_use(module: str, names: dict[str, str]) -> None:
     there = importlib.import_module(f"zerodrift.{module}")
     for name, instead in names.items():
@@ -252,5 +252,5 @@ INTERNAL: dict[str, set[str]] = {
 @needs_deepspeed
 def test_methods_that_are_absent_are_deepspeeds() -> None:
     made_at_run_time = {"timers", "monitor", "flops_profiler", "set_batch_fn", "reset_activation_shape"}
-    for name in absent.ENGINE.keys() - made_at_run_time - GONE:
+    for name in unsupported.ENGINE.keys() - made_at_run_time - GONE:
         assert hasattr(real().DeepSpeedEngine, name), name

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import zerodrift.deepspeed as deepspeed
-from zerodrift.deepspeed.absent import NotHereError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.unsupported import NotHereError
 from zerodrift.deepspeed.utils import zero_to_fp32
 from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
 

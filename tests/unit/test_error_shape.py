@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.test_house import trees
 from zerodrift import errors
-from zerodrift.deepspeed.absent import NotHereError
+from zerodrift.deepspeed.unsupported import NotHereError
 from zerodrift.errors import Problem, ZerodriftError
 
 RELAYING = {"comm.alarm", "comm.together", "comm.watch", "train.launch"}

@@ -27,10 +27,10 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.io.checkpoint.folder import CheckpointFolder
 from zerodrift.io.checkpoint.manifest import verified
 from zerodrift.io.convert import convert
-from zerodrift.train.folder import Folder as RunFolder
-from zerodrift.train.here import train
+from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run
 from zerodrift.train.metrics import Metrics
+from zerodrift.train.start import train
 
 
 class Disk:

@@ -21,7 +21,7 @@ CIRCLES = {
     frozenset({"backends.fsdp2", "backends.shards", "backends.values"}),
     frozenset({"deepspeed.checkpoints", "deepspeed.engine"}),
     frozenset({"engine.engine", "engine.shards", "engine.statistics", "engine.values"}),
-    frozenset({"engine.unit", "engine.walk"}),
+    frozenset({"engine.unit", "engine.traversal"}),
     frozenset(
         {
             *("optim.device", "optim.flat", "optim.fused", "optim.kinds", "optim.matrices", "optim.offload"),

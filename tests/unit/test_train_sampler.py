@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zerodrift.train.blocks import Blocks, Rows
-from zerodrift.train.feed import BatchLayout, Feed, held_out
+from zerodrift.train.feed import BatchLayout, Feed, validation_batches
 from zerodrift.train.sampler import BlockSampler, permuted, share
 
 
@@ -90,9 +90,9 @@ def test_whole_blocks_weigh_one_and_share_their_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_held_out_block_counts_once_and_ranks_do_as_many_forwards(ranks: int, tmp_path: Path) -> None:
     data = blocks(tmp_path, 7)
-    found = [list(held_out(data, seat(rank, ranks, 2, 1), most=10)) for rank in range(ranks)]
+    found = [list(validation_batches(data, seat(rank, ranks, 2, 1), most=10)) for rank in range(ranks)]
     assert len({len(each) for each in found}) == 1
     counted = [held.batch.blocks for each in found for held in each if held.labels]
     assert sorted(np.concatenate(counted)) == list(range(7))
     assert sum(held.labels for each in found for held in each) == data.labels(np.arange(7)).sum()
-    assert len(list(held_out(data, seat(0, 1, 2, 1), most=2))) == 2
+    assert len(list(validation_batches(data, seat(0, 1, 2, 1), most=2))) == 2

@@ -41,7 +41,7 @@ from zerodrift.engine.nested import tensors_in
 class ObservedEngine(Protocol):
     """An engine, as far as it can be looked at."""
 
-    def owner(self, tensor: torch.Tensor) -> str | None:
+    def parameter_of(self, tensor: torch.Tensor) -> str | None:
         """The parameter that this is a view of, in the form that modules compute with."""
 
     def forwards(self) -> Sequence[torch.nn.Module]:
@@ -67,7 +67,7 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
     """
     subject = _subject(engine)
     seen = Observed()
-    mode = _Operations(_Owners(subject), seen) if operations else None
+    mode = _Operations(_ParameterLookup(subject), seen) if operations else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(subject.watching(seen))
         for module in subject.forwards():
@@ -90,7 +90,7 @@ def _subject(engine: Any) -> ObservedEngine:
 # --- who a tensor belongs to --------------------------------------------------------------------------
 
 
-class _Owners:
+class _ParameterLookup:
     """From a tensor to the parameter that it is a view of, or a cast of."""
 
     def __init__(self, subject: ObservedEngine) -> None:
@@ -99,7 +99,7 @@ class _Owners:
 
     def of(self, tensor: torch.Tensor) -> str | None:
         """The parameter's name."""
-        own = self._subject.owner(tensor)
+        own = self._subject.parameter_of(tensor)
         if own is not None:
             return own
         found = self._casts.get(tensor.untyped_storage()._cdata)
@@ -129,7 +129,7 @@ class _Operations(TorchDispatchMode):
     """Sees every operation below autograd and autocast: in a forward, in which dtype parameters enter them;
     in a backward, which gradients were cast, and from what."""
 
-    def __init__(self, owners: _Owners, seen: Observed) -> None:
+    def __init__(self, owners: _ParameterLookup, seen: Observed) -> None:
         super().__init__()
         self._owners, self._seen = owners, seen
         self.forward = False

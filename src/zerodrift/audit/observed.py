@@ -52,7 +52,7 @@ class Observed:
         }
 
 
-def together(parts: Iterable[Observed]) -> Observed:
+def merged(parts: Iterable[Observed]) -> Observed:
     """What all of them saw."""
     whole = Observed()
     for part in parts:

@@ -34,7 +34,7 @@ class Segments:
         self._names = {row.name: _name_of_all(engine.plan, row.name) for row in engine.part.rows}
         """A parameter by the plan's name for it, which a stage may know by another."""
 
-    def owner(self, tensor: torch.Tensor) -> str | None:
+    def parameter_of(self, tensor: torch.Tensor) -> str | None:
         segment = self._held.get(tensor.untyped_storage()._cdata)
         if segment is None:
             return None
@@ -42,7 +42,7 @@ class Segments:
         return self._names[segment.rows[number].name] if number >= 0 else None
 
     def forwards(self) -> Sequence[torch.nn.Module]:
-        held = self._engine.held
+        held = self._engine.scheduled
         return (self._engine.module,) if held is None else held.forwards
 
     def trained(self) -> Mapping[int, str]:
@@ -144,7 +144,7 @@ def _sent(engine: Engine, log: list[Recorded]) -> Iterator[tuple[FlatSegment, Co
     for axis, op in _REDUCES.items():
         calls = [each for each in log if each.op == op and each.axis == axis and each.dtype.is_floating]
         wanted = [each for each in planned if each.purpose in ("reduce", "replicate") and each.axis == axis]
-        if engine.held is None:
+        if engine.scheduled is None:
             pairs = list(zip(calls, wanted, strict=False))
         else:
             pairs = [(call, like) for like in wanted for call in calls]

@@ -29,7 +29,7 @@ class Tensors:
         self._members = tuple(engine.members.values())
         self._names = {m.full.untyped_storage()._cdata: m.row.name for m in self._members}
 
-    def owner(self, tensor: torch.Tensor) -> str | None:
+    def parameter_of(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(tensor.untyped_storage()._cdata)
 
     def forwards(self) -> Sequence[torch.nn.Module]:
@@ -47,7 +47,7 @@ class Tensors:
                     stack.callback(
                         member.full.register_post_accumulate_grad_hook(_adding(member, seen)).remove
                     )
-            logs = [(group, stack.enter_context(group.sends.record())) for group in self._engine.units]
+            logs = [(group, stack.enter_context(group.collectives.record())) for group in self._engine.units]
             stack.enter_context(self._watching_update(seen))
             yield
         for group, log in logs:

@@ -28,14 +28,14 @@ class Passes:
         self._began = False
         self.checksum = 0
         """Of the groups that were used, in their order; the engine clears it in every step."""
-        self.watcher: BackwardCallbacks | None = None
+        self.callbacks: BackwardCallbacks | None = None
 
     # --- what groups tell -------------------------------------------------------------------------------
 
     def forward_begins(self, group: LiveGroup) -> None:
-        if self._running and self.watcher is not None:
+        if self._running and self.callbacks is not None:
             # autograd drops its callbacks when a backward raises, so only the next forward tells.
-            self.watcher.failed()
+            self.callbacks.failed()
         self._began = True
         # Below 2^40, so that a sum over ranks stays far below 2^63.
         self.checksum = (self.checksum * 1_000_003 + group.number + 1) % (1 << 40)
@@ -44,7 +44,7 @@ class Passes:
         if self._running:
             return
         self._running = True
-        last = self.watcher is None or self.watcher.is_last()
+        last = self.callbacks is None or self.callbacks.is_last()
         for group in self._groups:
             group.open(last, self._keep and not last)
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -54,8 +54,8 @@ class Passes:
         self._running = False
         for group in self._groups:
             group.fill()
-        if self.watcher is not None:
-            self.watcher.ended()
+        if self.callbacks is not None:
+            self.callbacks.ended()
 
     # --- the step ---------------------------------------------------------------------------------------
 

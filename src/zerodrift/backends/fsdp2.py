@@ -33,9 +33,9 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.watch import is_the_users
 from zerodrift.engine import compute, steps
-from zerodrift.engine.course import StepResult, TrainingProgress
 from zerodrift.engine.grads import BackwardCallbacks
 from zerodrift.engine.place import ValueSources
+from zerodrift.engine.progress import StepResult, TrainingProgress
 from zerodrift.engine.scale import Norm, Scaler, bad_parameters, global_norm
 from zerodrift.errors import ModelError, RankError, UnsupportedError
 from zerodrift.plan.table import Plan
@@ -74,10 +74,10 @@ class FsdpEngine:
         self.units = make_groups(plan, model, self.comm)
         """What is gathered together: the groups of `fully_shard`."""
         self.passes = Passes(self.units, keep=policy.sharding.keep_gathered == "step")
-        self.ground = DTensorMesh(mesh)
+        self.dtensor_mesh = DTensorMesh(mesh)
         """torch's device mesh, which the parameters lie on."""
         self._handles = shard(
-            plan, model, self.units, self.comm, self.ground, self.passes, sources or ValueSources()
+            plan, model, self.units, self.comm, self.dtensor_mesh, self.passes, sources or ValueSources()
         )
         self._handles += compute.attach(model, plan.boundaries)
         self.members = {member.row.name: member for group in self.units for member in group.members}
@@ -90,20 +90,20 @@ class FsdpEngine:
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             self.updater = TensorUpdater(plan, self.units, optimizer, originals)
         self.group_of = {} if self.updater is None else self.updater.group_of
-        self.held = None
+        self.scheduled = None
         """What a pipeline has; there is none on this backend."""
         given = steps.schedule(plan, self.optimizer, schedule)
-        self.course = TrainingProgress(plan, self.updater, given, shows=mesh.rank() == 0)
+        self.progress = TrainingProgress(plan, self.updater, given, shows=mesh.rank() == 0)
         """Micro-batches and steps so far, the loss scale, the schedule."""
-        self.passes.watcher = BackwardCallbacks(
-            self.course.is_last, self._backward_ended, self._backward_failed
+        self.passes.callbacks = BackwardCallbacks(
+            self.progress.is_last, self._backward_ended, self._backward_failed
         )
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in the plan's precision."""
-        self.course.require_open()
+        self.progress.require_open()
         self.attached.check()
         try:
             with self._precision.forward(), self._precision.cast((args, kwargs)) as (args, kwargs):
@@ -118,11 +118,11 @@ class FsdpEngine:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on: multiplied by the loss scale where there is one."""
-        return self.course.scale(loss)
+        return self.progress.scale(loss)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
-        self.course.require_open()
+        self.progress.require_open()
         try:
             with self._precision.backward():
                 self.scale(loss).backward(**kwargs)
@@ -133,7 +133,7 @@ class FsdpEngine:
             raise
 
     def _backward_ended(self) -> None:
-        if not self.course.end_backward():
+        if not self.progress.end_backward():
             self._backward_failed()
             raise steps.unscaled(self.plan)
 
@@ -150,11 +150,11 @@ class FsdpEngine:
             self.module.reset_iter_state()  # type: ignore[operator]
             for member, full, sharded in held:
                 member.full.grad, member.sharded.grad = full, sharded
-        self.course.unwind()
+        self.progress.unwind()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside are not the last of their step: what is reduced once per step waits."""
-        return self.course.no_sync()
+        return self.progress.no_sync()
 
     # --- the step ---------------------------------------------------------------------------------------
 
@@ -162,9 +162,9 @@ class FsdpEngine:
         self, error_if_nonfinite: bool = False, schedule_arguments: Mapping[str, Any] | None = None
     ) -> StepResult:
         """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
-        before = self.course.now()
+        before = self.progress.now()
         self.attached.check(stepping=True)
-        if self.updater is None or not self.course.begin_step():
+        if self.updater is None or not self.progress.begin_step():
             return before
         with torch.no_grad():
             for group in self.units:
@@ -174,63 +174,63 @@ class FsdpEngine:
             norm = self._norm(gradient for _, gradient in gradients)
             bad = [] if norm.finite else bad_parameters(gradients, self.comm)
             if norm.finite:
-                self.updater.step(self.course.multiplier(norm))
+                self.updater.step(self.progress.multiplier(norm))
         self.zero_grad()
-        return self.course.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
+        return self.progress.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
 
     def _norm(self, gradients: Iterable[torch.Tensor]) -> Norm:
         """Of what this rank has of each gradient; what several ranks have is counted on one of them."""
         members = zip(self._trained, gradients, strict=True)
         counted = (gradient for member, gradient in members if member.counts(self.mesh))
         order, self.passes.checksum = self.passes.checksum, 0
-        return global_norm(counted, self.comm, self.course.unscale, order)
+        return global_norm(counted, self.comm, self.progress.unscale, order)
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""
         self.passes.drop()
         self.comm.release()
-        self.course.restart()
+        self.progress.restart()
 
     # --- where it is ------------------------------------------------------------------------------------
 
     @property
     def global_steps(self) -> int:
         """Optimizer steps taken, skipped ones not counted."""
-        return self.course.global_steps
+        return self.progress.global_steps
 
     @property
     def skipped_steps(self) -> int:
-        return self.course.skipped_steps
+        return self.progress.skipped_steps
 
     @property
     def grad_norm(self) -> float | None:
         """Of the last complete step, before clipping."""
-        return self.course.grad_norm
+        return self.progress.grad_norm
 
     @property
     def micro_batches(self) -> int:
         """Of the step under way, so far; 0 between steps."""
-        return self.course.micro_batches
+        return self.progress.micro_batches
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per step."""
-        return self.course.accumulation
+        return self.progress.accumulation
 
     @property
     def is_boundary(self) -> bool:
         """Whether `step` would update now."""
-        return self.course.is_boundary
+        return self.progress.is_boundary
 
     @property
     def scaler(self) -> Scaler:
         """The loss scale."""
-        return self.course.scaler
+        return self.progress.scaler
 
     @property
     def schedule(self) -> Any:
         """What sets the learning rates; None without one."""
-        return self.course.schedule
+        return self.progress.schedule
 
     # --- modes, schedules, the end ----------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class FsdpEngine:
             )
         return pieces(self)
 
-    def spread(self) -> None:
+    def sync_storage(self) -> None:
         """After pieces were filled: for `Shards`. What was gathered from older values is given up."""
         for group in self.units:
             group.drop()
@@ -310,21 +310,21 @@ class FsdpEngine:
         """Take our hooks off and leave the process groups; torch's hooks and the sharded parameters stay, so
         the module cannot be run any more. Waits for what goes on beside training, unless an exception is on
         its way through this rank."""
-        if self.course.closed:
+        if self.progress.closed:
             return
         try:
-            self.course.part()
+            self.progress.finish_background()
         finally:
             self._leave()
 
     def _leave(self) -> None:
         self._recover()
         self.zero_grad()
-        self.course.closed = True
+        self.progress.closed = True
         for handle in self._handles:
             handle.remove()
-        self.passes.watcher = None
-        self.ground.stop()
+        self.passes.callbacks = None
+        self.dtensor_mesh.stop()
         self.mesh.stop()
 
 

@@ -32,13 +32,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerodrift.backends import carry
-from zerodrift.backends.cut import ShardRange, padded_to, whole_of
-from zerodrift.backends.sends import GroupCollectives
-from zerodrift.backends.spread import DTensorLayout
+from zerodrift.backends import fsdp_collectives
+from zerodrift.backends.dtensors import DTensorLayout
+from zerodrift.backends.group_collectives import GroupCollectives
+from zerodrift.backends.shard_range import ShardRange, padded_to, whole_of
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.call import ForwardInputs
+from zerodrift.engine.forward_inputs import ForwardInputs
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.unit import in_backward
 from zerodrift.plan.groups import Group
@@ -50,22 +50,22 @@ class Member:
     """A parameter of a group."""
 
     row: Row
-    cut: ShardRange
+    range: ShardRange
     places: tuple[tuple[nn.Module, str], ...]
     """Where it hangs: (module, attribute)."""
     sharded: nn.Parameter
     """A DTensor over the shard axis: storage, what the optimizer updates."""
     full: nn.Parameter
     """In the compute dtype, gathered: what the module computes with. It has memory only while it is used."""
-    spread: DTensorLayout | None
-    """How it is a DTensor of the user's, of which `row` and `cut` are the local part."""
+    layout: DTensorLayout | None
+    """How it is a DTensor of the user's, of which `row` and `range` are the local part."""
 
     def storage(self) -> torch.Tensor:
-        """`[cut.numel]`: this rank's part of storage, as a view."""
+        """`[range.numel]`: this rank's part of storage, as a view."""
         return local(self.sharded.detach()).view(-1)
 
     def gradient(self) -> torch.Tensor:
-        """`[cut.numel]`: this rank's part of what was reduced, as a view; zeros where nothing was."""
+        """`[range.numel]`: this rank's part of what was reduced, as a view; zeros where nothing was."""
         if self.sharded.grad is None:
             self.sharded.grad = torch.zeros_like(self.sharded)
         return local(self.sharded.grad).view(-1)
@@ -75,11 +75,11 @@ class Member:
         grad = self.full.grad
         if grad is None:
             grad = torch.zeros_like(self.full, dtype=self.accumulate)
-        if self.spread is None:
+        if self.layout is None:
             return grad
         if not isinstance(grad, DTensor):
             raise AssertionError(f"{self.row.name} has a plain gradient")
-        return grad.redistribute(placements=self.spread.placements).to_local()
+        return grad.redistribute(placements=self.layout.placements).to_local()
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -91,16 +91,16 @@ class Member:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return self.row.shape if self.spread is None else self.spread.shape
+        return self.row.shape if self.layout is None else self.layout.shape
 
     def whole(self, mine: torch.Tensor, comm: Collectives) -> torch.Tensor:
-        """The whole parameter, of which `mine` is `[cut.numel]` on each rank."""
-        here = whole_of(self.cut, mine, comm)
-        return here if self.spread is None else self.spread.whole(here)
+        """The whole parameter, of which `mine` is `[range.numel]` on each rank."""
+        here = whole_of(self.range, mine, comm)
+        return here if self.layout is None else self.layout.whole(here)
 
     def mine(self, whole: torch.Tensor) -> torch.Tensor:
-        """`[cut.numel]`: this rank's part of a whole tensor that every rank has."""
-        return self.cut.of(whole if self.spread is None else self.spread.mine(whole))
+        """`[range.numel]`: this rank's part of a whole tensor that every rank has."""
+        return self.range.of(whole if self.layout is None else self.layout.mine(whole))
 
     def keep_switch(self) -> None:
         """Where the gathered form hangs in the model, its `requires_grad` is what was asked for last: torch
@@ -112,7 +112,7 @@ class Member:
 
     def counts(self, mesh: Mesh) -> bool:
         """Whether this rank's part is in sums over all ranks that have parts: each part is, once."""
-        return mesh.rank("tensor") == 0 or (self.spread is not None and self.spread.divided)
+        return mesh.rank("tensor") == 0 or (self.layout is not None and self.layout.divided)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ class LiveGroup:
         self.modules = modules
         """`FSDPModule`s, of which the first stands for the group."""
         self.members: list[Member] = []
-        self.sends = GroupCollectives(comm)
+        self.collectives = GroupCollectives(comm)
         self._mesh = comm.mesh
         self._before = before
         self.owes = False
@@ -200,7 +200,9 @@ class LiveGroup:
         update = self.spec.kind.update
         if update is None or self._mesh.size("replicate") == 1:
             return None
-        return carry.hook(self.sends, update[2], self._before, lambda: self._shares)
+        return fsdp_collectives.all_reduce_hook(
+            self.collectives, update[2], self._before, lambda: self._shares
+        )
 
     # --- one backward -----------------------------------------------------------------------------------
 
@@ -246,14 +248,14 @@ class LiveGroup:
         self.waits = False
         ranks = self._mesh.size("shard")
         for member in self.trained:
-            full = padded_to(member.waiting().reshape(-1), member.cut.chunk * ranks).clone()
+            full = padded_to(member.waiting().reshape(-1), member.range.chunk * ranks).clone()
             out = full
             if ranks > 1:
-                out = full.new_empty(member.cut.chunk)
-                carry.over_shards(self.sends, out, full, update[2], self._before)
+                out = full.new_empty(member.range.chunk)
+                fsdp_collectives.over_shards(self.collectives, out, full, update[2], self._before)
             if self.shared:
-                carry.over_replicas(self.sends, out, update[2], self._before)
-            member.gradient().add_(out[: member.cut.numel])
+                fsdp_collectives.over_replicas(self.collectives, out, update[2], self._before)
+            member.gradient().add_(out[: member.range.numel])
             member.full.grad = None
         self.owes = not self.shared
 
@@ -267,8 +269,8 @@ class LiveGroup:
         flat = torch.cat([member.gradient() for member in trained])
         # In the accumulate dtype, which storage holds exactly.
         summed = flat.to(update[1].torch)
-        carry.over_replicas(self.sends, summed, update[2], self._before)
-        for member, part in zip(trained, summed.split([m.cut.numel for m in trained]), strict=True):
+        fsdp_collectives.over_replicas(self.collectives, summed, update[2], self._before)
+        for member, part in zip(trained, summed.split([m.range.numel for m in trained]), strict=True):
             member.gradient().copy_(part)
 
     def drop(self) -> None:

@@ -93,7 +93,7 @@ class TensorUpdater:
     def states(self, number: int) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         device = self._pieces[number][0].storage().device
-        numel = sum(member.cut.numel for member in self._pieces[number])
+        numel = sum(member.range.numel for member in self._pieces[number])
         for member, _ in self._parts(number, torch.empty(0)):
             for key in self._moments(member):
                 found.setdefault(key, torch.zeros(numel, device=device))
@@ -115,8 +115,8 @@ class TensorUpdater:
         """The members of a piece, each with its part of a flat tensor."""
         start = 0
         for member in self._pieces[number]:
-            yield member, values[start : start + member.cut.numel]
-            start += member.cut.numel
+            yield member, values[start : start + member.range.numel]
+            start += member.range.numel
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """This rank's parts of one parameter's moments, as views."""

@@ -19,13 +19,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.backwards import Passes
-from zerodrift.backends.carry import Gather, ReduceScatter
-from zerodrift.backends.cut import cut
 from zerodrift.backends.device_mesh import DTensorMesh
+from zerodrift.backends.dtensors import DTensorLayout, layout_of, local_part, require_neighbours
+from zerodrift.backends.fsdp_collectives import AllGather, ReduceScatter
 from zerodrift.backends.group import LiveGroup, Member
-from zerodrift.backends.spread import DTensorLayout, local_part, require_neighbours, spread_of
+from zerodrift.backends.shard_range import shard_range
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import place as placing
 from zerodrift.engine.place import ValueSources
 from zerodrift.errors import ModelError, Problems
@@ -36,7 +36,7 @@ from zerodrift.plan.table import Plan, Row
 Places = dict[str, tuple[tuple[nn.Module, str], ...]]
 """Row name -> where the parameter hangs."""
 
-Spreads = Mapping[str, DTensorLayout | None]
+Layouts = Mapping[str, DTensorLayout | None]
 """Row name -> how the parameter is a DTensor of the user's."""
 
 
@@ -57,7 +57,7 @@ def shard(
     model: nn.Module,
     live: Sequence[LiveGroup],
     comm: Collectives,
-    ground: DTensorMesh,
+    dtensor_mesh: DTensorMesh,
     passes: Passes,
     sources: ValueSources,
 ) -> list[Any]:
@@ -67,7 +67,7 @@ def shard(
     placing.tie(plan, model, parameters)
     require_neighbours(model, comm.mesh)
     places = _places(plan, model)
-    spreads = {row.name: spread_of(parameters[row.name]) for row in plan.rows}
+    spreads = {row.name: layout_of(parameters[row.name]) for row in plan.rows}
     whole = {row.name: parameters[row.name] for row in plan.rows}  # what no group has yet
     handles = []
     for group in sorted(live, key=_depth, reverse=True):
@@ -77,12 +77,12 @@ def shard(
         for row in rows:
             _hang(held[row.name], values[row.name], spreads[row.name], places[row.name])
         handles += group.watch(passes)
-        _apply(plan, group, whole.values(), ground)
+        _apply(plan, group, whole.values(), dtensor_mesh)
         handles += group.mark(passes)
         for name, parameter in held.items():
             if spreads[name] is None:
                 placing.let_go(parameter)
-    with together(comm):
+    with raise_on_all_ranks(comm):
         buffers = placing.read_buffers(plan, comm, sources)
     placing.place_buffers(plan, model, comm, buffers)
     for group in live:
@@ -176,9 +176,9 @@ def _fill(
     }
     read = [row for row in rows if row.name in sources.rows]
     if read:
-        with together(comm):
+        with raise_on_all_ranks(comm):
             for row in read:
-                mine = cut(row.shape, ranks, rank)
+                mine = shard_range(row.shape, ranks, rank)
                 out = mine.of(wholes[row.name].values)
                 if mine.numel:
                     sources.rows[row.name].fill(row.name, mine.start, out)
@@ -191,27 +191,27 @@ def _fill(
 def _hang(
     parameter: nn.Parameter,
     values: torch.Tensor,
-    spread: DTensorLayout | None,
+    layout: DTensorLayout | None,
     places: tuple[tuple[nn.Module, str], ...],
 ) -> None:
     """Give a parameter its values; one that is a DTensor makes room for another object."""
-    if spread is None:
+    if layout is None:
         placing.let_go(parameter)
         parameter.data = values
         return
-    other = nn.Parameter(spread.of(values), requires_grad=parameter.requires_grad)
+    other = nn.Parameter(layout.of(values), requires_grad=parameter.requires_grad)
     for module, attribute in places:
         module._parameters[attribute] = other
 
 
-def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], ground: DTensorMesh) -> None:
+def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], dtensor_mesh: DTensorMesh) -> None:
     """Call `fully_shard`, and set what has no place in its arguments. `others` are parameters of groups that
     are yet to come."""
     kind, keep = group.spec.kind, plan.policy.sharding.keep_gathered
     root = plan.units[group.spec.unit].name == ""
     made = fully_shard(
         group.modules if len(group.modules) > 1 else group.modules[0],
-        mesh=ground.shard,
+        mesh=dtensor_mesh.shard,
         reshard_after_forward=keep == "never" and not root,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=kind.compute.torch,
@@ -224,16 +224,16 @@ def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], ground:
     first = group.modules[0]
     first.set_gradient_divide_factor(1.0)
     first.set_force_sum_reduction_for_comms(True)
-    first.set_custom_all_gather(Gather(group.sends))  # type: ignore[arg-type]
+    first.set_custom_all_gather(AllGather(group.collectives))  # type: ignore[arg-type]
     if kind.update is not None:
-        carrier = ReduceScatter(group.sends, kind.update[2], plan.policy.averaging.before)
+        carrier = ReduceScatter(group.collectives, kind.update[2], plan.policy.averaging.before)
         first.set_custom_reduce_scatter(carrier)  # type: ignore[arg-type]
     hook = group.all_reduce_hook()
     if hook is not None:
         first.set_all_reduce_hook(hook)
 
 
-def _gather_once(plan: Plan, group: LiveGroup, places: Places, spreads: Spreads, comm: Collectives) -> None:
+def _gather_once(plan: Plan, group: LiveGroup, places: Places, layouts: Layouts, comm: Collectives) -> None:
     """The parameters of a group in both forms. Without it torch would make the gathered ones in the first
     forward, and a rank that skips a group would not have them when it is reduced."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
@@ -241,8 +241,12 @@ def _gather_once(plan: Plan, group: LiveGroup, places: Places, spreads: Spreads,
     sharded = [_hanging(places[row.name]) for row in rows]
     group.modules[0].unshard()
     for row, parameter in zip(rows, sharded, strict=True):
-        full, mine, spread = _hanging(places[row.name]), cut(row.shape, ranks, rank), spreads[row.name]
-        group.members.append(Member(row, mine, places[row.name], parameter, full, spread))
+        full, mine, layout = (
+            _hanging(places[row.name]),
+            shard_range(row.shape, ranks, rank),
+            layouts[row.name],
+        )
+        group.members.append(Member(row, mine, places[row.name], parameter, full, layout))
     group.name_dtypes()
     group.modules[0].reshard()
 

@@ -31,7 +31,7 @@ class DTensorShard:
         self._members = members
         trained = any(member.row.columns.update is not None for member in members)
         self._updater = updater if trained else None
-        self.numel = sum(member.cut.numel for member in members)
+        self.numel = sum(member.range.numel for member in members)
         """Elements; there is no padding."""
         self.held = tuple(_spans(members, 0, self.numel))
         """All that this rank holds."""
@@ -69,8 +69,8 @@ class DTensorShard:
     def set_weights(self, values: torch.Tensor) -> None:
         start = 0
         for member in self._members:
-            member.storage().copy_(values[start : start + member.cut.numel])
-            start += member.cut.numel
+            member.storage().copy_(values[start : start + member.range.numel])
+            start += member.range.numel
 
     def set_moment(self, key: str, values: torch.Tensor) -> None:
         if self._updater is None:
@@ -90,7 +90,7 @@ def _spans(members: Sequence[Member], low: int, high: int) -> Iterator[Span]:
     """What lies in `[low, high)` of the parts of all members, one after the other."""
     begin = 0
     for member in members:
-        first, last = max(begin, low), min(begin + member.cut.numel, high)
+        first, last = max(begin, low), min(begin + member.range.numel, high)
         if first < last:
-            yield Span(member.row, member.cut.start + first - begin, slice(first, last))
-        begin += member.cut.numel
+            yield Span(member.row, member.range.start + first - begin, slice(first, last))
+        begin += member.range.numel

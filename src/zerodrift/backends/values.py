@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zerodrift.backends.group import Member
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class TensorValues:
                     yield values
                 _require_unwritten(then, values)
                 return
-            with showing, together(self._engine.comm):
+            with showing, raise_on_all_ranks(self._engine.comm):
                 yield values
             for name, member in members.items():
                 self._take_over(member, shown[name])
@@ -101,7 +101,7 @@ class TensorValues:
         if member.sharded.grad is None:
             return torch.zeros(member.shape, device=member.storage().device)
         whole = member.whole(member.gradient().float(), self._engine.comm)
-        return whole * self._engine.course.unscale
+        return whole * self._engine.progress.unscale
 
     @torch.no_grad()
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class TensorValues:
                 got="none in this step",
                 do="Call it after `engine.backward` and before `engine.step`.",
             )
-        member.gradient().copy_(member.mine(value / self._engine.course.unscale))
+        member.gradient().copy_(member.mine(value / self._engine.progress.unscale))
 
     # --- moments ----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def train(
 ) -> None:
     """Train: data, model, plan, steps, checkpoints, a report, and the model at the end."""
     with streams.errors(debug):
-        from zerodrift.train.here import train as run
+        from zerodrift.train.start import train as run
 
         code = run(job, tuple(set_ or ()), nproc, debug)
     if code:

@@ -1,9 +1,9 @@
 """One rank's failure, told to ranks that wait for its messages.
 
 For work in which ranks wait for each other in an order of their own, as in the schedule of a pipeline: no
-collective can be agreed on in the middle of it (`together.py` is for the rest). The rank that fails writes
-what happened to the store that its group was built with, and cuts its connections. On every other rank a
-thread looks into the store now and then, and cuts the connections there, so that whatever waits, ends.
+collective can be agreed on in the middle of it (`shared_errors.py` is for the rest). The rank that fails
+writes what happened to the store that its group was built with, and cuts its connections. On every other rank
+a thread looks into the store now and then, and cuts the connections there, so that whatever waits, ends.
 
 Invariant: what happened is in the store before any connection is cut, so a rank whose wait ends with an
 error can say why; and a run in which nothing happens sends nothing.
@@ -54,7 +54,7 @@ class Alarm:
             raise RankError.relayed(self._said)
 
     @contextlib.contextmanager
-    def heeded(self) -> Iterator[None]:
+    def explain_failure(self) -> Iterator[None]:
         """What fails here because another rank has failed, says so."""
         try:
             yield
@@ -69,7 +69,7 @@ class Alarm:
     def raised(self, where: str, what: str) -> Iterator[None]:
         """The same, and what fails here by itself ends the other ranks; `what` is done here."""
         try:
-            with self.heeded():
+            with self.explain_failure():
                 yield
         except BaseException as error:
             if not self._heard():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from zerodrift.deepspeed import absent, accelerator, comm, ops, pipe, runtime, utils, zero
+from zerodrift.deepspeed import accelerator, comm, ops, pipe, runtime, unsupported, utils, zero
 from zerodrift.deepspeed.accelerator import get_accelerator
 from zerodrift.deepspeed.alias import activate
 from zerodrift.deepspeed.assemble import initialize
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

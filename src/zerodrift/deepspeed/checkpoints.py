@@ -3,7 +3,7 @@
 A folder has a folder per tag and a file `latest`, as with DeepSpeed; what is in a tag's folder loads on any
 number of ranks, at any stage. As in DeepSpeed the client state is rank 0's, and everybody gets it back; it
 is made of plain values, because loading a checkpoint runs no code that is in it. What DeepSpeed itself saved
-is loaded too, by way of `foreign.py`.
+is loaded too, by way of `imports.py`.
 
 Invariant: what `load` was told to leave alone is as it was before.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerodrift.comm.together import together
-from zerodrift.deepspeed.foreign import ImportedCheckpoint, as_ours, is_foreign
+from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.deepspeed.imports import ImportedCheckpoint, imported, saved_by_deepspeed
 from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import UnsupportedError
 from zerodrift.io.atomic import new_file
@@ -82,7 +82,7 @@ def save(
     state = {"client": client, "counts": counts}
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     engine.checkpoints_in(folder).save(tag, state, latest=latest, frozen=frozen)
-    with together(below.comm):
+    with raise_on_all_ranks(below.comm):
         if below.mesh.rank() == 0:
             _write_script(Path(folder) / "zero_to_fp32.py")
     return True
@@ -105,15 +105,15 @@ def load(
     lead = below.mesh.rank() == 0
     path = Path(folder)
     looked: list[tuple[bool, str]] = []
-    with together(below.comm):
+    with raise_on_all_ranks(below.comm):
         if lead:
             there = CheckpointFolder(path)
-            looked.append((is_foreign(path, tag), "" if tag is not None else there.latest()))
+            looked.append((saved_by_deepspeed(path, tag), "" if tag is not None else there.latest()))
             if tag is None and looked[0] == (False, "") and there.halves():
                 there.newest()  # which says what is missing
     theirs, named = below.comm.broadcast_object(looked[0] if lead else None, 0)
     if theirs:
-        with as_ours(below.comm, folder, tag, below.schedule) as found:
+        with imported(below.comm, folder, tag, below.schedule) as found:
             return _load_theirs(engine, found, wanted)
     if tag is None and not named:
         logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", os.fspath(folder))

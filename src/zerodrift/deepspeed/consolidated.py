@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.io.atomic import new_file
 from zerodrift.plan.table import Row
@@ -72,7 +72,7 @@ def save(engine: Engine, folder: str | os.PathLike[str], filename: str, without_
     """One file, written by rank 0; an error there is an error on every rank."""
     found = state_dict(engine, "", without_frozen, everywhere=False)
     path = Path(folder) / filename
-    with together(engine.comm):
+    with raise_on_all_ranks(engine.comm):
         if engine.mesh.rank() == 0:
             with new_file(path) as partial:
                 path.parent.mkdir(parents=True, exist_ok=True)

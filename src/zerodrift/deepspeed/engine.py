@@ -1,7 +1,7 @@
 """DeepSpeedEngine: DeepSpeed's methods on zerodrift's engine.
 
 It translates: counts as DeepSpeed counts, decides which micro-batch ends a step as DeepSpeed does, and hands
-everything else on. Getters are in `answers.py`, the loop over a batch in `batches.py`, files in
+everything else on. Getters are in `getters.py`, the loop over a batch in `batches.py`, files in
 `checkpoints.py`; a name that none of them has is looked for in the module, as in DeepSpeed, and then refused
 with what to use instead.
 
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.deepspeed import absent, batches, checkpoints, comm, consolidated
-from zerodrift.deepspeed.answers import ConfigGetters
+from zerodrift.deepspeed import batches, checkpoints, comm, consolidated, unsupported
+from zerodrift.deepspeed.getters import ConfigGetters
 from zerodrift.deepspeed.launch import local_rank
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
-from zerodrift.deepspeed.owner import adopt, unmark
+from zerodrift.deepspeed.parameters import mark_parameters, unmark
 from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader, make_loader
 from zerodrift.deepspeed.zero import external
 from zerodrift.deepspeed.zero.slices import release
@@ -48,7 +48,7 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module = engine.module
         self._engine = engine
-        self._answers = ConfigGetters(engine, written)
+        self._getters = ConfigGetters(engine, written)
         self._boundary: bool | None = None
         """What `set_gradient_accumulation_boundary` said; None where `micro_steps` decides."""
         self._inside_no_sync = False
@@ -71,7 +71,7 @@ class DeepSpeedEngine(nn.Module):
         self._micro_batch = engine.plan.policy.batch.micro
         for parameter in self.module.parameters():
             release(parameter)
-        adopt(engine)
+        mark_parameters(engine)
         external.check(engine)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._batches: Iterator[Any] | None = None
@@ -87,7 +87,7 @@ class DeepSpeedEngine(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """The getters, then the module's own attributes, as in DeepSpeed."""
-        found = self.__dict__.get("_answers")
+        found = self.__dict__.get("_getters")
         if found is not None and not name.startswith("_") and hasattr(found, name):
             return getattr(found, name)
         try:
@@ -97,9 +97,9 @@ class DeepSpeedEngine(nn.Module):
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
-        if name in absent.ENGINE:
-            raise absent.absent(f"engine.{name}", absent.ENGINE[name])
-        raise absent.unknown("engine", name, [*dir(type(self)), *dir(ConfigGetters)])
+        if name in unsupported.ENGINE:
+            raise unsupported.absent(f"engine.{name}", unsupported.ENGINE[name])
+        raise unsupported.unknown("engine", name, [*dir(type(self)), *dir(ConfigGetters)])
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class DeepSpeedEngine(nn.Module):
 
     def tell(self) -> None:
         """Tell the engine below. See [Note: boundary]."""
-        self._engine.course.boundary = self.is_gradient_accumulation_boundary()
+        self._engine.progress.boundary = self.is_gradient_accumulation_boundary()
 
     # --- the step ---------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class DeepSpeedEngine(nn.Module):
             (self._engine.mesh.rank("data"), self.dp_world_size),
             data_sampler,
             collate_fn or self.collate_fn,
-            self._answers.dataloader_drop_last(),
+            self._getters.dataloader_drop_last(),
             shuffle=route == "train",
         )
 
@@ -314,7 +314,7 @@ class DeepSpeedEngine(nn.Module):
         if train_batch_size < 1 or train_batch_size % per_round:
             must = f"must be a multiple of micro-batch x ranks, {per_round}"
             raise ValueError(str(Problem("train_batch_size", must, got=str(train_batch_size))))
-        self._engine.course.accumulation = train_batch_size // per_round
+        self._engine.progress.accumulation = train_batch_size // per_round
         self.tell()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -329,7 +329,7 @@ class DeepSpeedEngine(nn.Module):
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
-        self._engine.course.schedule = schedule
+        self._engine.progress.schedule = schedule
 
     def get_lr(self) -> list[Any]:
         return self._of_groups("lr")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from zerodrift.deepspeed.absent import absent
-from zerodrift.deepspeed.owner import gone
+from zerodrift.deepspeed.parameters import gone
+from zerodrift.deepspeed.unsupported import absent
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zerodrift.deepspeed.owner import owner_of, require_owner
+from zerodrift.deepspeed.parameters import engine_parameter, require_engine_parameter
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.errors import ModelError
@@ -26,42 +26,42 @@ Parameter = torch.nn.Parameter
 
 def safe_get_full_fp32_param(param: Parameter) -> torch.Tensor | None:
     """The master, in fp32. None for a parameter that no engine runs."""
-    if owner_of(param) is None:
+    if engine_parameter(param) is None:
         return None
-    engine, name = require_owner(param)
+    engine, name = require_engine_parameter(param)
     return engine.full_master(name)
 
 
 def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor) -> None:
     """Replace the master; the visible weight follows."""
-    engine, name = require_owner(param)
+    engine, name = require_engine_parameter(param)
     engine.set_full_master(name, value)
 
 
 def safe_get_full_grad(param: Parameter) -> torch.Tensor | None:
     """The gradient of this step so far. None for a parameter that no engine trains."""
-    if owner_of(param) is None or not param.requires_grad:
+    if engine_parameter(param) is None or not param.requires_grad:
         return None
-    engine, name = require_owner(param)
+    engine, name = require_engine_parameter(param)
     return engine.full_gradient(name)
 
 
 def safe_set_full_grad(param: Parameter, value: torch.Tensor) -> None:
     """Replace it; `value` is averaged and unscaled, as what `safe_get_full_grad` returns."""
-    engine, name = require_owner(param)
+    engine, name = require_engine_parameter(param)
     engine.set_full_gradient(name, value)
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A moment in fp32, by torch's name for it. None before the first step."""
-    if owner_of(param) is None:
+    if engine_parameter(param) is None:
         return None
-    engine, name = require_owner(param)
+    engine, name = require_engine_parameter(param)
     return engine.full_state(name).get(optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    engine, name = require_owner(param)
+    engine, name = require_engine_parameter(param)
     engine.set_full_state(name, optim_state_key, value)
 
 
@@ -94,7 +94,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
     else:
         engine.updater.set_master(segment.number, flat)
     segment.drop()
-    segment.spread().wait()
+    segment.sync_storage().wait()
     segment.changed()
 
 
@@ -107,7 +107,7 @@ def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
     if segment.reduced is None:
         empty = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
         return _mine(empty, segment, row)
-    return _mine(segment.reduced, segment, row).float() * engine.course.unscale
+    return _mine(segment.reduced, segment, row).float() * engine.progress.unscale
 
 
 def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
     engine.gradients.flush()
     if segment.update is None or segment.reduced is None:
         raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
-    _write(segment.reduced, segment, row, value / engine.course.unscale)
+    _write(segment.reduced, segment, row, value / engine.progress.unscale)
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -142,7 +142,7 @@ def safe_set_local_optimizer_state(param: Parameter, value: torch.Tensor, optim_
 
 
 def _place(param: Parameter) -> tuple[Engine, FlatSegment, Row]:
-    engine, name = require_owner(param)
+    engine, name = require_engine_parameter(param)
     row = engine.plan.row(name)
     if row is None:
         raise AssertionError(f"{name} has an owner and no row")

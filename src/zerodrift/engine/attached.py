@@ -25,8 +25,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from zerodrift.engine.absent import lose, lost
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.ungathered import lost_error, mark_lost
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.kernels.prints import BYTES
 from zerodrift.optim.update import Updater
@@ -158,7 +158,7 @@ class Gone:
 
     def require(self) -> None:
         for name in self.names[:1]:
-            raise lost(name)
+            raise lost_error(name)
 
     def __call__(self, module: nn.Module, *rest: Any) -> None:
         self.require()
@@ -235,7 +235,7 @@ class AttachedParameters:
         """Raise where a parameter has left its place, the model has others, or one was written that is shown
         for a moment only. Before a step, trained parameters must be trainable."""
         problems = Problems()
-        # A parameter that is not there would be asked for each of its attributes: see `absent.py`.
+        # A parameter that is not there would be asked for each of its attributes: see `ungathered.py`.
         with torch._C.DisableTorchFunctionSubclass():
             self._look(problems, stepping)
         problems.raise_as(ModelError)
@@ -377,7 +377,7 @@ class AttachedParameters:
             segment.part()
         held: dict[nn.Module, list[ParameterSlot]] = {}
         for place in self._places:
-            lose(place.parameter)
+            mark_lost(place.parameter)
             if not place.segment.is_full:
                 held.setdefault(place.module, []).append(place)
         for module, places in held.items():

@@ -2,7 +2,7 @@
 
 It owns the parts and decides nothing: what is gathered, cast, reduced and updated in which dtype is in the
 plan's rows, when each happens is in `unit.py` and `grads.py`, what is counted and how a step ends in
-`course.py`. A micro-batch is `engine(...)` and `engine.backward(loss)`; `engine.step()` ends it and, at the
+`progress.py`. A micro-batch is `engine(...)` and `engine.backward(loss)`; `engine.step()` ends it and, at the
 last one of a step, updates.
 
 Invariant: after an exception, in the model's forward or in a backward, the engine is as good as before. A
@@ -20,15 +20,14 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import compute, shards, statistics, steps
 from zerodrift.engine.attached import AttachedParameters, own, settle
-from zerodrift.engine.course import StepResult, TrainingProgress
+from zerodrift.engine.buffers import GradientBuffers
 from zerodrift.engine.grads import BackwardCallbacks, Gradients
-from zerodrift.engine.held import ScheduledUnits
 from zerodrift.engine.pins import pin, unpin
 from zerodrift.engine.place import ValueSources, place
-from zerodrift.engine.pools import GradientBuffers
+from zerodrift.engine.progress import StepResult, TrainingProgress
 from zerodrift.engine.scale import (
     Norm,
     Scaler,
@@ -39,13 +38,14 @@ from zerodrift.engine.scale import (
     parts_of,
     set_on_some,
 )
+from zerodrift.engine.scheduled import ScheduledUnits
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.traversal import Traversal
 from zerodrift.engine.unit import LiveUnit, guard, in_transform
+from zerodrift.engine.update_function import choose_update_function
 from zerodrift.engine.values import Values
-from zerodrift.engine.walk import Walk
-from zerodrift.engine.ways import way_of_updates
 from zerodrift.errors import RankError
-from zerodrift.experts.dispatch import spread_experts
+from zerodrift.experts.dispatch import distribute_experts
 from zerodrift.optim.update import Updater, make_updater
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
@@ -85,20 +85,20 @@ class Engine:
         with torch.no_grad():
             self.segments, self.units, masters = place(self.part, model, self.comm, self._pools, sources)
         alone = policy.pipeline is not None or not any(segment.gathers for segment in self.segments)
-        self._walk = Walk(self.units, None if alone else self.comm.all_gather_object)
-        self.gradients = Gradients(self._walk, policy.averaging.before)
+        self._traversal = Traversal(self.units, None if alone else self.comm.all_gather_object)
+        self.gradients = Gradients(self._traversal, policy.averaging.before)
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         """How forwards and backwards are entered."""
         self._handles: list[Any] = []
-        self.held: ScheduledUnits | None = None
-        """Set where a pipeline's schedule runs the parts of the model; see `held.py`."""
+        self.scheduled: ScheduledUnits | None = None
+        """Set where a pipeline's schedule runs the parts of the model; see `scheduled.py`."""
         if plan.policy.pipeline is None:
             self._handles += [handle for unit in self.units for handle in unit.attach(self.gradients)]
             self._handles += compute.attach(model, plan.boundaries)
         else:
-            self.held = ScheduledUnits(self.part, self.units, self.gradients)
+            self.scheduled = ScheduledUnits(self.part, self.units, self.gradients)
         self._handles += guard(model, self.segments)
-        self._handles += spread_experts(self.part, model, self.comm)
+        self._handles += distribute_experts(self.part, model, self.comm)
         self.attached = AttachedParameters(model, self.segments)
         self._handles += self.attached.attach()
         if plan.policy.mode is not Mode.FP32:
@@ -106,21 +106,21 @@ class Engine:
         self._trained = [segment for segment in self.segments if segment.update is not None]
         for segment in self.segments:
             segment.know()
-        way = way_of_updates(plan, self.comm)
+        update_slice = choose_update_function(plan, self.comm)
         self.updater: Updater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             owned = [segment.piece(masters.pop(segment.number)) for segment in self._trained]
-            self.updater = make_updater(self.part, owned, optimizer, originals, way=way)
+            self.updater = make_updater(self.part, owned, optimizer, originals, update_slice=update_slice)
         self.group_of = self._groups_of_all()
         """Row name -> its parameter group, of the rows that the optimizer was given, on every stage."""
         given = steps.schedule(plan, self.optimizer, schedule)
-        self.course = TrainingProgress(plan, self.updater, given, shows=mesh.rank() == 0)
+        self.progress = TrainingProgress(plan, self.updater, given, shows=mesh.rank() == 0)
         """Micro-batches and steps so far, the loss scale, the schedule."""
-        if self.held is None:
-            self._handles += self.course.watch(model)
+        if self.scheduled is None:
+            self._handles += self.progress.watch(model)
         own(self._handles)
-        self.gradients.watcher = BackwardCallbacks(
-            self.course.is_last, self._backward_ended, self._backward_failed
+        self.gradients.callbacks = BackwardCallbacks(
+            self.progress.is_last, self._backward_ended, self._backward_failed
         )
 
     def _groups_of_all(self) -> Mapping[str, int]:
@@ -152,14 +152,14 @@ class Engine:
         to know; the step asks again."""
         if not torch.is_grad_enabled() or in_transform():
             return
-        first = self.course.micro_batches == 0 and self.mesh.device.type == "cpu"
+        first = self.progress.micro_batches == 0 and self.mesh.device.type == "cpu"
         for segment in self._trained:
             if segment.apart and (first or segment.moved):
                 settle(segment, self.updater)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on: multiplied by the loss scale where there is one."""
-        return self.course.scale(loss)
+        return self.progress.scale(loss)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
@@ -177,10 +177,10 @@ class Engine:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside are not the last of their step: what is reduced once per step waits."""
-        return self.course.no_sync()
+        return self.progress.no_sync()
 
     def _backward_ended(self) -> None:
-        if not self.course.end_backward():
+        if not self.progress.end_backward():
             self.zero_grad()
             raise steps.unscaled(self.plan)
 
@@ -194,21 +194,21 @@ class Engine:
         self.gradients.abort()
         for unit in self.units:
             unit.forget()
-        self.course.unwind()
+        self.progress.unwind()
 
     def require_open(self) -> None:
         """Raise if it was destroyed."""
-        self.course.require_open()
+        self.progress.require_open()
 
     def _require_whole(self, what: str) -> None:
-        if self.held is not None:
+        if self.scheduled is not None:
             raise steps.is_driven(what)
 
-    # Of a pipeline, whose schedule runs micro-batches in an order of its own; see `held.py`.
+    # Of a pipeline, whose schedule runs micro-batches in an order of its own; see `scheduled.py`.
 
     def end_step(self, micro_batches: int) -> StepResult:
         """All micro-batches of a step have ended: update."""
-        self.course.end_backwards(micro_batches)
+        self.progress.end_backwards(micro_batches)
         return self.step()
 
     def abandon_step(self) -> None:
@@ -221,15 +221,15 @@ class Engine:
         self, error_if_nonfinite: bool = False, schedule_arguments: Mapping[str, Any] | None = None
     ) -> StepResult:
         """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
-        before = self.course.now()
+        before = self.progress.now()
         self.attached.require_closed("step")
         self.attached.check(stepping=True)
         taken = self.gradients.hide()
         if taken:
             raise steps.taken_away(taken)
-        if self.course.micro_batches == 0:
+        if self.progress.micro_batches == 0:
             self._end_unseen()
-        if not self.course.begin_step():
+        if not self.progress.begin_step():
             return before
         with torch.no_grad():
             norm = self._norm()
@@ -237,9 +237,9 @@ class Engine:
                 self._settle()
             bad = [] if norm.finite else bad_parameters(parts_of(self._trained), self.comm)
             if norm.finite:
-                self._update(self.course.multiplier(norm))
+                self._update(self.progress.multiplier(norm))
         self.zero_grad()
-        return self.course.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
+        return self.progress.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
 
     def _end_unseen(self) -> None:
         """A backward that nobody was told of ends here, on all ranks or on none."""
@@ -254,22 +254,24 @@ class Engine:
         Gradients that were set by hand are reduced when the ranks know that all have them, which travels with
         a norm of what else there is. Over replicas it does not, and is taken for granted.
         """
-        alone = self.mesh.size("replicate") == 1 and self.held is None
-        strays = self.gradients.strays if alone else []
-        self.gradients.flush(without=strays)
+        alone = self.mesh.size("replicate") == 1 and self.scheduled is None
+        unreduced = self.gradients.unreduced if alone else []
+        self.gradients.flush(without=unreduced)
         if self.mesh.size("replicate") > 1:
             self.gradients.sum_over_replicas()
-        if self.held is not None:
-            self.held.sum_over_ends(self.comm)
-        norm = self._norm_of_reduced([UnreducedSegment(segment.number, segment.loose) for segment in strays])
-        if not strays:
+        if self.scheduled is not None:
+            self.scheduled.sum_over_ends(self.comm)
+        norm = self._norm_of_reduced(
+            [UnreducedSegment(segment.number, segment.loose) for segment in unreduced]
+        )
+        if not unreduced:
             return norm
-        self.gradients.reduce(strays)
+        self.gradients.reduce(unreduced)
         return self._norm_of_reduced()
 
     def _settle(self) -> None:
         """What was written outside of the engine becomes the masters', or is an error on every rank."""
-        with together(self.comm):
+        with raise_on_all_ranks(self.comm):
             for segment in self.segments:
                 settle(segment, self.updater)
 
@@ -288,9 +290,9 @@ class Engine:
         shown = self._shown()
         counted = [segment for segment in self._trained if segment.spec.lead]
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
-        order, self._walk.checksum = self._walk.checksum, 0
-        dropped = self.course.dropped
-        return global_norm(gradients, self.comm, self.course.unscale, order, strays, dropped, shown)
+        order, self._traversal.checksum = self._traversal.checksum, 0
+        dropped = self.progress.dropped
+        return global_norm(gradients, self.comm, self.progress.unscale, order, strays, dropped, shown)
 
     def _update(self, multiplier: float) -> None:
         if self.updater is None:
@@ -306,7 +308,7 @@ class Engine:
         for segment in self._trained:
             if segment.number in gradients:
                 segment.give_back(gradients[segment.number])
-        handles = [segment.spread() for segment in self._trained if segment.number in gradients]
+        handles = [segment.sync_storage() for segment in self._trained if segment.number in gradients]
         for handle in handles:
             handle.wait()
         for segment in self._trained:
@@ -318,48 +320,48 @@ class Engine:
         self.gradients.drop()
         self._pools.end_step()
         self.comm.release()
-        self.course.restart()
+        self.progress.restart()
 
     # --- where it is ------------------------------------------------------------------------------------
 
     @property
     def global_steps(self) -> int:
         """Optimizer steps taken, skipped ones not counted."""
-        return self.course.global_steps
+        return self.progress.global_steps
 
     @property
     def skipped_steps(self) -> int:
-        return self.course.skipped_steps
+        return self.progress.skipped_steps
 
     @property
     def grad_norm(self) -> float | None:
         """Of the last complete step, before clipping."""
-        return self.course.grad_norm
+        return self.progress.grad_norm
 
     @property
     def micro_batches(self) -> int:
         """Of the step under way, so far; 0 between steps."""
-        return self.course.micro_batches
+        return self.progress.micro_batches
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per step."""
-        return self.course.accumulation
+        return self.progress.accumulation
 
     @property
     def is_boundary(self) -> bool:
         """Whether `step` would update now."""
-        return self.course.is_boundary
+        return self.progress.is_boundary
 
     @property
     def scaler(self) -> Scaler:
         """The loss scale."""
-        return self.course.scaler
+        return self.progress.scaler
 
     @property
     def schedule(self) -> Any:
         """What sets the learning rates; None without one."""
-        return self.course.schedule
+        return self.progress.schedule
 
     # --- modes, schedules, the end ----------------------------------------------------------------------
 
@@ -386,9 +388,9 @@ class Engine:
         """What this rank owns: for `Shards`."""
         return shards.pieces(self)
 
-    def spread(self) -> None:
+    def sync_storage(self) -> None:
         """After pieces were filled: for `Shards`."""
-        shards.spread(self)
+        shards.sync_storage(self)
 
     def explain(self, name: str) -> Explanation:
         """Every column of a parameter, with its reason."""
@@ -433,10 +435,10 @@ class Engine:
         """Take the hooks off and leave the process groups. The module keeps what it holds, which of sharded
         parameters is nothing, and it says so; inside `gathered()` it keeps full values, and is a plain one.
         Waits for what goes on beside training, unless an exception is on its way through this rank."""
-        if self.course.closed:
+        if self.progress.closed:
             return
         try:
-            self.course.part()
+            self.progress.finish_background()
         finally:
             self._leave()
 
@@ -444,12 +446,12 @@ class Engine:
         with contextlib.suppress(RankError):  # was raised where it was waited for
             self._recover()
         self.zero_grad()
-        self.course.closed = True
+        self.progress.closed = True
         for handle in self._handles:
             handle.remove()
         for unit in self.units:
             unit.detach()
         self.attached.leave()
         unpin(self.segments)
-        self.gradients.watcher = None
+        self.gradients.callbacks = None
         self.mesh.stop()

@@ -23,11 +23,11 @@ from typing import Protocol
 import torch
 
 from zerodrift.comm.collectives import Handle
-from zerodrift.engine.call import at_the_end
+from zerodrift.engine.forward_inputs import at_the_end
 from zerodrift.engine.ledger import Ledger
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.traversal import Traversal
 from zerodrift.engine.unit import LiveUnit, current_backward
-from zerodrift.engine.walk import Walk
 from zerodrift.errors import RankError
 from zerodrift.plan.cost import REDUCTIONS
 from zerodrift.plan.schedule import reduce_order
@@ -71,9 +71,9 @@ class BackwardCallbacks:
 class Gradients:
     """The gradients of all units through one optimizer step."""
 
-    def __init__(self, walk: Walk, before: float) -> None:
-        units = walk.units
-        self._walk = walk
+    def __init__(self, traversal: Traversal, before: float) -> None:
+        units = traversal.units
+        self._traversal = traversal
         self._units = units
         by_name = {unit.spec.name: unit for unit in units}
         order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in units])]
@@ -96,7 +96,7 @@ class Gradients:
         self._next = 0
         """How many of `_trained` have been reduced in this backward."""
         self._sending: list[_Sending] = []
-        self.watcher: BackwardCallbacks | None = None
+        self.callbacks: BackwardCallbacks | None = None
         self.ledger: Ledger | None = None
         self._late: LateGradients | None = None
         self._shows = False
@@ -125,9 +125,9 @@ class Gradients:
     def forward_begins(self) -> None:
         if self._shows and torch.is_grad_enabled():
             self.hide()
-        if self._running and self.watcher is not None:
+        if self._running and self.callbacks is not None:
             # autograd drops its callbacks when a backward raises, so only the next forward tells.
-            self.watcher.failed()
+            self.callbacks.failed()
 
     @contextlib.contextmanager
     def micro_batch(self, loss: torch.Tensor) -> Iterator[None]:
@@ -151,8 +151,8 @@ class Gradients:
     def _start(self) -> None:
         self.hide()
         self._running, self.counts, self._task, self._reached = True, False, -1, frozenset()
-        self._walk.turn()
-        self._last = self.watcher is None or self.watcher.is_last()
+        self._traversal.turn()
+        self._last = self.callbacks is None or self.callbacks.is_last()
         self._ready.clear()
         self._next = 0
         self._uses = [unit.uses for unit in self._units]
@@ -165,7 +165,7 @@ class Gradients:
         self.counts = self._told or bool(reached)
         if self.counts:
             self._reached = reached
-            self._walk.reaches(reached)
+            self._traversal.reaches(reached)
 
     def over(self, unit: LiveUnit) -> None:
         if not self.counts:
@@ -195,8 +195,8 @@ class Gradients:
             self.ledger.next_micro_batch()
         if self._late is None and self.ledger is None:
             self._show()
-        if self.watcher is not None:
-            self.watcher.ended()
+        if self.callbacks is not None:
+            self.callbacks.ended()
 
     def _show(self) -> None:
         self._shows = True
@@ -212,7 +212,7 @@ class Gradients:
         return next(filter(None, [segment.hide_collected() for segment in self._segments()]), "")
 
     def _reduce_rest(self) -> None:
-        self._walk.end(self)
+        self._traversal.end(self)
         for unit in self._trained[self._next :]:
             self._reduce(unit)
         self._finish(0)
@@ -273,7 +273,7 @@ class Gradients:
     # --- the step -------------------------------------------------------------------------------------
 
     @property
-    def strays(self) -> list[FlatSegment]:
+    def unreduced(self) -> list[FlatSegment]:
         """Segments with gradients that were put there since the last backward, and that others of the axis
         may have none for."""
         if self._late is not None:

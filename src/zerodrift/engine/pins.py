@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.engine.absent import become, kind_of
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.ungathered import gathered_class, set_gathered_class
 from zerodrift.policy.nouns import Output
 
 PRODUCTS = frozenset((
@@ -57,15 +57,15 @@ def pin(segments: Iterable[FlatSegment]) -> None:
     for segment in segments:
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.columns.pinned and parameter.is_floating_point():
-                become(parameter, _class_for(row.name, row.columns.output))
+                set_gathered_class(parameter, _class_for(row.name, row.columns.output))
 
 
 def unpin(segments: Iterable[FlatSegment]) -> None:
     """Make them plain parameters again."""
     for segment in segments:
         for parameter in segment.parameters:
-            if issubclass(kind_of(parameter), Pinned):
-                become(parameter, nn.Parameter)
+            if issubclass(gathered_class(parameter), Pinned):
+                set_gathered_class(parameter, nn.Parameter)
 
 
 class Pinned(nn.Parameter):

@@ -24,15 +24,15 @@ import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.attached import left_by_others
-from zerodrift.engine.pools import GradientBuffers
+from zerodrift.engine.buffers import GradientBuffers
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model import recipe
-from zerodrift.model.spread import is_spread
+from zerodrift.model.dtensors import is_dtensor
 from zerodrift.optim.split import split
 from zerodrift.plan.layout import round_up
 from zerodrift.plan.table import Plan, Row
@@ -80,30 +80,32 @@ def place(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     check(plan, model, parameters, sources)
     tie(plan, model, parameters)
-    segments, rests = [], []
+    segments, fillers = [], []
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
         segment = FlatSegment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
-        rest = SegmentFiller(segment)
+        filler = SegmentFiller(segment)
         pairs = list(zip(rows, held, strict=True))
-        _give_all([pair for pair in pairs if pair[0].name not in sources.rows], rest, comm)
+        _give_all([pair for pair in pairs if pair[0].name not in sources.rows], filler, comm)
         for parameter in held:
             let_go(parameter)
         segment.adopt()
         segments.append(segment)
-        rests.append(rest)
-    with together(comm):  # see [Note: filling]
-        for rest in rests:
-            for row in rest.segment.rows:
+        fillers.append(filler)
+    with raise_on_all_ranks(comm):  # see [Note: filling]
+        for filler in fillers:
+            for row in filler.segment.rows:
                 if row.name in sources.rows:
-                    rest.fill(row, sources.rows[row.name])
+                    filler.fill(row, sources.rows[row.name])
         buffers = read_buffers(plan, comm, sources)
-    for rest in rests:
-        if any(row.name in sources.rows for row in rest.segment.rows):
-            rest.exchange(comm)
+    for filler in fillers:
+        if any(row.name in sources.rows for row in filler.segment.rows):
+            filler.exchange(comm)
     place_buffers(plan, model, comm, buffers)
-    masters = {rest.segment.number: rest.initial() for rest in rests if rest.segment.update is not None}
+    masters = {
+        filler.segment.number: filler.initial() for filler in fillers if filler.segment.update is not None
+    }
     return segments, _units(plan, model, segments), masters
 
 
@@ -120,7 +122,7 @@ def check(
         if parameter is None:
             must = "must be a parameter of the model, as planned"
             problems.add(row.name, must, got="no such parameter", do=_PLAN)
-        elif is_spread(parameter):
+        elif is_dtensor(parameter):
             problems.add(
                 row.name, "must be a plain tensor on the native backend", got="a DTensor", do=_SPREAD
             )

@@ -128,7 +128,7 @@ def global_norm(
     comm: Collectives,
     unscale: float,
     order: int = 0,
-    strays: Sequence[UnreducedSegment] = (),
+    unreduced: Sequence[UnreducedSegment] = (),
     dropped: int = 0,
     shown: VisibleWeights | None = None,
 ) -> Norm:
@@ -142,8 +142,8 @@ def global_norm(
     differs, ranks train different models. All are a RankError, on all ranks.
     """
     # Below 2^40, so that a sum over ranks stays far below 2^63.
-    numbers = [stray.segment for stray in strays]
-    done = order + (zlib.crc32(str((numbers, dropped)).encode()) if strays or dropped else 0)
+    numbers = [segment.segment for segment in unreduced]
+    done = order + (zlib.crc32(str((numbers, dropped)).encode()) if unreduced or dropped else 0)
     done %= 1 << 40
     summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
     places = summed[:-3]
@@ -163,7 +163,7 @@ def global_norm(
         summed = comm.all_reduce_sum(summed, "pipeline", "the norm")
     written, weights, differ = comm.read(summed)[-3:]
     if differ:
-        raise _different(strays, dropped, comm)
+        raise _different(unreduced, dropped, comm)
     if weights:
         raise RankError(
             "engine.module",
@@ -177,9 +177,9 @@ def global_norm(
     return Norm(math.sqrt(squares.total(summed[:-3])) * unscale, bool(written))
 
 
-def _different(strays: Sequence[UnreducedSegment], dropped: int, comm: Collectives) -> RankError:
+def _different(unreduced: Sequence[UnreducedSegment], dropped: int, comm: Collectives) -> RankError:
     """What ranks do not agree on; that they do not, all of them know."""
-    found = [(comm.mesh.rank(), dropped, strays)]
+    found = [(comm.mesh.rank(), dropped, unreduced)]
     for axis in AXES:
         found = [entry for rank in comm.all_gather_object(found, axis) for entry in rank]
     if len({count for _, count, _ in found}) > 1:
@@ -193,7 +193,7 @@ def _different(strays: Sequence[UnreducedSegment], dropped: int, comm: Collectiv
                 "it, or multiply its loss by 0 and call `backward`."
             ),
         )
-    held = [{stray.segment: stray.name for stray in entry} for _, _, entry in found]
+    held = [{segment.segment: segment.name for segment in entry} for _, _, entry in found]
     some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]
     if some:
         return set_on_some(some[0])

@@ -12,7 +12,7 @@ values, and the segment takes another at the next gather. Autograd has none: `sa
 What that does not find is safe too: a graph holds a view, or a parameter itself, which then stays full until
 the graph goes or storage changes.
 While a buffer is not there, a parameter is one NaN expanded to its shape, of a class that names it when it is
-read or written; see `absent.py`.
+read or written; see `ungathered.py`.
 
 [Note: writing] Between steps a parameter that rests whole is there to be written to, through itself (which
 moves its version counter) or through `.data` (which does not). Where storage is the master a write is the new
@@ -29,7 +29,7 @@ is over, which costs less than a buffer of zeros to add to; from then on `param.
 of the buffer, so autograd adds in place, and so does whoever writes `param.grad` late. A gradient that was
 put elsewhere (the user cleared or replaced `param.grad`) is folded in at the next collection: nothing that
 reaches `param.grad` is lost. Between a backward and the step, what was collected is shown there without its
-values; see `absent.py`.
+values; see `ungathered.py`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
-from zerodrift.engine.absent import CollectedGradient, absence, come, leave
-from zerodrift.engine.pools import GradientBuffers
+from zerodrift.engine.buffers import GradientBuffers
+from zerodrift.engine.ungathered import CollectedGradient, mark_gathered, mark_ungathered, ungathered_class
 from zerodrift.kernels.prints import BYTES, prints
 from zerodrift.optim.split import round_away
 from zerodrift.optim.update import Owned
@@ -183,16 +183,16 @@ class FlatSegment:
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            come(parameter)
+            mark_gathered(parameter)
             parameter.data = tensor
 
     def _hide(self) -> None:
         self._show(self.stubs)
         if not self._absences:
             pairs = zip(self.parameters, self.rows, strict=True)
-            self._absences = [absence(row.name) for parameter, row in pairs]
+            self._absences = [ungathered_class(row.name) for parameter, row in pairs]
         for parameter, kind in zip(self.parameters, self._absences, strict=True):
-            leave(parameter, kind)
+            mark_ungathered(parameter, kind)
 
     @property
     def shown(self) -> list[torch.Tensor]:
@@ -546,7 +546,7 @@ class FlatSegment:
         rows = tuple(self.rows)
         return Owned(self.number, self.spec, rows, self.owned, initial, start, self._part)
 
-    def spread(self) -> Handle:
+    def sync_storage(self) -> Handle:
         """After the update: storage that is whole gets the other ranks' slices."""
         if self.update is None or self.ranks == 1 or self.sharded or not self.update.axis:
             return Handle()

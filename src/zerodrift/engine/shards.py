@@ -2,10 +2,10 @@
 
 For whoever moves a model out of an engine or into it without a full tensor anywhere: checkpoints, export,
 streaming load. Reading and filling are local to a rank and go one segment at a time, so what is held beside
-the engine is one segment's values. `spread` is the one collective call, after everything has been filled.
+the engine is one segment's values. `sync_storage` is the one collective call, once everything is filled.
 
 Invariant: over all ranks the parts that are read are every element of the model, each exactly once; and
-after `spread` what is visible is the masters that were filled, rounded once.
+after `sync_storage` what is visible is the masters that were filled, rounded once.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class FlatShard:
 
     @torch.no_grad()
     def set_weights(self, values: torch.Tensor) -> None:
-        """Master and owned storage become `values`, `[numel]`. Other ranks see them after `Shards.spread`."""
+        """Master and owned storage become `values`, `[numel]`. Others see it after `Shards.sync_storage`."""
         if self._updater is None:
             self._storage.copy_(values)
         else:
@@ -160,8 +160,8 @@ class Sharded(Protocol):
     def pieces(self) -> Iterator[SegmentShard]:
         """One per segment, in the order of the plan."""
 
-    def spread(self) -> None:
-        """See `Shards.spread`."""
+    def sync_storage(self) -> None:
+        """See `Shards.sync_storage`."""
 
 
 class Shards:
@@ -195,10 +195,10 @@ class Shards:
                 for key, flat in piece.moments().items():
                     yield from ((key, span.part(flat)) for span in piece.share)
 
-    def spread(self) -> None:
+    def sync_storage(self) -> None:
         """After filling, on every rank alike: storage that is whole gets the other ranks' slices, and what
         was gathered from older values is given up."""
-        self._engine.spread()
+        self._engine.sync_storage()
 
 
 def pieces(engine: Engine) -> Iterator[FlatShard]:
@@ -207,13 +207,13 @@ def pieces(engine: Engine) -> Iterator[FlatShard]:
         yield FlatShard(segment, engine.updater, _copy(segment, engine.mesh))
 
 
-def spread(engine: Engine) -> None:
-    """`Shards.spread` of a native engine."""
+def sync_storage(engine: Engine) -> None:
+    """`Shards.sync_storage` of a native engine."""
     engine.attached.require_closed("load")
     for unit in engine.units:
         unit.drop()
     for segment in engine.segments:
-        segment.spread().wait()
+        segment.sync_storage().wait()
         segment.changed()
         segment.renew()
 

@@ -7,7 +7,7 @@ tensors do all of it, so a user's own loop, `generate`, or a call of a unit work
 Invariant: hooks never change a value, nor which tensors and containers a module gets and returns. They only
 say when: a unit that is released early is gathered again where autograd asks for what it saved (`saved.py`),
 and a gradient that comes after its unit was reduced is reduced at the end of the backward. Which collectives
-this leads to is for `walk.py` to say of gathers and for `grads.py` of reductions.
+this leads to is for `traversal.py` to say of gathers and for `grads.py` of reductions.
 
 [Note: end of a backward] A unit's backward is over when a gradient is about to reach what came before its
 forward. Of the inputs, the newest tells: autograd runs what is newer first, so by then all that the unit
@@ -44,10 +44,10 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerodrift.engine import saved
-from zerodrift.engine.call import BEFORE_ALL, ForwardInputs
+from zerodrift.engine.forward_inputs import BEFORE_ALL, ForwardInputs
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.walk import Backward, Walk, will_be_recomputed
+from zerodrift.engine.traversal import Backward, Traversal, will_be_recomputed
 from zerodrift.errors import ModelError
 from zerodrift.plan.table import Unit
 
@@ -94,7 +94,7 @@ class LiveUnit:
         """Forwards whose backward is still to come."""
         self.recomputed = False
         """Whether its last forward in training was under activation checkpointing."""
-        self.walk: Walk
+        self.traversal: Traversal
         """Set by the walk that goes through it."""
         self._calls: list[ForwardInputs] = []
         """Forwards under way, the innermost last."""
@@ -113,7 +113,7 @@ class LiveUnit:
     def start_gather(self) -> None:
         # A list, because every segment is to start, whatever the first one says.
         if any([segment.start_gather() for segment in self.segments]):
-            self.walk.gathered(self)
+            self.traversal.gathered(self)
 
     def gather(self) -> None:
         """Full when this returns."""
@@ -186,13 +186,13 @@ class LiveUnit:
                 return  # see [Note: transforms]
             if in_backward():
                 backward.begin()
-                self.walk.recompute(self, backward)
+                self.traversal.recompute(self, backward)
                 self._open_gradients(backward)
             else:
                 backward.forward_begins()
                 if self.is_root:
-                    self.walk.enter(torch.is_grad_enabled())
-                self.walk.forward(self)
+                    self.traversal.enter(torch.is_grad_enabled())
+                self.traversal.forward(self)
             self._calls.append(ForwardInputs.of(args, kwargs))
             discarded = in_backward() and will_be_recomputed()  # see [Note: recomputation]
             if torch.is_grad_enabled() and not discarded:
@@ -207,7 +207,7 @@ class LiveUnit:
                 return
             call = self._calls[-1]
             if self.is_root:
-                self.walk.leave()
+                self.traversal.leave()
             _refuse_unfinished(self.spec.name, output)
             if not torch.is_grad_enabled():
                 self.release()
@@ -269,9 +269,9 @@ class LiveUnit:
     def _backward_begins(self, backward: Backward, nobody_tells: bool = False) -> None:
         if in_backward():
             backward.begin()
-            self.walk.backward(self, backward)
+            self.traversal.backward(self, backward)
             if nobody_tells:
-                self.walk.ends_with_the_next(self)
+                self.traversal.ends_with_the_next(self)
             self._open_gradients(backward)
         else:
             self.gather()  # somebody looks at what a node has saved
@@ -283,7 +283,7 @@ class LiveUnit:
     def backward_is_over(self, backward: Backward) -> None:
         """A gradient is about to go on from the input of one of its forwards."""
         backward.begin()
-        if not self.walk.is_over(self, backward):
+        if not self.traversal.is_over(self, backward):
             return
         self.uses = max(0, self.uses - 1)
         if self.uses == 0:

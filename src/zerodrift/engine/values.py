@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.attached import settle
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
@@ -85,7 +85,7 @@ class Values:
         before = [] if outermost else [(segment, segment.full.clone()) for segment in segments]
         attached.open(segments, rows)
         try:
-            with together(self._engine.comm, "data"):
+            with raise_on_all_ranks(self._engine.comm, "data"):
                 yield
         except BaseException:
             attached.put_back(segments)
@@ -139,7 +139,7 @@ class Values:
         With `cure`, what cannot be told apart is taken as it stands: somebody is about to say what holds."""
         found = [segment for segment in segments if segment.apart]
         if found:
-            with together(self._engine.comm, "data"):
+            with raise_on_all_ranks(self._engine.comm, "data"):
                 for segment in found:
                     settle(segment, self._engine.updater, cure=cure)
 
@@ -178,7 +178,7 @@ class Values:
                 segment.changed()
                 return
             updater.set_master(segment.number, segment.owned_of(whole))
-        segment.spread().wait()
+        segment.sync_storage().wait()
         segment.changed()
 
     # --- gradients --------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Values:
             return torch.zeros(row.whole_shape, device=segment.storage.device)
         whole = segment.whole_gradient()
         summed = segment.over_replicas(whole, self._engine.gradients.before)
-        found = segment.view(summed, row).float() * self._engine.course.unscale
+        found = segment.view(summed, row).float() * self._engine.progress.unscale
         segment.give_back(whole)
         return self._all_of(row, found)
 
@@ -206,7 +206,7 @@ class Values:
             )
         whole = segment.whole_gradient()
         with torch.no_grad():
-            part = self._part_of(segment, row, value) / self._engine.course.unscale
+            part = self._part_of(segment, row, value) / self._engine.progress.unscale
             mesh = self._engine.mesh
             if mesh.size("replicate") > 1:
                 # The step has yet to sum over replicas, and to divide before it where no reduction did.

@@ -33,7 +33,7 @@ COUNT = "num_experts"
 """Attribute in which a module may count its experts; becomes the count of this rank's own."""
 
 
-def spread_experts(plan: Plan, model: nn.Module, comm: Collectives) -> list[ExchangeHandle]:
+def distribute_experts(plan: Plan, model: nn.Module, comm: Collectives) -> list[ExchangeHandle]:
     """Run every module that the plan divides over ranks through an exchange; returns the handles."""
     counts: dict[str, int] = {}
     for row in plan.rows:

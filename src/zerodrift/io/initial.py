@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.place import ValueSource, ValueSources
 from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.io.safetensors.matching import Strict, dtypes, expected
 from zerodrift.io.safetensors.weights import LoadedWeights, SafetensorsWeights
 from zerodrift.model import recipe
 from zerodrift.model.document import listed
+from zerodrift.model.dtensors import is_dtensor
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
-from zerodrift.model.spread import is_spread
 from zerodrift.plan.table import Plan
 
 TODO = (
@@ -51,7 +51,7 @@ class InitialValues:
     ) -> InitialValues:
         """Look at the model, and at the headers of the files. A call of all ranks."""
         found: list[InitialValues] = []
-        with together(comm):
+        with raise_on_all_ranks(comm):
             spec, files = describe(model), None
             if weights is not None:
                 _require_plain(model)
@@ -80,7 +80,7 @@ class InitialValues:
         buffers: dict[str, ValueSource] = {}
         if files is not None:
             buffers = {row.name: files for row in plan.buffers if files.holds(row.name)}
-        with together(self.comm):
+        with raise_on_all_ranks(self.comm):
             _require(bare, [n for n, b in self.model.named_buffers() if b.is_meta and n not in buffers])
         told = self.comm.all_gather_object((torch.initial_seed(), _fingerprint(rows, bare)))
         if len({fingerprint for _, fingerprint in told}) > 1:
@@ -100,7 +100,7 @@ class InitialValues:
 
 
 def _require_plain(model: nn.Module) -> None:
-    spread = [name for name, parameter in model.named_parameters() if is_spread(parameter)]
+    spread = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
     if spread:
         raise ModelError(
             "weights",

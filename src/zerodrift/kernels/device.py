@@ -1,8 +1,9 @@
 """Launches the Triton programs on a device's tensors, where Triton is there and works.
 
 Triton is optional: torch's CUDA builds bring it, its CPU builds do not. Where it is missing or cannot run a
-first small program, `obstacle` says why, and every caller has a plain PyTorch path. `engine/ways.py` asks it
-for all ranks at once; `works`, for a slice alone, is false after one notice.
+first small program, `obstacle` says why, and every caller has a plain PyTorch path.
+`engine/update_function.py` asks it for all ranks at once; `works`, for a slice alone, is false after one
+notice.
 
 Invariant: a program is launched without contraction beyond what is written in it, on the device that holds
 its tensors.

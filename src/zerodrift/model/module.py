@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.document import listed
+from zerodrift.model.dtensors import local_shape
 from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
-from zerodrift.model.spread import local_shape
 
 if TYPE_CHECKING:
     import torch

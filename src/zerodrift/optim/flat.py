@@ -28,7 +28,7 @@ from zerodrift.optim.reference import UpdateStep
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, rooms
-from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
+from zerodrift.optim.update import Counters, Owned, Written, no_callback, scheme_of
 from zerodrift.optim.updates import Hyper, Root
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, SGD, Algorithm, meant
 from zerodrift.plan.table import Plan
@@ -63,10 +63,10 @@ class FlatUpdater:
         root: Root,
         groups: torch.optim.Optimizer,
         group_of: Mapping[str, int],
-        way: UpdateFunction = update,
+        update_slice: UpdateFunction = update,
     ) -> None:
         self.groups = groups
-        self._way = way
+        self._update_slice = update_slice
         # A step of the optimizer's own would find no gradient and do nothing, without a word.
         groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
         self.group_of = group_of
@@ -102,11 +102,13 @@ class FlatUpdater:
 
     @torch.no_grad()
     def update(
-        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
         step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number, gradient in gradients.items():
-            self._way(self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number))
+            self._update_slice(
+                self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number)
+            )
             written(number)
         self._steps += 1
         # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.13 to 2.15).
@@ -231,14 +233,14 @@ TORCH_DECAY = 0.01
 
 
 def from_recipe(
-    plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, way: UpdateFunction = update
+    plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, update_slice: UpdateFunction = update
 ) -> FlatUpdater:
     """The optimizer that a config's `optimizer` block means."""
     algorithm, defaults = arguments(recipe)
     # One stand-in parameter: groups exist for their numbers, the values are in the pieces.
     groups = Groups([nn.Parameter(torch.zeros(0))], defaults)
     everything = {row.name: 0 for piece in owned for row in piece.rows}
-    return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything, way)
+    return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything, update_slice)
 
 
 def arguments(recipe: ComponentSpec) -> tuple[Algorithm, dict[str, Any]]:

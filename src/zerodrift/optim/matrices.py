@@ -26,7 +26,7 @@ from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.schemes import Scheme, SliceTensors
 from zerodrift.optim.statistics import Statistics, account, rooms
-from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
+from zerodrift.optim.update import Counters, Owned, Written, no_callback, scheme_of
 from zerodrift.optim.updates import Root
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import ComponentSpec
@@ -41,13 +41,17 @@ class MuonUpdater:
     """An `Updater` whose pieces are Muon's or AdamW's."""
 
     def __init__(
-        self, plan: Plan, owned: Sequence[Owned], groups: torch.optim.Optimizer, way: UpdateFunction = update
+        self,
+        plan: Plan,
+        owned: Sequence[Owned],
+        groups: torch.optim.Optimizer,
+        update_slice: UpdateFunction = update,
     ) -> None:
         self.groups = groups
         self.kind = optimizers.MUON.kind
         rest = [piece for piece in owned if not _is_muon(piece)]
         everything = {row.name: ADAMW for piece in rest for row in piece.rows}
-        self._rest = FlatUpdater(plan, rest, optimizers.ADAMW, Root.EXACT, groups, everything, way)
+        self._rest = FlatUpdater(plan, rest, optimizers.ADAMW, Root.EXACT, groups, everything, update_slice)
         mine = [piece for piece in owned if _is_muon(piece)]
         self.group_of = everything | {row.name: MUON for piece in mine for row in piece.rows}
         self._pieces = {piece.number: piece.without_values() for piece in mine}
@@ -74,7 +78,7 @@ class MuonUpdater:
 
     @torch.no_grad()
     def update(
-        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
         rest = {number: gradients[number] for number in gradients if number not in self._pieces}
         self._rest.update(rest, multiplier, written)
@@ -189,12 +193,12 @@ _OWN_RATES = {"muon_lr": MUON, "adam_lr": ADAMW}
 
 
 def from_recipe(
-    plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, way: UpdateFunction = update
+    plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, update_slice: UpdateFunction = update
 ) -> MuonUpdater:
     """The optimizer that a config's Muon block means."""
     groups = _groups(require(recipe))
     stand_ins = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
-    return MuonUpdater(plan, owned, Groups(stand_ins, {}), way)
+    return MuonUpdater(plan, owned, Groups(stand_ins, {}), update_slice)
 
 
 def _groups(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.transfers import PendingCopy, Transfers
-from zerodrift.optim.update import Counters, Owned, Updater, Written, unheard
+from zerodrift.optim.update import Counters, Owned, Updater, Written, no_callback
 
 AHEAD = 2
 """Gradients on their way down or being read, for an updater that takes one after the other."""
@@ -43,7 +43,7 @@ class Offloaded:
         self._here: dict[int, Tensor] = {}
         """The image of every piece's storage."""
         self._going_up: dict[int, PendingCopy] = {}
-        self._staging = HostBuffers(transfers)
+        self._buffers = HostBuffers(transfers)
         held = [self._brought_down(piece) for piece in owned]
         self._inner = build(held)
         self.groups = self._inner.groups
@@ -58,10 +58,12 @@ class Offloaded:
         return replace(piece, storage=image, initial=image if same else piece.initial.to("cpu", copy=True))
 
     @torch.no_grad()
-    def update(self, gradients: Mapping[int, Tensor], multiplier: float, written: Written = unheard) -> None:
+    def update(
+        self, gradients: Mapping[int, Tensor], multiplier: float, written: Written = no_callback
+    ) -> None:
         self._settle()
         self._transfers.begin()
-        descending = Descending(gradients, self._staging, self._transfers)
+        descending = Descending(gradients, self._buffers, self._transfers)
 
         def done(number: int) -> None:
             descending.give_back(number)
@@ -158,9 +160,9 @@ class HostBuffers:
 class Descending(Mapping[int, Tensor]):
     """Gradients that come down as they are asked for, and a little ahead of that, in their order."""
 
-    def __init__(self, there: Mapping[int, Tensor], staging: HostBuffers, transfers: Transfers) -> None:
+    def __init__(self, there: Mapping[int, Tensor], buffers: HostBuffers, transfers: Transfers) -> None:
         self._there = there
-        self._staging = staging
+        self._buffers = buffers
         self._transfers = transfers
         self._waiting = list(there)
         """Not begun, in order."""
@@ -180,12 +182,12 @@ class Descending(Mapping[int, Tensor]):
 
     def _begin(self, number: int) -> None:
         self._waiting.remove(number)
-        self._here[number] = self._staging.take(self._there[number])
+        self._here[number] = self._buffers.take(self._there[number])
         self._arrivals[number] = self._transfers.down(self._here[number], self._there[number])
 
     def give_back(self, number: int) -> None:
         """The gradient has been used. The next one may come down in its place."""
-        self._staging.give(self._here.pop(number))
+        self._buffers.give(self._here.pop(number))
 
     def __contains__(self, number: object) -> bool:
         return number in self._there

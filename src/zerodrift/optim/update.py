@@ -69,7 +69,7 @@ Written = Callable[[int], None]
 """Told the number of a piece as soon as its storage holds what an update makes of it."""
 
 
-def unheard(number: int) -> None:
+def no_callback(number: int) -> None:
     """A `Written` for whoever waits for no single piece."""
 
 
@@ -95,7 +95,7 @@ class Updater(Protocol):
         """Of each parameter group, now."""
 
     def update(
-        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
         """One step. Flat gradients of owned pieces by segment number; each is multiplied once, in fp32.
         A gradient may be asked for until its piece is `written`, and not after it."""
@@ -132,7 +132,7 @@ def make_updater(
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[int, str],
     transfers: Transfers | None = None,
-    way: UpdateFunction = update,
+    update_slice: UpdateFunction = update,
 ) -> Updater:
     """The updater for a plan. `optimizer` is the caller's, over the model's own parameters, whose names
     `names` gives by `id`; without one the plan's `optimizer` block is built. Slices are stepped in the `way`
@@ -145,9 +145,9 @@ def make_updater(
 
     device = owned[0].storage.device if owned else torch.device("cpu")
     if not plan.policy.sharding.offload or (transfers is None and device.type == "cpu"):
-        return _make(plan, owned, optimizer, names, way)
+        return _make(plan, owned, optimizer, names, update_slice)
     sides = transfers or SideStreams(device)
-    return offload.Offloaded(owned, lambda held: _make(plan, held, optimizer, names, way), sides)
+    return offload.Offloaded(owned, lambda held: _make(plan, held, optimizer, names, update_slice), sides)
 
 
 def _make(
@@ -155,7 +155,7 @@ def _make(
     owned: Sequence[Owned],
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[int, str],
-    way: UpdateFunction,
+    update_slice: UpdateFunction,
 ) -> Updater:
     """The updater of pieces where they are."""
     from zerodrift.optim import flat, matrices, views
@@ -165,9 +165,9 @@ def _make(
             raise AssertionError("neither an optimizer nor a recipe for one")
         works_on_matrices = of_type(plan.policy.optimizer.type).matrices
         build = matrices.from_recipe if works_on_matrices else flat.from_recipe
-        return build(plan, owned, plan.policy.optimizer, way)
+        return build(plan, owned, plan.policy.optimizer, update_slice)
     group_of = views.group_of(optimizer, names, plan)
     ours = flat.algorithm_of(optimizer)
     if ours is not None:
-        return flat.FlatUpdater(plan, owned, *ours, optimizer, group_of, way)
+        return flat.FlatUpdater(plan, owned, *ours, optimizer, group_of, update_slice)
     return views.TorchViews(plan, owned, optimizer, group_of)

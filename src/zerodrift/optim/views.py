@@ -25,7 +25,7 @@ from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, account, rooms
-from zerodrift.optim.update import Counters, Owned, Written, scheme_of, unheard
+from zerodrift.optim.update import Counters, Owned, Written, no_callback, scheme_of
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master, State
@@ -104,7 +104,7 @@ class TorchViews:
 
     @torch.no_grad()
     def update(
-        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = unheard
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
         ready: dict[int, torch.Tensor] = {}
         for number, flat in gradients.items():

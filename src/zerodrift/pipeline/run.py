@@ -26,8 +26,8 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.pairs import missing
 from zerodrift.engine import compute
-from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.progress import StepResult
 from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 from zerodrift.pipeline import schedules
 from zerodrift.pipeline.batches import Signature, batch_on, difference, given, signature
@@ -77,14 +77,14 @@ class PipelineEngine:
     def __init__(self, plan: Plan, engine: Engine, parts: Sequence[nn.Module], cut: Cut) -> None:
         """`parts` are the pieces of this rank, in the order of the model, over the modules of `engine`."""
         pipeline = plan.policy.pipeline
-        if pipeline is None or engine.held is None:
+        if pipeline is None or engine.scheduled is None:
             raise AssertionError("a plan without a pipeline")
         self.plan = plan
         self.stage = engine
         """This rank's own engine; what checkpoints take."""
         self.comm: Collectives = engine.comm
         self.mesh: Mesh = engine.mesh
-        self._held = engine.held
+        self._units = engine.scheduled
         self._alarm = Alarm(engine.mesh)
         self._schedule = pipeline.schedule
         count = pipeline.chunks * plan.mesh.pipeline
@@ -95,7 +95,7 @@ class PipelineEngine:
             Piece(number, count, part, cut, engine, self._draws)
             for number, part in zip(numbers, parts, strict=True)
         ]
-        engine.held.forwards = tuple(self.pieces)
+        engine.scheduled.forwards = tuple(self.pieces)
         self._handles: list[Any] = []
         for piece in self.pieces:
             self._handles += compute.attach(piece.module, of_piece(plan, piece.number))
@@ -135,13 +135,13 @@ class PipelineEngine:
                 got="another",
                 do="A pipeline's step has all of its micro-batches together.",
             )
-        with self._alarm.heeded():
+        with self._alarm.explain_failure():
             batches = self._taken(micro_batches, True, weights)
         schedule = self._scheduled(batches, training=True)
         try:
             with self._alarm.raised("pipeline", "the schedule"), torch.enable_grad():
                 self._run(schedule, batches, True)
-                self._held.end()
+                self._units.end()
                 losses = self._told(len(batches))
         except BaseException:
             self._learnt.pop(True, None)  # what torch had under way is not to be found by the next step
@@ -153,7 +153,7 @@ class PipelineEngine:
     def update(self) -> StepResult:
         """The second half: one norm and one decision over all stages, and the update."""
         count, self._waiting = self._waiting, 0
-        with self._alarm.heeded():
+        with self._alarm.explain_failure():
             return self.stage.end_step(count)
 
     def zero_grad(self) -> None:
@@ -170,7 +170,7 @@ class PipelineEngine:
     def losses(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
         """The loss of each micro-batch, without gradients."""
         self.stage.require_open()
-        with self._alarm.heeded():
+        with self._alarm.explain_failure():
             batches = self._taken(micro_batches, False, ())
         schedule = self._scheduled(batches, training=False)
         try:
@@ -178,7 +178,7 @@ class PipelineEngine:
                 self._run(schedule, batches, False)
                 losses = self._told(len(batches))
         finally:
-            self._held.release()
+            self._units.release()
         return losses
 
     def _run(self, schedule: Any, batches: list[Any], training: bool) -> None:
@@ -189,8 +189,8 @@ class PipelineEngine:
             piece.losses.clear()
         if self.pieces[0].learning:
             self._before = [piece.buffers_now() for piece in self.pieces]
-        if self._held.all_step or self.pieces[0].learning:
-            self._held.gather()
+        if self._units.all_step or self.pieces[0].learning:
+            self._units.gather()
         self._draws.begin()
         ended = self._scheduled_run(schedule, len(batches))
         for piece in self.pieces:
@@ -248,13 +248,13 @@ class PipelineEngine:
             for piece, saved in zip(self.pieces, self._before, strict=True):
                 piece.put_buffers(saved)
             self._before = []
-            if not self._held.all_step:
-                self._held.release()
+            if not self._units.all_step:
+                self._units.release()
         for piece in self.pieces:
             if piece.queue is not None:
                 piece.queue.clear()
         if torch.is_grad_enabled():
-            self._held.begin(len(self.pieces[0].batches))
+            self._units.begin(len(self.pieces[0].batches))
 
     def _scaled(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         weight = self._weights[int(number)] if self._weights else 1.0

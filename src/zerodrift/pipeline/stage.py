@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.held import ScheduledUnits
+from zerodrift.engine.scheduled import ScheduledUnits
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
@@ -112,10 +112,10 @@ class Piece(nn.Module):
         return self._engine[0]
 
     @property
-    def held(self) -> ScheduledUnits:
-        if self.engine.held is None:
+    def scheduled(self) -> ScheduledUnits:
+        if self.engine.scheduled is None:
             raise AssertionError("an engine without a pipeline")
-        return self.engine.held
+        return self.engine.scheduled
 
     def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Hidden:
         """What leaves the piece for micro-batch `number`; of the last piece, the loss."""
@@ -124,7 +124,7 @@ class Piece(nn.Module):
             with self.gathered(), self.engine.precision.forward(), self._draws.of(self.number, micro_batch):
                 made = self._made(hidden, micro_batch)
                 if torch.is_grad_enabled() and not self.learning:
-                    self.held.pack(self.number, made if isinstance(made, tuple) else (made,))
+                    self.scheduled.pack(self.number, made if isinstance(made, tuple) else (made,))
                 return made
         except BaseException as error:
             self.failed = error
@@ -183,12 +183,12 @@ class Piece(nn.Module):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Its parameters are full inside."""
-        self.held.gather(self.number)
+        self.scheduled.gather(self.number)
         try:
             yield
         finally:
             if not self.learning:
-                self.held.release(self.number)
+                self.scheduled.release(self.number)
 
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
@@ -264,7 +264,7 @@ class Stage(PipelineStage):
         with self._raising(), self.piece.backward(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         if full_backward:
-            self.piece.held.ended(self.piece.number)
+            self.piece.scheduled.ended(self.piece.number)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -278,7 +278,7 @@ class Stage(PipelineStage):
         else:
             with self._raising(), self.piece.backward(bwd_chunk_id):
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.piece.held.ended(self.piece.number)
+        self.piece.scheduled.ended(self.piece.number)
 
     def _leaves_weights(self, micro_batch: int) -> bool:
         """Whether torch's second pass may not form weight gradients: it runs no hook of a parameter, or once

@@ -49,7 +49,7 @@ def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
         replicate = max(1, world_size // pipeline)
     expert = config.experts.ranks if config.experts else 1
     shape = meshes.fit(world_size, replicate, max(0, shard), pipeline, expert)
-    return meshes.spread(shape, tensor)
+    return meshes.with_tensor_axis(shape, tensor)
 
 
 def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> Policy:

@@ -85,7 +85,7 @@ class UpdateReport:
     @property
     def total(self) -> UpdateLine:
         """Of all parameters together."""
-        return together("all", self.lines)
+        return combined("all", self.lines)
 
     def text(self, shown: int = SHOWN, *, color: bool = False) -> str:
         """A table of the parameters that lost most, and of everything."""
@@ -108,7 +108,7 @@ class UpdateReport:
         return self.text()
 
 
-def together(name: str, lines: Sequence[UpdateLine]) -> UpdateLine:
+def combined(name: str, lines: Sequence[UpdateLine]) -> UpdateLine:
     """The elements of several parameters as one."""
     return UpdateLine(
         name,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.io.atomic import new_folder
 from zerodrift.io.checkpoint import state as states
@@ -53,7 +53,7 @@ def _write_adapters(engine: Engine, folder: Path) -> None:
         if row.columns.update is not None:
             tensors[row.name] = engine.full_master(row.name).to("cpu", row.columns.export.torch)
     module: Any = engine.module
-    with together(engine.comm):
+    with raise_on_all_ranks(engine.comm):
         if engine.mesh.rank() == 0:
             with new_folder(folder, overwrite=True) as new:
                 module.save_pretrained(str(new.path), state_dict=tensors, save_embedding_layers=False)

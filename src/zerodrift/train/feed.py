@@ -99,7 +99,7 @@ class ValidationBatch:
     """That count: 0 for one that is there only so that all ranks do the same number of forwards."""
 
 
-def held_out(blocks: Blocks, seat: BatchLayout, most: int) -> Iterator[ValidationBatch]:
+def validation_batches(blocks: Blocks, seat: BatchLayout, most: int) -> Iterator[ValidationBatch]:
     """The validation blocks from the first on, at most `most` micro-batches a rank, the same every time."""
     stride = seat.ranks * seat.micro
     rounds = min(most, -(-len(blocks) // stride))

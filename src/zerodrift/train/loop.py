@@ -20,14 +20,14 @@ import torch
 
 from zerodrift.audit import compare
 from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import together
-from zerodrift.engine.course import StepResult
+from zerodrift.audit.observed import merged
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, first_line, said
 from zerodrift.legible import legible
-from zerodrift.train import trouble
+from zerodrift.train import nonfinite
 from zerodrift.train.display import Display
-from zerodrift.train.feed import Feed, MicroBatch, held_out
+from zerodrift.train.feed import Feed, MicroBatch, validation_batches
 from zerodrift.train.metrics import Metrics, StepMetrics, memory
 from zerodrift.train.run import Session
 from zerodrift.train.stopping import Stop
@@ -203,7 +203,7 @@ class Loop:
             return
         with observe(self._engine, operations=not self._session.job.model.compile) as mine:
             yield
-        seen = together(self._engine.comm.all_gather_object(mine))
+        seen = merged(self._engine.comm.all_gather_object(mine))
         plan = self._engine.plan
         self._display.say(compare.line(plan, seen))
         wider = compare.widened(plan, seen)
@@ -223,10 +223,10 @@ class Loop:
 
     def _trouble(self, step: int, batches: list[MicroBatch], losses: list[float], result: StepResult) -> None:
         engine, folder = self._engine, self._session.folder
-        found = trouble.examine(self._driver, step, batches, losses, result)
+        found = nonfinite.examine(self._driver, step, batches, losses, result)
         saved = []
         if not engine.mesh.rank("pipeline"):
-            saved = trouble.save(folder.bad, found, batches, engine.mesh.rank("data"))
+            saved = nonfinite.save(folder.bad, found, batches, engine.mesh.rank("data"))
         self._skips += 1
         where = f"; the batch is in {folder.bad}" if saved or found.places else ""
         self._display.say(legible(f"{found}{where}"))
@@ -251,7 +251,7 @@ class Loop:
         session, engine = self._session, self._engine
         if session.validation is None:
             return
-        held = list(held_out(session.validation, self._feed.seat, self._run.evaluate_batches))
+        held = list(validation_batches(session.validation, self._feed.seat, self._run.evaluate_batches))
         losses = self._driver.losses([each.batch for each in held])
         counts = torch.tensor([each.labels for each in held], device=losses.device)
         known = counts > 0

@@ -20,7 +20,7 @@ def main(text: str) -> int:
     work = Work.from_json(text)
     threading.Thread(target=_end_with, args=(work.watch,), daemon=True).start()
     try:
-        from zerodrift.train.here import run_here
+        from zerodrift.train.start import run_here
 
         run_here(work.source, work.overrides)
         return 0

@@ -33,7 +33,7 @@ from zerodrift.train import model as models
 from zerodrift.train.blocks import Blocks
 from zerodrift.train.boards import check_boards
 from zerodrift.train.display import Display
-from zerodrift.train.drive import Driver, PipelineDriver, WholeModelDriver
+from zerodrift.train.drivers import Driver, PipelineDriver, WholeModelDriver
 from zerodrift.train.feed import BatchLayout, Feed
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job

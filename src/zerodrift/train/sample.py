@@ -49,7 +49,7 @@ class TextGenerator:
         self._model = load(folder, self._job).to(self._device).eval()
         self._cached = hasattr(self._model, "generate")
 
-    def continued(self, prompt: str, taste: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
+    def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
         """What comes after the prompt, piece by piece."""
         if as_chat:
             given = chat.prompt([{"role": "user", "content": prompt}], self._letters)
@@ -61,11 +61,11 @@ class TextGenerator:
             must = f"must leave room in the model's {room:,} positions"
             raise ConfigError("--prompt", must, got=f"{len(tokens):,} tokens", do="Shorten it.")
         if room is not None:
-            taste = replace(taste, tokens=min(taste.tokens, room - len(tokens)))
-        generator = torch.Generator().manual_seed(taste.seed)
+            options = replace(options, tokens=min(options.tokens, room - len(tokens)))
+        generator = torch.Generator().manual_seed(options.seed)
         said: list[int] = []
         shown = ""
-        for token in self._tokens(tokens, taste, generator):
+        for token in self._tokens(tokens, options, generator):
             if token == self._letters.end:
                 break
             said.append(token)
@@ -77,24 +77,26 @@ class TextGenerator:
                 shown = whole
 
     @torch.no_grad()
-    def _tokens(self, given: list[int], taste: SamplingOptions, generator: torch.Generator) -> Iterator[int]:
+    def _tokens(
+        self, given: list[int], options: SamplingOptions, generator: torch.Generator
+    ) -> Iterator[int]:
         cache: Any = None
         tokens = torch.tensor([given], device=self._device)
         ahead = tokens
-        for _ in range(taste.tokens):
+        for _ in range(options.tokens):
             if self._cached:
                 out = self._model(input_ids=ahead, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
             else:
                 out = self._model(input_ids=tokens)
             logits = getattr(out, "logits", out)
-            token = choose(logits[0, -1].float().cpu(), taste, generator)
+            token = choose(logits[0, -1].float().cpu(), options, generator)
             yield token
             ahead = torch.tensor([[token]], device=self._device)
             tokens = torch.cat([tokens, ahead], dim=1)
 
 
-def choose(logits: torch.Tensor, taste: SamplingOptions, generator: torch.Generator) -> int:
+def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
     """The next token, of `[vocabulary]`."""
     if not logits.max().isfinite() or logits.isnan().any():
         raise NonFiniteError(
@@ -103,11 +105,11 @@ def choose(logits: torch.Tensor, taste: SamplingOptions, generator: torch.Genera
             got="others",
             do="The model has diverged: sample an earlier one.",
         )
-    if taste.temperature <= 0:
+    if options.temperature <= 0:
         return int(logits.argmax())
-    logits = logits / taste.temperature
-    if taste.top:
-        least = logits.topk(min(taste.top, len(logits))).values[-1]
+    logits = logits / options.temperature
+    if options.top:
+        least = logits.topk(min(options.top, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.deepspeed.absent import NotHereError, absent
+from zerodrift.deepspeed.unsupported import NotHereError, absent
 
 
 class Accelerator:

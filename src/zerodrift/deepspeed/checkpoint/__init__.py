@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zerodrift.deepspeed import absent
+from zerodrift.deepspeed import unsupported
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)

@@ -25,7 +25,7 @@ from torch.distributed import (
     new_group,
 )
 
-from zerodrift.deepspeed import absent
+from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.launch import init_distributed, local_rank
 
 __all__ = [
@@ -68,7 +68,7 @@ __all__ = [
     "send",
 ]
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)
 
 
 # --- who is there ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from zerodrift.deepspeed import absent
+from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.ops import adam, lion
 from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
@@ -21,4 +21,4 @@ OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
 }
 """What makes a config's optimizer over some of a model's parameters, or groups of them."""
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zerodrift.deepspeed import absent
+from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.runtime import dataloader, lr_schedules, torch_autocast
 
 __all__ = ["dataloader", "lr_schedules", "torch_autocast"]
 
 
-__getattr__ = absent.lookup(__name__, "config", "engine", "utils", "zero")
+__getattr__ = unsupported.lookup(__name__, "config", "engine", "utils", "zero")

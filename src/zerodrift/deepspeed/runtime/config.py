@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zerodrift.deepspeed import absent
+from zerodrift.deepspeed import unsupported
 from zerodrift.errors import ConfigError as DeepSpeedConfigError
 
 __all__ = ["DeepSpeedConfigError"]
 
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)

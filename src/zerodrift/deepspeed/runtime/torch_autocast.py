@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 import torch
 
-from zerodrift.deepspeed import absent
-from zerodrift.deepspeed.owner import owner_of
+from zerodrift.deepspeed import unsupported
+from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.policy.resolve import SAFE_MODULES
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
@@ -33,7 +33,7 @@ def has_comm_dtype(param: torch.nn.Parameter) -> bool:
 
 def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
     """What a gradient travels in: of a running engine's parameter the planned wire, else its own dtype."""
-    owner = owner_of(param)
+    owner = engine_parameter(param)
     if owner is not None:
         row = owner.running().plan.row(owner.name)
         if row is not None and row.columns.update is not None:

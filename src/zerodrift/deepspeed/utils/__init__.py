@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.deepspeed import absent
+from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.runtime.dataloader import RepeatingLoader
 from zerodrift.deepspeed.states import (
     safe_get_full_fp32_param,
@@ -79,7 +79,7 @@ __all__ = [
 logger = logging.getLogger("zerodrift.deepspeed")
 """Where DeepSpeed's scripts log to; its handlers and level are the script's."""
 
-__getattr__ = absent.lookup(__name__, "zero_to_fp32")
+__getattr__ = unsupported.lookup(__name__, "zero_to_fp32")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

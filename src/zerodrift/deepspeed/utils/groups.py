@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerodrift.deepspeed import absent, comm
+from zerodrift.deepspeed import comm, unsupported
 
 __all__ = [
     "get_data_parallel_group",
@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)
 
 
 def get_data_parallel_group() -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from zerodrift.deepspeed import absent
-from zerodrift.deepspeed.owner import ZeroParamStatus, ZeroParamType
+from zerodrift.deepspeed import unsupported
+from zerodrift.deepspeed.parameters import ZeroParamStatus, ZeroParamType
 from zerodrift.deepspeed.zero.external import register_external_parameter, unregister_external_parameter
 from zerodrift.deepspeed.zero.gathered import GatheredParameters
 from zerodrift.deepspeed.zero.init import Init
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from zerodrift.deepspeed.owner import owner_of
+from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import Problems, UnsupportedError
 
@@ -24,7 +24,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     held = module.__dict__.setdefault(EXTERNAL, [])
     if not any(other is parameter for other in held):
         held.append(parameter)
-    owner = owner_of(parameter)
+    owner = engine_parameter(parameter)
     if owner is not None:
         check(owner.running())
 

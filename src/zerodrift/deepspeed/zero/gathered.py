@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed import comm
-from zerodrift.deepspeed.owner import owner_of
+from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.deepspeed.zero.external import register_external_parameter
 from zerodrift.deepspeed.zero.slices import ParameterSlice, hide, slice_of
 from zerodrift.engine.engine import Engine
@@ -44,7 +44,7 @@ class GatheredParameters:
             return
         given = [params] if isinstance(params, nn.Parameter) else list(params)
         for parameter in dict.fromkeys(given):
-            owner, piece = owner_of(parameter), slice_of(parameter)
+            owner, piece = engine_parameter(parameter), slice_of(parameter)
             if owner is not None:
                 engine = owner.running()
                 self._engines.setdefault(id(engine), (engine, {}))[1][owner.name] = parameter

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed import comm
-from zerodrift.deepspeed.owner import mark, unmark
+from zerodrift.deepspeed.parameters import mark, unmark
 from zerodrift.engine.place import ELSEWHERE
 from zerodrift.errors import ModelError
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError, said
 from zerodrift.io.checkpoint import contents
@@ -154,7 +154,7 @@ class Checkpoints:
         name = states.own_file(comm.mesh.rank())
         if self._asynchronous:
             self._pending = (under_way, head)
-            engine.course.beside = self
+            engine.progress.background = self
             under_way.start(lambda: RankContents(contents.copied(engine, frozen), name, own))
         else:
             under_way.write(RankContents(contents.items(engine, frozen), name, own))
@@ -164,7 +164,7 @@ class Checkpoints:
         """Until a save that is under way is a checkpoint; raises on every rank if it failed."""
         if self._pending is not None:
             (save, head), self._pending = self._pending, None
-            self._engine.course.beside = None
+            self._engine.progress.background = None
             self._say_saved(save.finish(head, self._keep))
 
     def check(self) -> None:
@@ -179,7 +179,7 @@ class Checkpoints:
         """Called by the engine where an exception ends this rank."""
         if self._pending is not None:
             (save, _), self._pending = self._pending, None
-            self._engine.course.beside = None
+            self._engine.progress.background = None
             save.abandon()
 
     def _say_saved(self, path: Path) -> None:
@@ -252,7 +252,7 @@ class Checkpoints:
             everywhere(comm, lambda: contents.fill(engine, found.reader, found.table, counters))
         except CheckpointError as error:
             raise CheckpointError.of([*error.problems, _HALF_LOADED]) from error
-        Shards(engine).spread()
+        Shards(engine).sync_storage()
         if "optimizer" in parts and found.own is not None:
             states.put_random_state(found.own["random"], engine.mesh.device)
         self.run = manifest.run
@@ -289,7 +289,7 @@ class Checkpoints:
         if "buffers" not in without:
             here = contents.shapes(dict(states.buffers(engine.module)))
             saved = contents.shapes(shared["buffers"])
-            if engine.held is not None:
+            if engine.scheduled is not None:
                 saved = {name: shape for name, shape in saved.items() if name in here}  # of this stage
             problems += check_buffers(saved, here, contents.persistent(engine.module))
         for word, about in check_meaning(manifest, table, shared, now).items():
@@ -361,7 +361,7 @@ def _takes(found: _Found, parts: frozenset[Part]) -> bool:
 def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
     """Do local work on every rank; when it fails on one, all raise what went wrong, each thing once."""
     done: list[T] = []
-    with together(comm):
+    with raise_on_all_ranks(comm):
         try:
             done.append(work())
         except ZerodriftError as error:

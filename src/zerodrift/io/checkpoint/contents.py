@@ -81,7 +81,7 @@ def _item(key: str, part: Part) -> Item:
 
 def summary(engine: Engine, counters: Counters, alike: bool, known: Collection[str]) -> RankSummary:
     """By this rank; `known` are the buffers that rank 0 has."""
-    if engine.held is None or engine.mesh.rank("data"):
+    if engine.scheduled is None or engine.mesh.rank("data"):
         return RankSummary(counters, alike, {}, {})
     updater, rows = engine.updater, [row for row in engine.part.rows if row.columns.update is not None]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
@@ -207,8 +207,8 @@ def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Cou
 def fill(
     engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter], counters: Counters | None
 ) -> None:
-    """Weights, and with `counters` the optimizer's state, into what this rank owns. `Shards.spread` is still
-    to be called. What is not in the table keeps its values, and its moments begin at zero."""
+    """Weights, and with `counters` the optimizer's state, into what this rank owns. `Shards.sync_storage` is
+    still to be called. What is not in the table keeps its values, and its moments begin at zero."""
     by_name = {name: entry for entry in table for name in entry.names}
     if counters is not None and engine.updater is not None:
         engine.updater.set_counters(counters)

@@ -74,8 +74,8 @@ def groups(engine: Engine) -> list[dict[str, Any]]:
 
 def put_counts(engine: Engine, state: Mapping[str, Any]) -> None:
     """Where the run is."""
-    engine.course.global_steps = int(state["global_steps"])
-    engine.course.skipped_steps = int(state["skipped_steps"])
+    engine.progress.global_steps = int(state["global_steps"])
+    engine.progress.skipped_steps = int(state["skipped_steps"])
 
 
 def put_schedule(engine: Engine, state: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.shards import FlatShard, SegmentShard, Shards
 from zerodrift.io.safetensors.matching import Strict, expected
@@ -39,7 +39,7 @@ def load_weights(
     comm, plan, model = engine.comm, engine.plan, engine.whole
     shown = engine.mesh.rank() == 0 and not quiet
     files: SafetensorsWeights | None = None
-    with together(comm):
+    with raise_on_all_ranks(comm):
         files = SafetensorsWeights.open(path, model, expected(plan.rows, plan.buffers, model), strict)
         files.show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
     if files is None:
@@ -55,9 +55,9 @@ def load_weights(
                 elif piece is not None:
                     _replace_held(engine, files, piece)
                 else:
-                    with together(comm):
+                    with raise_on_all_ranks(comm):
                         pass
-            shards.spread()
+            shards.sync_storage()
             _buffers(engine, files)
         done = files.finish(model, comm)
     finally:
@@ -87,7 +87,7 @@ def _replace(engine: Engine, files: SafetensorsWeights, piece: FlatShard) -> Non
     values = piece.weights()  # a copy of the master; storage itself where there is none
     mine = share_of(segment, segment.rank)
     start = 0 if values.numel() == segment.spec.padded else mine.start
-    with together(engine.comm):
+    with raise_on_all_ranks(engine.comm):
         for row in held:
             low, high = max(row.offset, mine.start), min(row.offset + row.numel, mine.stop)
             if low < high:
@@ -103,7 +103,7 @@ def _replace(engine: Engine, files: SafetensorsWeights, piece: FlatShard) -> Non
 def _replace_held(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> None:
     """The same where ranks hold what they own and nothing else: each reads its own."""
     values = piece.weights()
-    with together(engine.comm):
+    with raise_on_all_ranks(engine.comm):
         for span in piece.held:
             name = _name(engine, span.row)
             if files.holds(name):
@@ -115,7 +115,7 @@ def _buffers(engine: Engine, files: SafetensorsWeights) -> None:
     """One data rank reads them, of a pipeline those of its stage, and the others get its bits."""
     found = dict(engine.module.named_buffers())
     rows = [row for row in engine.plan.buffers if row.name in found and files.holds(row.name)]
-    with together(engine.comm):
+    with raise_on_all_ranks(engine.comm):
         for row in rows:
             if engine.mesh.rank("data") == 0:
                 flat = torch.empty(row.numel, dtype=row.storage.torch)

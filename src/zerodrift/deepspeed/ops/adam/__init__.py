@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from zerodrift.deepspeed import absent
+from zerodrift.deepspeed import unsupported
 from zerodrift.errors import UnsupportedError
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)
 
 
 class FusedAdam:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from zerodrift.deepspeed import absent
+from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.utils import logger
 
 __all__ = ["see_memory_usage"]
 
 
-__getattr__ = absent.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -101,7 +101,7 @@ def will_be_recomputed() -> bool:
     return not torch.is_grad_enabled() or hooks is not None
 
 
-class Walk:
+class Traversal:
     """Where a step is among the units of an engine."""
 
     def __init__(self, units: list[LiveUnit], meet: Meet | None = None) -> None:
@@ -135,7 +135,7 @@ class Walk:
         self._reached: frozenset[int] | None = None
         """Trained units whose gradients this backward adds to; None where it adds to none."""
         for unit in units:
-            unit.walk = self
+            unit.traversal = self
 
     def _arrange(self, forth: list[LiveUnit]) -> None:
         """From now on units come in this order."""

@@ -23,7 +23,7 @@ LAYOUT = (
 )
 
 
-def is_spread(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> bool:
     """Whether this is a DTensor."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
@@ -32,7 +32,7 @@ def is_spread(tensor: object) -> bool:
 def local_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Of what one rank has."""
     part: Any = tensor
-    return tuple(part.to_local().shape if is_spread(tensor) else tensor.shape)
+    return tuple(part.to_local().shape if is_dtensor(tensor) else tensor.shape)
 
 
 def ranks(module: nn.Module) -> int:
@@ -40,7 +40,7 @@ def ranks(module: nn.Module) -> int:
     problems = Problems()
     sizes: dict[int, str] = {}
     for name, parameter in module.named_parameters():
-        if is_spread(parameter):
+        if is_dtensor(parameter):
             problem = _problem(name, parameter)
             if problem is not None:
                 problems.include(problem)

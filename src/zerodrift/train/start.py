@@ -60,7 +60,7 @@ def _devices(device: str) -> int:
 def run_here(source: str, overrides: Sequence[str]) -> None:
     """One rank, from the job file to the last word."""
     from zerodrift.comm.mesh import started
-    from zerodrift.train import trouble
+    from zerodrift.train import nonfinite
     from zerodrift.train.loop import Loop
     from zerodrift.train.run import assemble
 
@@ -72,8 +72,8 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
         try:
             outcome = Loop(session, show, stop).run()
         except Exception as error:
-            if trouble.is_out_of_memory(error):
-                raise trouble.out_of_memory(
+            if nonfinite.is_out_of_memory(error):
+                raise nonfinite.out_of_memory(
                     session.engine.plan, session.seat.micro, job.model.activation_checkpointing
                 ) from error
             raise

@@ -37,7 +37,7 @@ class ShardRange:
         return whole.reshape(-1)[self.start : self.stop]
 
 
-def cut(shape: tuple[int, ...], ranks: int, rank: int) -> ShardRange:
+def shard_range(shape: tuple[int, ...], ranks: int, rank: int) -> ShardRange:
     inner = math.prod(shape[1:])
     each = -(-shape[0] // ranks)
     start, stop = (min(shape[0], each * number) * inner for number in (rank, rank + 1))

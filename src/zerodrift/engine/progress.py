@@ -68,14 +68,14 @@ class Rates(Protocol):
 class _Forward:
     """One forward, until a backward comes to it."""
 
-    def __init__(self, course: TrainingProgress) -> None:
-        self._course: TrainingProgress | None = course
+    def __init__(self, progress: TrainingProgress) -> None:
+        self._progress: TrainingProgress | None = progress
 
     def reached(self, gradient: torch.Tensor) -> None:
-        course, self._course = self._course, None
-        if course is not None:
-            course.answered = True
-            course.dropped = max(0, course.dropped - 1)
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.answered = True
+            progress.dropped = max(0, progress.dropped - 1)
 
 
 class TrainingProgress:
@@ -106,7 +106,7 @@ class TrainingProgress:
         self._scaled = False
         """Whether the loss of the backward that comes, or is under way, has been through `scale`."""
         self.closed = False
-        self.beside: BackgroundWork | None = None
+        self.background: BackgroundWork | None = None
         """What else the ranks are doing; at most one thing at a time."""
 
     # --- a micro-batch ----------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class TrainingProgress:
         """Whether all micro-batches of a step are there. Then what goes on beside training is looked at."""
         if self.micro_batches == 0 or not self.is_boundary:
             return False
-        if self.beside is not None:
-            self.beside.check()
+        if self.background is not None:
+            self.background.check()
         return True
 
     @property
@@ -249,12 +249,12 @@ class TrainingProgress:
         if self.closed:
             raise steps.closed()
 
-    def part(self) -> None:
+    def finish_background(self) -> None:
         """Before the ranks part: wait for what goes on beside training, unless an exception is on its way
         through this rank."""
-        if self.beside is None:
+        if self.background is None:
             return
         if sys.exc_info()[0] is None:
-            self.beside.finish()
+            self.background.finish()
         else:
-            self.beside.abandon()
+            self.background.abandon()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.together import together
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint.differences import Allowed
@@ -44,7 +44,7 @@ class ImportedCheckpoint:
     """What it does not have."""
 
 
-def is_foreign(folder: Path, tag: str | None) -> bool:
+def saved_by_deepspeed(folder: Path, tag: str | None) -> bool:
     """Whether what is to be loaded was saved by DeepSpeed."""
     if look(folder) != "folder":
         return False
@@ -53,7 +53,7 @@ def is_foreign(folder: Path, tag: str | None) -> bool:
 
 
 @contextlib.contextmanager
-def as_ours(
+def imported(
     comm: Collectives, folder: str | os.PathLike[str], tag: str | None, schedule: Any
 ) -> Iterator[ImportedCheckpoint]:
     """A call of all ranks. `schedule` is the run's: what was saved of a caller's own is taken for its."""
@@ -62,7 +62,7 @@ def as_ours(
     made: list[Path] = []
     written: list[ImportedCheckpoint] = []
     try:
-        with together(comm):
+        with raise_on_all_ranks(comm):
             if lead:
                 made.append(_room(path))
                 written.append(_write(path, str(tag or ""), made[0], schedule))

@@ -22,7 +22,7 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
 from zerodrift.engine import saved
-from zerodrift.engine.call import BEFORE_ALL
+from zerodrift.engine.forward_inputs import BEFORE_ALL
 from zerodrift.engine.grads import Gradients
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.unit import LiveUnit

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.backends.sends import GroupCollectives
+from zerodrift.backends.group_collectives import GroupCollectives
 from zerodrift.comm.fold import Sum
 from zerodrift.policy.nouns import Reduction
 
 
-class Gather:
+class AllGather:
     """`torch.distributed.fsdp`'s `AllGather`."""
 
-    def __init__(self, sends: GroupCollectives) -> None:
-        self._sends = sends
+    def __init__(self, collectives: GroupCollectives) -> None:
+        self._collectives = collectives
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -34,14 +34,14 @@ class Gather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
-        self._sends.all_gather(output_tensor, input_tensor, "shard")
+        self._collectives.all_gather(output_tensor, input_tensor, "shard")
 
 
 class ReduceScatter:
     """`torch.distributed.fsdp`'s `ReduceScatter`. Not called where the shard axis has one rank."""
 
-    def __init__(self, sends: GroupCollectives, reduce: Reduction, before: float) -> None:
-        self._sends, self._reduce, self._before = sends, reduce, before
+    def __init__(self, collectives: GroupCollectives, reduce: Reduction, before: float) -> None:
+        self._collectives, self._reduce, self._before = collectives, reduce, before
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -56,35 +56,37 @@ class ReduceScatter:
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise AssertionError(f"fully_shard asks for {op}, and was told to divide by nothing")
-        over_shards(self._sends, output_tensor, input_tensor, self._reduce, self._before)
+        over_shards(self._collectives, output_tensor, input_tensor, self._reduce, self._before)
 
 
 def over_shards(
-    sends: GroupCollectives, out: torch.Tensor, full: torch.Tensor, reduce: Reduction, before: float
+    collectives: GroupCollectives, out: torch.Tensor, full: torch.Tensor, reduce: Reduction, before: float
 ) -> None:
     """This rank's slice of the ranks' sum. `full` is used up."""
     if before != 1.0:
         full.div_(before)
-    sends.reduce_scatter(out, full.to(reduce.wire.torch), "shard", Sum(reduce.sum.torch))
+    collectives.reduce_scatter(out, full.to(reduce.wire.torch), "shard", Sum(reduce.sum.torch))
 
 
 @torch.no_grad()
-def over_replicas(sends: GroupCollectives, flat: torch.Tensor, reduce: Reduction, before: float) -> None:
+def over_replicas(
+    collectives: GroupCollectives, flat: torch.Tensor, reduce: Reduction, before: float
+) -> None:
     """The sum over replicas of what was summed over shards, in place."""
-    if sends.mesh.size("replicate") == 1:
+    if collectives.mesh.size("replicate") == 1:
         return
-    if before != 1.0 and sends.mesh.size("shard") == 1:
+    if before != 1.0 and collectives.mesh.size("shard") == 1:
         flat.div_(before)
-    sends.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", Sum(reduce.sum.torch))
+    collectives.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", Sum(reduce.sum.torch))
 
 
-def hook(
-    sends: GroupCollectives, reduce: Reduction, before: float, wanted: Callable[[], bool]
+def all_reduce_hook(
+    collectives: GroupCollectives, reduce: Reduction, before: float, wanted: Callable[[], bool]
 ) -> Callable[[torch.Tensor], None]:
     """For `set_all_reduce_hook`: sums over replicas during the backward, where that is `wanted`."""
 
     def sum_over_replicas(reduced: torch.Tensor) -> None:
         if wanted():
-            over_replicas(sends, reduced, reduce, before)
+            over_replicas(collectives, reduced, reduce, before)
 
     return sum_over_replicas

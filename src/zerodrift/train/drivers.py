@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from zerodrift.engine.course import StepResult
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.progress import StepResult
 from zerodrift.engine.unit import loss_in
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.run import PipelineEngine

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from zerodrift.engine.course import StepResult
+from zerodrift.engine.progress import StepResult
 from zerodrift.errors import ZerodriftError
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
 from zerodrift.report.figures import size
-from zerodrift.train.drive import Driver
+from zerodrift.train.drivers import Driver
 from zerodrift.train.feed import MicroBatch
 
 
@@ -36,7 +36,7 @@ class BadMicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class NonFiniteStep:
     """A step whose loss or gradient is not finite."""
 
     step: int
@@ -60,7 +60,7 @@ class Trouble:
 
 def examine(
     driver: Driver, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
-) -> Trouble:
+) -> NonFiniteStep:
     """Where a skipped step comes from. Collective."""
     engine = driver.engine
     rank = engine.mesh.rank("data")
@@ -71,7 +71,7 @@ def examine(
         if suspect is not None:
             mine = [BadMicroBatch(rank, suspect, losses[suspect])]
             everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
-    return Trouble(step, result.bad, tuple(everywhere))
+    return NonFiniteStep(step, result.bad, tuple(everywhere))
 
 
 def _first_bad(driver: Driver, batches: Sequence[MicroBatch], name: str) -> int | None:
@@ -82,7 +82,7 @@ def _first_bad(driver: Driver, batches: Sequence[MicroBatch], name: str) -> int 
     return None
 
 
-def save(folder: Path, trouble: Trouble, batches: Sequence[MicroBatch], rank: int) -> list[Path]:
+def save(folder: Path, trouble: NonFiniteStep, batches: Sequence[MicroBatch], rank: int) -> list[Path]:
     """Write this rank's part of the batches that are to blame, all of them where none is."""
     blamed = {place.micro_batch for place in trouble.places if place.rank == rank}
     wanted = blamed if trouble.places else set(range(len(batches)))

@@ -22,15 +22,15 @@ from zerodrift.plan.table import Plan
 _log = logging.getLogger("zerodrift")
 
 
-def way_of_updates(plan: Plan, comm: Collectives) -> UpdateFunction:
+def choose_update_function(plan: Plan, comm: Collectives) -> UpdateFunction:
     """How every rank steps its slices. Every rank asks."""
     where = comm.mesh.device
     if where.type == "cpu" or plan.policy.sharding.offload:
         return update
-    return agreed(comm, device.obstacle(where))
+    return agree_on_update_function(comm, device.obstacle(where))
 
 
-def agreed(comm: Collectives, obstacle: str | None) -> UpdateFunction:
+def agree_on_update_function(comm: Collectives, obstacle: str | None) -> UpdateFunction:
     """The programs, if no rank has an obstacle; else the definition on all, after one notice for all."""
     told = comm.all_gather_object(obstacle)
     without = {rank: why for rank, why in enumerate(told) if why is not None}

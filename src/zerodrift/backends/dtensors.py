@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from zerodrift.comm.mesh import Mesh
 from zerodrift.errors import ModelError, Problems
-from zerodrift.model.spread import LAYOUT
+from zerodrift.model.dtensors import LAYOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DTensorLayout:
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
 
-def spread_of(parameter: nn.Parameter) -> DTensorLayout | None:
+def layout_of(parameter: nn.Parameter) -> DTensorLayout | None:
     """None for a plain parameter."""
     if not isinstance(parameter, DTensor):
         return None

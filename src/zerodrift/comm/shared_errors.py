@@ -16,7 +16,7 @@ from zerodrift.errors import RankError, ZerodriftError
 
 
 @contextlib.contextmanager
-def together(comm: Collectives, axis: AxisName = "world") -> Iterator[None]:
+def raise_on_all_ranks(comm: Collectives, axis: AxisName = "world") -> Iterator[None]:
     """Raise on every rank of the axis what any of them raised inside. No collective may be inside.
 
     All raise the class of the first that failed, with what all of them said, each thing once. A rank whose

@@ -1,7 +1,7 @@
 """From a parameter to whoever holds its values: the engine, a slice of `zero.Init`, or the parameter itself.
 
 DeepSpeed's functions take parameters and nothing else, so what is known of one hangs on it: `ds_id` and its
-kin, which PEFT, TRL and transformers read, and `OWNER`, which leads to the engine.
+kin, which PEFT, TRL and transformers read, and `ENGINE_PARAMETER`, which leads to the engine.
 
 Invariant: a parameter has an owner exactly while an engine runs it, and keeps no engine alive.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
 
-OWNER = "_zerodrift_owner"
+ENGINE_PARAMETER = "_zerodrift_owner"
 """The attribute of a parameter that an engine runs."""
 
 
@@ -52,12 +52,12 @@ class EngineParameter:
         return engine
 
 
-def adopt(engine: Engine) -> None:
+def mark_parameters(engine: Engine) -> None:
     """Hang on every parameter where it is, and what others read of a sharded one."""
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     for number, row in enumerate(engine.plan.rows):
         parameter = parameters[row.name]
-        setattr(parameter, OWNER, EngineParameter(weakref.ref(engine), row.name))
+        setattr(parameter, ENGINE_PARAMETER, EngineParameter(weakref.ref(engine), row.name))
         update = row.columns.update
         if engine.plan.policy.mode.autocast and update is not None and not row.columns.pinned:
             wire = update.reduce.wire.torch
@@ -78,7 +78,15 @@ def mark(parameter: nn.Parameter, number: int) -> None:
 
 
 def unmark(parameter: nn.Parameter) -> None:
-    for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_param_type", "comm_dtype", OWNER):
+    for name in (
+        "ds_id",
+        "ds_shape",
+        "ds_numel",
+        "ds_status",
+        "ds_param_type",
+        "comm_dtype",
+        ENGINE_PARAMETER,
+    ):
         if hasattr(parameter, name):
             delattr(parameter, name)
 
@@ -88,14 +96,14 @@ def gone(name: str) -> UnsupportedError:
     return UnsupportedError(name, "must be used while its engine is there", got="none", do="Keep the engine.")
 
 
-def owner_of(parameter: torch.Tensor) -> EngineParameter | None:
+def engine_parameter(parameter: torch.Tensor) -> EngineParameter | None:
     """Where a parameter is, None for one that no engine runs."""
-    return getattr(parameter, OWNER, None)
+    return getattr(parameter, ENGINE_PARAMETER, None)
 
 
-def require_owner(parameter: torch.Tensor) -> tuple[Engine, str]:
+def require_engine_parameter(parameter: torch.Tensor) -> tuple[Engine, str]:
     """The engine that runs a parameter, and the parameter's name in it."""
-    owner = owner_of(parameter)
+    owner = engine_parameter(parameter)
     if owner is None:
         raise ModelError(
             "parameter",

@@ -120,7 +120,7 @@ class CollectedGradient(torch.Tensor):
         return f"Gradient({list(self.shape)}, {self.dtype}, collected: see `engine.full_gradient`)"
 
 
-def lost(path: str, asked: str = "") -> ModelError:
+def lost_error(path: str, asked: str = "") -> ModelError:
     """For values that went with the engine that held them."""
     asks = f", and `{asked}` asks for them" if asked else ""
     return ModelError(
@@ -136,7 +136,7 @@ def lost(path: str, asked: str = "") -> ModelError:
 
 def _refusal(path: str, what: str, is_lost: bool) -> ModelError:
     if is_lost:
-        return lost(path, what)
+        return lost_error(path, what)
     return ModelError(
         path,
         "must be gathered when its values are read or written",
@@ -148,12 +148,12 @@ def _refusal(path: str, what: str, is_lost: bool) -> ModelError:
     )
 
 
-def absence(path: str) -> type[UngatheredParameter]:
+def ungathered_class(path: str) -> type[UngatheredParameter]:
     """The class of a parameter of that name while it is not there."""
     return type("UngatheredParameter", (UngatheredParameter,), {"path": path})
 
 
-def leave(parameter: Any, absent: Any) -> None:
+def mark_ungathered(parameter: Any, absent: Any) -> None:
     """Its values are not there from now on."""
     kind = type(parameter)
     if kind is not absent:
@@ -161,27 +161,27 @@ def leave(parameter: Any, absent: Any) -> None:
         parameter.__class__ = absent
 
 
-def come(parameter: Any) -> None:
+def mark_gathered(parameter: Any) -> None:
     """Its values are there again."""
     kind = type(parameter)
     if issubclass(kind, UngatheredParameter):
         parameter.__class__ = kind.kind
 
 
-def lose(parameter: Any) -> None:
+def mark_lost(parameter: Any) -> None:
     """Its values went with the engine that held them."""
     kind = type(parameter)
     if issubclass(kind, UngatheredParameter):
         kind.lost = True
 
 
-def kind_of(parameter: Any) -> type:
+def gathered_class(parameter: Any) -> type:
     """The class that it is of while its values are there."""
     kind = type(parameter)
     return kind.kind if issubclass(kind, UngatheredParameter) else kind
 
 
-def become(parameter: Any, kind: type) -> None:
+def set_gathered_class(parameter: Any, kind: type) -> None:
     """Be of a class while its values are there."""
     found = type(parameter)
     if issubclass(found, UngatheredParameter):
