@@ -153,10 +153,10 @@ def spellings(dtypes: Sequence[DType]) -> list[str]:
 
 def parse(text: str) -> DType:
     """`"bf16"`, `"bfloat16"`, `"torch.bfloat16"` -> `DType.BF16`."""
-    found = _SPELLINGS.get(text.strip().lower().removeprefix("torch."))
-    if found is None:
+    dtype = _SPELLINGS.get(text.strip().lower().removeprefix("torch."))
+    if dtype is None:
         raise ConfigError("dtype", "must be known", got=repr(text), do=did_you_mean(text, _SPELLINGS))
-    return found
+    return dtype
 
 
 def from_safetensors(text: str) -> DType | None:

@@ -217,7 +217,7 @@ def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence that offers the nearest known words, or an empty string."""
-    found = nearest(word, known, count=3)
-    if not found:
+    near = nearest(word, known, count=3)
+    if not near:
         return ""
-    return "Did you mean " + " or ".join(f"`{name}`" for name in found) + "?"
+    return "Did you mean " + " or ".join(f"`{name}`" for name in near) + "?"

@@ -40,9 +40,9 @@ def kind(path: str | os.PathLike[str]) -> str:
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
     """A regular file, to read bytes from."""
-    found = kind(path)
-    if found == "a folder":
-        raise IsADirectoryError(errno.EISDIR, found, os.fsdecode(path))
-    if found:
-        raise OSError(errno.EINVAL, f"{found}, which is no file", os.fsdecode(path))
+    kind_found = kind(path)
+    if kind_found == "a folder":
+        raise IsADirectoryError(errno.EISDIR, kind_found, os.fsdecode(path))
+    if kind_found:
+        raise OSError(errno.EINVAL, f"{kind_found}, which is no file", os.fsdecode(path))
     return open(path, "rb")

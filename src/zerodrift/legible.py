@@ -31,7 +31,7 @@ def legible(text: str) -> str:
     if not text.isprintable():
         text = "".join(map(_escaped, text))
     if len(text) > WORD:
-        text = _LONG.sub(lambda found: _cut(found[0], WORD), text)
+        text = _LONG.sub(lambda match: _cut(match[0], WORD), text)
     return _cut(text, LINE)
 
 

@@ -136,8 +136,8 @@ def of_type(name: str) -> Algorithm:
 
 def meant(name: str, params: Mapping[str, Any]) -> Algorithm:
     """The same with its block's arguments: DeepSpeed decouples Adam's decay unless `adam_w_mode` is off."""
-    found = of_type(name)
-    return ADAMW if found is ADAM and params.get("adam_w_mode", True) else found
+    algorithm = of_type(name)
+    return ADAMW if algorithm is ADAM and params.get("adam_w_mode", True) else algorithm
 
 
 def with_moments(names: Iterable[str]) -> tuple[Algorithm, ...]:

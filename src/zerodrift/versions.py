@@ -33,12 +33,12 @@ def at_work() -> dict[str, str]:
 
 def warning(versions: Mapping[str, str]) -> str:
     """What to say of the versions outside of the table; nothing where there are none."""
-    found = []
+    untested = []
     for name, version in versions.items():
         first, last = TESTED[name]
         if not numbers(first) <= numbers(version, first) or not numbers(version, last) <= numbers(last):
-            found.append(f"{name} {version} (tested: {first} to {last})")
-    return f"zerodrift is not tested with {' and '.join(found)}: check results" if found else ""
+            untested.append(f"{name} {version} (tested: {first} to {last})")
+    return f"zerodrift is not tested with {' and '.join(untested)}: check results" if untested else ""
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def whole(
 def test_what_fits_is_found_and_read(tmp_path: Path) -> None:
     tensors = state()
     files = open_(write(tmp_path, tensors))
-    assert set(files.match.found) == set(tensors)
+    assert set(files.match.filled) == set(tensors)
     assert files.match.missing == files.match.unexpected == []
     for name, tensor in tensors.items():
         assert torch.equal(whole(files, name, tensor.numel(), tensor.dtype), tensor.view(-1))

@@ -108,20 +108,20 @@ def verdict(plan: Plan, columns: Columns, column: Column, seen: frozenset[str]) 
 def _wider(said: str, seen: Iterable[str]) -> bool:
     """Whether everything that was seen holds every value of what was declared."""
     at_least = from_torch(getattr(torch, said))
-    found = [from_torch(getattr(torch, what)) for what in seen]
-    return at_least is not None and all(each is not None and not lost(at_least, each) for each in found)
+    dtypes = [from_torch(getattr(torch, what)) for what in seen]
+    return at_least is not None and all(each is not None and not lost(at_least, each) for each in dtypes)
 
 
 def findings(plan: Plan, observed: Observed) -> list[Finding]:
     """Every cell that was seen to be something else, in plan order."""
-    found = []
+    findings = []
     for row in plan.rows:
         why = row.columns.reasons()
         for column, said in declared(row.columns).items():
             seen = observed.seen(row.name, column)
             if verdict(plan, row.columns, column, seen) == "DIFFERENT":
-                found.append(Finding(row.name, column, said, tuple(sorted(seen)), why.get(column, "")))
-    return found
+                findings.append(Finding(row.name, column, said, tuple(sorted(seen)), why.get(column, "")))
+    return findings
 
 
 def table(plan: Plan, observed: Observed) -> list[ComparedCell]:
@@ -132,9 +132,9 @@ def table(plan: Plan, observed: Observed) -> list[ComparedCell]:
             said = declared(row.columns).get(column)
             if said is None:
                 continue
-            found = observed.seen(row.name, column)
-            judged = verdict(plan, row.columns, column, found)
-            key = (column, said, ", ".join(sorted(found)) or UNSEEN, judged)
+            dtypes = observed.seen(row.name, column)
+            judged = verdict(plan, row.columns, column, dtypes)
+            key = (column, said, ", ".join(sorted(dtypes)) or UNSEEN, judged)
             cells.setdefault(key, []).append(row)
     return [
         ComparedCell(
@@ -188,9 +188,9 @@ _WIDENED = {
 
 def require_declared(plan: Plan, observed: Observed) -> None:
     """Raise where anything was seen that is not declared, and not wider."""
-    found = findings(plan, observed)
-    if found:
-        raise PrecisionError.of(map(_problem, found), "the run and its plan differ")
+    wrong = findings(plan, observed)
+    if wrong:
+        raise PrecisionError.of(map(_problem, wrong), "the run and its plan differ")
 
 
 def _problem(finding: Finding) -> Problem:

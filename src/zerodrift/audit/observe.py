@@ -102,10 +102,10 @@ class _ParameterLookup:
         own = self._subject.parameter_of(tensor)
         if own is not None:
             return own
-        found = self._casts.get(tensor.untyped_storage()._cdata)
-        if found is None or found[0].expired():
+        cast = self._casts.get(tensor.untyped_storage()._cdata)
+        if cast is None or cast[0].expired():
             return None
-        return found[1]
+        return cast[1]
 
     def cast(self, tensor: torch.Tensor, owner: str) -> None:
         """`tensor` is a cast of that parameter, as long as it lives."""
@@ -202,15 +202,15 @@ class _Watch:
             self._operations.forward = False
         if output is None:
             return
-        found = list(tensors_in(output))
-        floating = [tensor for tensor in found if tensor.is_floating_point() and tensor.dim()]
+        outputs = list(tensors_in(output))
+        floating = [tensor for tensor in outputs if tensor.is_floating_point() and tensor.dim()]
         logits = getattr(output, "logits", None)
         if isinstance(logits, torch.Tensor):
             floating = [logits]
         if self._whole:
             self._seen.logits |= {name(tensor.dtype) for tensor in floating}
         if self._operations is not None:
-            roots = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+            roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
             _watch_graph(roots, self._names, self._seen, self._operations)
 
     def leave(self) -> None:

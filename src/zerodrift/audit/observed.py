@@ -43,7 +43,7 @@ class Observed:
         groups: dict[str, list[str]] = {}
         shown: dict[str, dict[str, list[str]]] = {}
         for name, columns in self.cells.items():
-            plain = {column: sorted(found) for column, found in sorted(columns.items())}
+            plain = {column: sorted(dtypes) for column, dtypes in sorted(columns.items())}
             groups.setdefault(repr(plain), []).append(name)
             shown[repr(plain)] = plain
         return {
@@ -58,7 +58,7 @@ def merged(parts: Iterable[Observed]) -> Observed:
     for part in parts:
         whole.logits |= part.logits
         for name, columns in part.cells.items():
-            for column, found in columns.items():
-                for what in found:
+            for column, dtypes in columns.items():
+                for what in dtypes:
                     whole.see(name, column, what)  # type: ignore[arg-type]
     return whole

@@ -109,9 +109,9 @@ class _Read(Mapping[int, torch.Tensor]):
         self._gradients, self._see = gradients, see
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        found = self._gradients[number]
-        self._see(number, found)
-        return found
+        gradient = self._gradients[number]
+        self._see(number, gradient)
+        return gradient
 
     def __contains__(self, number: object) -> bool:
         return number in self._gradients
@@ -155,9 +155,9 @@ def _sent(engine: Engine, log: list[Recorded]) -> Iterator[tuple[FlatSegment, Co
     gathers = [each for each in planned if each.purpose in ("forward", "backward")]
     for numel in {each.numel for each in gathers}:
         fitting = {each.segment: each.dtype for each in gathers if each.numel == numel}
-        found = {call.dtype for call in log if call.op == "all_gather" and call.numel == numel}
+        dtypes = {call.dtype for call in log if call.op == "all_gather" and call.numel == numel}
         for number, dtype in fitting.items():
-            for what in {dtype} if found == set(fitting.values()) else found:
+            for what in {dtype} if dtypes == set(fitting.values()) else dtypes:
                 yield engine.segments[number], "gather", name(what.torch)
 
 

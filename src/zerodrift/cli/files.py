@@ -24,12 +24,12 @@ def inspect(
         from zerodrift.io.checkpoint import inspect as looking
 
         with streams.progress(f"reading {checkpoint}"):
-            found = looking.inspect(checkpoint, verify=verify)
+            inspection = looking.inspect(checkpoint, verify=verify)
         if json:
-            streams.emit(looking.inspection_json(found))
+            streams.emit(looking.inspection_json(inspection))
         else:
-            streams.emit(looking.inspection_text(found, color=streams.color()))
-        if not found.complete:
+            streams.emit(looking.inspection_text(inspection, color=streams.color()))
+        if not inspection.complete:
             raise typer.Exit(streams.USAGE)
 
 

@@ -60,11 +60,11 @@ def explain(
 
         with streams.progress(f"planning {model}"):
             made = _made(config, model, world_size, set_, auto)
-            found = explained(made, parameter)
+            explanation = explained(made, parameter)
         if json:
-            streams.emit(as_json.explanation_json(found, made))
+            streams.emit(as_json.explanation_json(explanation, made))
         else:
-            streams.emit(terminal.explanation_text(found, made.digest, color=streams.color()))
+            streams.emit(terminal.explanation_text(explanation, made.digest, color=streams.color()))
 
 
 def support(
@@ -132,12 +132,12 @@ def _timeline(made: Plan) -> Timeline | None:
 def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
     """`--auto` texts as numbers, or pairs of them (`betas=0.9,0.95`); all that are wrong at once."""
     problems = Problems()
-    found: dict[str, float | list[float]] = {}
+    values: dict[str, float | list[float]] = {}
     for text in texts:
         key, separator, value = text.partition("=")
         try:
             read = [float(part) for part in value.split(",")]
-            found[key.strip()] = read[0] if len(read) == 1 else read
+            values[key.strip()] = read[0] if len(read) == 1 else read
         except ValueError:
             separator = ""
         if not separator or not key.strip():
@@ -145,7 +145,7 @@ def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
                 "--auto", "must be KEY=NUMBER", got=repr(text), do="For example train_batch_size=256."
             )
     problems.raise_as(ConfigError)
-    return found
+    return values
 
 
 def write_page(path: Path, text: str) -> None:

@@ -247,13 +247,13 @@ class Collectives:
         line = self.mesh.axis(axis)
         if line.group is None:
             return [value]
-        found: list[Any] = [None] * line.size
+        values: list[Any] = [None] * line.size
         turn = self._turn("all_gather_object", line, "")
         told = (turn.number, value)
-        self._issue(turn, line, dist.all_gather_object, found, told, group=line.group)
-        if len({number for number, _ in found}) > 1:
+        self._issue(turn, line, dist.all_gather_object, values, told, group=line.group)
+        if len({number for number, _ in values}) > 1:
             counts = ", ".join(
-                f"rank {rank} {number}" for rank, (number, _) in zip(line.ranks, found, strict=True)
+                f"rank {rank} {number}" for rank, (number, _) in zip(line.ranks, values, strict=True)
             )
             raise RankError(
                 "ranks",
@@ -261,17 +261,17 @@ class Collectives:
                 got=f"ranks of axis `{axis}` that have made different numbers of them: {counts}",
                 do=EVERYWHERE,
             )
-        return [value for _, value in found]
+        return [value for _, value in values]
 
     def gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Every rank's Python value on rank 0, in rank order; nothing elsewhere. Pickled; not recorded."""
         line = self.mesh.axis(axis)
         if line.group is None:
             return [value]
-        found: list[Any] | None = [None] * line.size if line.rank == 0 else None
+        values: list[Any] | None = [None] * line.size if line.rank == 0 else None
         turn = self._turn("gather_object", line, "")
-        self._issue(turn, line, dist.gather_object, value, found, group=line.group, group_dst=0)
-        return found or []
+        self._issue(turn, line, dist.gather_object, value, values, group=line.group, group_dst=0)
+        return values or []
 
     def broadcast_object(self, value: T | None, source: int, axis: AxisName = "world") -> T:
         """The value of rank `source`; what the others pass is ignored. Pickled; not recorded."""
@@ -292,7 +292,9 @@ class Collectives:
         """Raise on every rank unless all have the same digest. Only two ranks that differ write out their
         `rows`, whose first difference the error shows."""
         digests = self.all_gather_object(digest)
-        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+        other = next(
+            (rank for rank, digest_of_rank in enumerate(digests) if digest_of_rank != digests[0]), None
+        )
         if other is None:
             return
         mine = list(rows()) if self.mesh.rank() in (0, other) else None
@@ -402,7 +404,7 @@ def _check_sum(values: torch.Tensor, how: Sum) -> None:
 
 
 def _name(dtype: torch.dtype) -> DType:
-    found = from_torch(dtype)
-    if found is None:
+    known = from_torch(dtype)
+    if known is None:
         raise AssertionError(f"{dtype} has no name in `dtypes`")
-    return found
+    return known

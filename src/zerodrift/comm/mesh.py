@@ -90,10 +90,10 @@ class Mesh:
         weakref.finalize(self, self.watch.stop)
 
     def axis(self, name: AxisName) -> Axis:
-        found = self._axes.get(name)
-        if found is None:
+        axis = self._axes.get(name)
+        if axis is None:
             raise AssertionError(f"no axis {name!r}; a mesh has {', '.join(self._axes)}")
-        return found
+        return axis
 
     def group(self, name: AxisName) -> dist.ProcessGroup | None:
         """The process group of an axis, None where this rank is alone on it."""

@@ -78,9 +78,9 @@ def _listening(host: str, port: int, world: int, timeout: timedelta, own: bool) 
 def loopback(host: str) -> str:
     """The address of a host that is this machine's own and nobody else's; "" where others may reach it."""
     with contextlib.suppress(OSError, ValueError):
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-        if found and all(ipaddress.ip_address(address).is_loopback for address in found):
-            return min(found, key=lambda address: ":" in address)
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        if addresses and all(ipaddress.ip_address(address).is_loopback for address in addresses):
+            return min(addresses, key=lambda address: ":" in address)
     return ""
 
 

@@ -247,11 +247,11 @@ class Watch:
                     continue
                 place = self._place(beat, wait)
             else:
-                found = _call()
-                if found is None or call is None or found.key != call[0].key:
-                    call = None if found is None else (found, now)
+                current = _call()
+                if current is None or call is None or current.key != call[0].key:
+                    call = None if current is None else (current, now)
                     continue
-                if now - call[1] < (PATIENCE if found.sure else LONG):
+                if now - call[1] < (PATIENCE if current.sure else LONG):
                     continue
                 place = self._elsewhere(beat, call[0])
             try:
@@ -313,9 +313,9 @@ class _Judge:
             return ""  # the first of those who wait, looks
         places = {self._rank: place}
         for rank in range(self._rank + 1, self._world):
-            found = self._fresh(rank)
-            if found is not None:
-                places[rank] = found
+            report = self._fresh(rank)
+            if report is not None:
+                places[rank] = report
         silent = [rank for rank in range(self._world) if rank not in places]
         left = [rank for rank in silent if _read(self._store, f"{self._key}/left/{rank}")]
         lost = stuck(places, left, self._world)
@@ -406,21 +406,21 @@ def _call() -> _Call | None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None or not frame.f_code.co_filename.startswith((_DISTRIBUTED, _COMM)):
         return None  # the innermost: what it calls is no Python
-    found: FrameType | None = None
+    outermost: FrameType | None = None
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_COMM) or (name == distributed_c10d.__file__ and frame.f_code.co_name in _CALLS):
-            found = frame  # the outermost, which is what was called
-        elif found is not None and not name.startswith(_DISTRIBUTED):
+            outermost = frame  # the outermost, which is what was called
+        elif outermost is not None and not name.startswith(_DISTRIBUTED):
             break
         frame = frame.f_back
-    if found is None:
+    if outermost is None:
         return None
-    key, at, called = (id(found), found.f_lasti), _user_line(found), found.f_code.co_name
-    if found.f_code.co_filename.startswith(_COMM):
+    key, at, called = (id(outermost), outermost.f_lasti), _user_line(outermost), outermost.f_code.co_name
+    if outermost.f_code.co_filename.startswith(_COMM):
         return _Call(key, "a collective of another engine", at, (), False)
     sure = called in ("barrier", "monitored_barrier")
-    return _Call(key, f"`torch.distributed.{called}`", at, _members(found.f_locals.get("group")), sure)
+    return _Call(key, f"`torch.distributed.{called}`", at, _members(outermost.f_locals.get("group")), sure)
 
 
 def _members(group: Any) -> tuple[int, ...]:

@@ -539,11 +539,11 @@ ENTRIES: dict[str, Entry] = {entry.key: entry for section in SECTIONS for entry 
 
 def find(key: str, table: Mapping[str, Entry] = ENTRIES) -> Entry | None:
     """The entry that decides a key: its own, or that of the nearest block above it."""
-    found = table.get(key)
-    while found is None and "." in key:
+    entry = table.get(key)
+    while entry is None and "." in key:
         key = key.rpartition(".")[0]
-        found = table.get(f"{key}.*") or table.get(key)
-    return found
+        entry = table.get(f"{key}.*") or table.get(key)
+    return entry
 
 
 def is_block(key: str, table: Mapping[str, Entry] = ENTRIES) -> bool:

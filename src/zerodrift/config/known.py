@@ -22,19 +22,19 @@ def suggestion(key: str, block: type[Block] | None, name: str) -> str:
         return f"Nest it: `{key.replace('.', '` > `')}`."
     here = {*(fields.fields(block) if block is not None else ()), *deepspeed.names_in(name)}
     lower = {word.lower(): word for word in sorted(here)}
-    found = [lower[key.lower()]] if key.lower() in lower else []
-    found += [path for path in _elsewhere().get(key.lower(), ()) if path != join(name, key)]
+    paths = [lower[key.lower()]] if key.lower() in lower else []
+    paths += [path for path in _elsewhere().get(key.lower(), ()) if path != join(name, key)]
     close = difflib.get_close_matches(key.lower(), lower, MAX_WORDS, cutoff=0.7)
-    if not found and not close:
+    if not paths and not close:
         close = nearest(key.lower(), lower)
-    found += [lower[word] for word in close if lower[word] not in found]
-    if not found:
+    paths += [lower[word] for word in close if lower[word] not in paths]
+    if not paths:
         close = nearest(key.lower(), _elsewhere())
-        found = [path for word in close for path in _elsewhere()[word]]
-    if not found:
+        paths = [path for word in close for path in _elsewhere()[word]]
+    if not paths:
         return ""
     shown = [
-        f"`{word}`{'' if '.' in word or word in here else ' at top level'}" for word in dict.fromkeys(found)
+        f"`{word}`{'' if '.' in word or word in here else ' at top level'}" for word in dict.fromkeys(paths)
     ]
     return f"Did you mean {' or '.join(shown[:MAX_WORDS])}?"
 
@@ -49,8 +49,8 @@ def _paths() -> tuple[str, ...]:
 @functools.cache
 def _elsewhere() -> dict[str, tuple[str, ...]]:
     """Last part of a path, in lower case -> the paths that end in it."""
-    found: dict[str, tuple[str, ...]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
     for path in _paths():
         last = path.rpartition(".")[2].lower()
-        found[last] = (*found.get(last, ()), path)
-    return found
+        paths[last] = (*paths.get(last, ()), path)
+    return paths

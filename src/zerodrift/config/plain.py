@@ -158,9 +158,9 @@ def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:
         except ConfigError as error:
             problems.add("overrides", "must have a YAML value", got=shown(text), do=str(error))
             continue
-        found = Problems()
-        _set(tree, steps, _Copier(found).copy(parsed, path.strip(), len(steps)), found)
-        problems.include(*found)
+        mistakes = Problems()
+        _set(tree, steps, _Copier(mistakes).copy(parsed, path.strip(), len(steps)), mistakes)
+        problems.include(*mistakes)
 
 
 def _steps(path: str) -> list[str | int]:

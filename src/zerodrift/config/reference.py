@@ -99,7 +99,7 @@ def render_config() -> str:
 def _blocks() -> Iterator[tuple[str, list[fields.Key]]]:
     """Blocks of keys with a name; those at top level in two, ours and DeepSpeed's."""
     columns: list[fields.Key] = []
-    found: dict[str, list[fields.Key]] = {_COLUMNS: columns, "backend": [], "": []}
+    blocks: dict[str, list[fields.Key]] = {_COLUMNS: columns, "backend": [], "": []}
     for key in fields.every_key():
         parent, _, name = key.path.rpartition(".")
         if parent in _SAME_AS:
@@ -110,9 +110,9 @@ def _blocks() -> Iterator[tuple[str, list[fields.Key]]]:
             continue
         if not parent and fields.block_of(key.kind) is not None:
             continue
-        found.setdefault("backend" if name == "backend" else parent, []).append(key)
-    top = {name: found.pop(name) for name in ("backend", "")}
-    yield from found.items()
+        blocks.setdefault("backend" if name == "backend" else parent, []).append(key)
+    top = {name: blocks.pop(name) for name in ("backend", "")}
+    yield from blocks.items()
     yield from top.items()
 
 

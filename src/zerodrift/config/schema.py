@@ -42,15 +42,15 @@ class Of:
         return dtypes.ADMITTED[self.column]
 
     def read(self, value: Any) -> DType:
-        found: DType | None = None
+        dtype: DType | None = None
         if isinstance(value, DType):
-            found = value
+            dtype = value
         elif isinstance(value, str):
             with contextlib.suppress(ConfigError):
-                found = dtypes.parse(value)
-        if found is None or found not in self.admitted:
+                dtype = dtypes.parse(value)
+        if dtype is None or dtype not in self.admitted:
             raise ValueError(f"must be one of {', '.join(dtypes.spellings(self.admitted))}")
-        return found
+        return dtype
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_before_validator_function(self.read, handler(source))

@@ -90,9 +90,9 @@ class TreeReader:
 
     def used(self, tree: Tree) -> Tree:
         """The part of a tree that the schema knows."""
-        found = self._block(tree, self._keys.root, "", "")
+        used = self._block(tree, self._keys.root, "", "")
         self._count_the_rest()
-        return found
+        return used
 
     def _block(self, tree: Tree, block: type[Block] | None, path: str, name: str) -> Tree:
         """The used part of a block. `path` is as written, `name` as schema and table spell it."""
@@ -211,8 +211,8 @@ class TreeReader:
         try:
             return self._keys.root.model_validate(used)
         except ValidationError as error:
-            found = [_located(used, line["loc"], line["type"]) for line in error.errors(include_url=False)]
-        for steps in _deepest(found):
+            places = [_located(used, line["loc"], line["type"]) for line in error.errors(include_url=False)]
+        for steps in _deepest(places):
             value = _value_at(used, steps)
             if value is not _MISSING or _name(steps[:-1]) not in self.doubtful:
                 self._explain(steps, value)
@@ -283,9 +283,9 @@ def _located(used: Tree, location: Iterable[str | int], error: str) -> Steps:
     return (*steps, location[-1]) if error == "missing" else tuple(steps)
 
 
-def _deepest(found: list[Steps]) -> list[Steps]:
+def _deepest(places: list[Steps]) -> list[Steps]:
     """Each place once; a place inside another tells more than the one around it."""
-    unique = list(dict.fromkeys(found))
+    unique = list(dict.fromkeys(places))
     around = {steps[:length] for steps in unique for length in range(len(steps))}
     return [steps for steps in unique if steps not in around]
 

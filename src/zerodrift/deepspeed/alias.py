@@ -50,10 +50,10 @@ class _Finder(importlib.metadata.DistributionFinder):
         if fullname != NAME and not fullname.startswith(f"{NAME}."):
             return None
         home = HOME + fullname.removeprefix(NAME)
-        found = importlib.util.find_spec(home)
-        if found is None:
+        spec = importlib.util.find_spec(home)
+        if spec is None:
             return None
-        return ModuleSpec(fullname, _Same(home), is_package=found.submodule_search_locations is not None)
+        return ModuleSpec(fullname, _Same(home), is_package=spec.submodule_search_locations is not None)
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         if context is None or context.name == NAME:

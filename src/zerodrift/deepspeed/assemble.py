@@ -111,19 +111,19 @@ def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
         decoded = _decoded(value)
         if decoded is not None:
             return decoded
-    found = read(value)
-    if not isinstance(found, dict):
+    parsed = read(value)
+    if not isinstance(parsed, dict):
         raise ConfigError(os.fspath(value), "must hold a block of keys at its top")
-    return found
+    return parsed
 
 
 def _decoded(text: str) -> dict[str, Any] | None:
     """Base64 of JSON, as launchers pass it; None for anything else."""
     try:
-        found = json.loads(base64.urlsafe_b64decode(text).decode("utf-8"))
+        config = json.loads(base64.urlsafe_b64decode(text).decode("utf-8"))
     except (binascii.Error, UnicodeDecodeError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 # --- optimizer and schedule -----------------------------------------------------------------------------

@@ -41,17 +41,17 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def loss_of(output: Any) -> torch.Tensor:
     """The loss in what a model returned."""
-    found = loss_in(output)
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
-        shape = f" of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
+    loss = loss_in(output)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise ModelError(
             "train_batch",
             "the model must return its loss, a tensor of one element, an output with `.loss`, or a "
             "tuple that begins with it",
-            got=f"{type(found).__name__}{shape}",
+            got=f"{type(loss).__name__}{shape}",
             do="Or write the loop with `forward`, `backward` and `step`.",
         )
-    return found
+    return loss
 
 
 def take(batches: Iterator[Any] | None, count: int) -> list[Any]:

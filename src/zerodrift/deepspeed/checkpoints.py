@@ -113,8 +113,8 @@ def load(
                 there.newest()  # which says what is missing
     theirs, named = below.comm.broadcast_object(looked[0] if lead else None, 0)
     if theirs:
-        with imported(below.comm, folder, tag, below.schedule) as found:
-            return _load_theirs(engine, found, wanted)
+        with imported(below.comm, folder, tag, below.schedule) as checkpoint:
+            return _load_theirs(engine, checkpoint, wanted)
     if tag is None and not named:
         logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", os.fspath(folder))
         return None, None
@@ -135,13 +135,13 @@ def _load(
 
 
 def _load_theirs(
-    engine: DeepSpeedEngine, found: ImportedCheckpoint, wanted: LoadRequest
+    engine: DeepSpeedEngine, checkpoint: ImportedCheckpoint, wanted: LoadRequest
 ) -> tuple[str | None, dict[str, Any] | None]:
     """What DeepSpeed itself saved."""
-    parts = Checkpoints(engine.running, found.folder, quiet=True)
-    _load(engine, parts, LATEST, wanted, (*wanted.allow, *found.without))
-    _count(engine, wanted, {"global_samples": found.samples})
-    return found.home, dict(found.client)
+    parts = Checkpoints(engine.running, checkpoint.folder, quiet=True)
+    _load(engine, parts, LATEST, wanted, (*wanted.allow, *checkpoint.without))
+    _count(engine, wanted, {"global_samples": checkpoint.samples})
+    return checkpoint.home, dict(checkpoint.client)
 
 
 def _count(engine: DeepSpeedEngine, wanted: LoadRequest, counts: Mapping[str, int]) -> None:

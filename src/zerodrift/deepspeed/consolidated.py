@@ -35,15 +35,15 @@ def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bo
             values |= dict.fromkeys(row.names, value)
     if not keep:
         return {}
-    found: dict[str, Any] = {}
+    values_of: dict[str, Any] = {}
     with engine.attached.names_only():
         state = engine.module.state_dict()
     for name, value in state.items():
         if name in values:
-            found[prefix + name] = values[name]
+            values_of[prefix + name] = values[name]
         elif engine.plan.row(name) is None:
-            found[prefix + name] = _copy(value, everywhere) if isinstance(value, torch.Tensor) else value
-    return found
+            values_of[prefix + name] = _copy(value, everywhere) if isinstance(value, torch.Tensor) else value
+    return values_of
 
 
 def _copy(buffer: torch.Tensor, everywhere: bool) -> torch.Tensor:
@@ -53,45 +53,45 @@ def _copy(buffer: torch.Tensor, everywhere: bool) -> torch.Tensor:
 
 def _whole(engine: Engine, rows: list[Row], keep: bool) -> list[torch.Tensor | None]:
     """Copies in the export dtype."""
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         names = [row.name for row in rows]
         with engine.gathered(names) as shown:
             for row in rows:
                 if keep and shown[row.name].dtype is row.columns.export.torch:
-                    found[row.name] = shown[row.name].clone()
+                    values[row.name] = shown[row.name].clone()
         for row in rows:
             if engine.segments[row.segment].full.dtype is not row.columns.export.torch:
                 master = engine.full_master(row.name)
                 if keep:
-                    found[row.name] = master.to(row.columns.export.torch)
-    return [found.get(row.name) for row in rows]
+                    values[row.name] = master.to(row.columns.export.torch)
+    return [values.get(row.name) for row in rows]
 
 
 def save(engine: Engine, folder: str | os.PathLike[str], filename: str, without_frozen: bool) -> bool:
     """One file, written by rank 0; an error there is an error on every rank."""
-    found = state_dict(engine, "", without_frozen, everywhere=False)
+    state = state_dict(engine, "", without_frozen, everywhere=False)
     path = Path(folder) / filename
     with raise_on_all_ranks(engine.comm):
         if engine.mesh.rank() == 0:
             with new_file(path) as partial:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write(found, partial, path.suffix == ".safetensors")
+                write(state, partial, path.suffix == ".safetensors")
     return True
 
 
-def write(found: dict[str, Any], path: Path, safe: bool) -> None:
+def write(state: dict[str, Any], path: Path, safe: bool) -> None:
     """A state dict as safetensors or as torch saves it; raises what the system refuses."""
     if not safe:
         # A stream of Python's: torch's own says of a full disk only that a write failed.
         with path.open("wb") as stream:
-            torch.save(found, stream)
+            torch.save(state, stream)
         return
     from safetensors.torch import save_file
 
     seen: set[int] = set()
     unique = {}
-    for name, value in found.items():
+    for name, value in state.items():
         if id(value) not in seen:  # tied names are one tensor, which the format holds once
             unique[name] = value.contiguous()
         seen.add(id(value))

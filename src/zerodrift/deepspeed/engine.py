@@ -87,9 +87,9 @@ class DeepSpeedEngine(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """The getters, then the module's own attributes, as in DeepSpeed."""
-        found = self.__dict__.get("_getters")
-        if found is not None and not name.startswith("_") and hasattr(found, name):
-            return getattr(found, name)
+        getters = self.__dict__.get("_getters")
+        if getters is not None and not name.startswith("_") and hasattr(getters, name):
+            return getattr(getters, name)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -379,10 +379,10 @@ class DeepSpeedEngine(nn.Module):
             raise UnsupportedError(
                 "keep_vars", "must be false: what is returned is a copy", do="Use `named_parameters`."
             )
-        found = consolidated.state_dict(self._engine, prefix, exclude_frozen_parameters, everywhere=True)
+        state = consolidated.state_dict(self._engine, prefix, exclude_frozen_parameters, everywhere=True)
         if destination is None:
-            return found
-        destination.update(found)
+            return state
+        destination.update(state)
         return destination
 
     def load_module_state_dict(
@@ -403,8 +403,8 @@ class DeepSpeedEngine(nn.Module):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
         """Whole and on the CPU, on rank 0; None on the others. The name is what transformers asks for."""
-        found = consolidated.state_dict(self._engine, "", exclude_frozen_parameters, everywhere=False)
-        return found if self.global_rank == 0 else None
+        state = consolidated.state_dict(self._engine, "", exclude_frozen_parameters, everywhere=False)
+        return state if self.global_rank == 0 else None
 
     def save_16bit_model(
         self,

@@ -87,25 +87,27 @@ def _room(path: Path) -> Path:
 
 
 def _write(path: Path, tag: str, room: Path, schedule: Any) -> ImportedCheckpoint:
-    found = open_deepspeed(find_tag(path, tag))
-    source = from_deepspeed(found)
+    checkpoint = open_deepspeed(find_tag(path, tag))
+    source = from_deepspeed(checkpoint)
     trained = source.trained
     notes = source.notes
-    theirs = found.schedule if isinstance(found.schedule, Mapping) and schedule is not None else None
+    theirs = (
+        checkpoint.schedule if isinstance(checkpoint.schedule, Mapping) and schedule is not None else None
+    )
     if trained is not None and not trained.schedule and theirs is not None:
         trained = replace(trained, schedule=type(schedule).__name__, schedule_state=dict(theirs))
         source = replace(source, trained=trained)
     to_checkpoint(source, room)
     for note in notes:
-        logger.warning("%s: %s", found.folder, note)
+        logger.warning("%s: %s", checkpoint.folder, note)
     lacking: dict[Allowed, bool] = {
         "optimizer": trained is None or not trained.optimizer,
         "schedule": trained is None or not trained.schedule,
     }
     return ImportedCheckpoint(
         str(room),
-        str(found.folder),
-        found.counters.samples,
-        dict(found.client),
+        str(checkpoint.folder),
+        checkpoint.counters.samples,
+        dict(checkpoint.client),
         tuple(word for word, lacks in lacking.items() if lacks),
     )

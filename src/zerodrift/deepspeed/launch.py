@@ -83,17 +83,17 @@ def _translate(port: int) -> None:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
     for names in LAUNCHERS:
-        found = [os.environ.get(name) for name in names]
-        if found[0] is None or found[1] is None or int(found[1]) == 1:
+        values = [os.environ.get(name) for name in names]
+        if values[0] is None or values[1] is None or int(values[1]) == 1:
             continue
         if "MASTER_ADDR" not in os.environ:
             raise MeshError(
                 "MASTER_ADDR",
-                f"must name the machine of rank 0 for {names[1]}={found[1]} ranks",
+                f"must name the machine of rank 0 for {names[1]}={values[1]} ranks",
                 got="nothing",
                 do="Pass it through the launcher (`mpirun -x MASTER_ADDR=...`), or start with `torchrun`.",
             )
-        for usual, value in zip(USUAL, found, strict=True):
+        for usual, value in zip(USUAL, values, strict=True):
             if value is not None:
                 os.environ[usual] = value
         os.environ.setdefault("MASTER_PORT", str(port))

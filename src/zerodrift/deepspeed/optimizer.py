@@ -35,10 +35,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The one that was passed, or that the config named."""
-        found = self._running().optimizer
-        if found is None:
+        optimizer = self._running().optimizer
+        if optimizer is None:
             raise AssertionError("an engine without an optimizer has no DeepSpeedOptimizer")
-        return found
+        return optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -129,16 +129,16 @@ def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> to
 
 def safe_set_local_optimizer_state(param: Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     engine, segment, row = _place(param)
-    found = {} if engine.updater is None else engine.updater.states(segment.number)
-    if engine.updater is None or optim_state_key not in found:
+    moments = {} if engine.updater is None else engine.updater.states(segment.number)
+    if engine.updater is None or optim_state_key not in moments:
         raise ModelError(
             row.name,
             f"must have optimizer state {optim_state_key!r}",
-            got=", ".join(found) or "none yet",
+            got=", ".join(moments) or "none yet",
             do="State is there after the first step.",
         )
-    _write(found[optim_state_key], segment, row, value)
-    engine.updater.set_state(segment.number, optim_state_key, found[optim_state_key])
+    _write(moments[optim_state_key], segment, row, value)
+    engine.updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
 
 
 def _place(param: Parameter) -> tuple[Engine, FlatSegment, Row]:

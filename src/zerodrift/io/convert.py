@@ -108,8 +108,8 @@ def convert(
     """
     asked = asked or ConvertOptions()
     module, folder = _model(model, source)
-    found = open_source(source, module, asked.tag, asked.trust, asked.optimizer)
-    ours = found.kind.startswith("a zerodrift")
+    opened = open_source(source, module, asked.tag, asked.trust, asked.optimizer)
+    ours = opened.kind.startswith("a zerodrift")
     to: Target = asked.to or ("safetensors" if ours else "checkpoint")
     if to == "checkpoint" and ours:
         raise UnsupportedError(
@@ -118,10 +118,10 @@ def convert(
     if to == "checkpoint" and asked.dtype is not None:
         raise UnsupportedError("--dtype", "must be left out where `--to` is checkpoint, which holds fp32")
     if module is not None:
-        _check(found, module)
+        _check(opened, module)
     if to == "safetensors":
-        return _to_safetensors(found, target, asked, module, folder, shown)
-    return to_checkpoint(found, target, shown)
+        return _to_safetensors(opened, target, asked, module, folder, shown)
+    return to_checkpoint(opened, target, shown)
 
 
 def _model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
@@ -229,10 +229,10 @@ def _dtype(source: ConvertSource, entry: SavedParameter, dtype: DType | None) ->
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
-    found = from_torch(tensor.dtype)
-    if found is None:
+    dtype = from_torch(tensor.dtype)
+    if dtype is None:
         raise CheckpointError("buffer", "must have a dtype that zerodrift knows", got=tensor.dtype)
-    return found.value
+    return dtype.value
 
 
 def _pour(

@@ -50,7 +50,7 @@ class InitialValues:
         model: nn.Module, weights: str | os.PathLike[str] | None, strict: Strict, comm: Collectives
     ) -> InitialValues:
         """Look at the model, and at the headers of the files. A call of all ranks."""
-        found: list[InitialValues] = []
+        sources: list[InitialValues] = []
         with raise_on_all_ranks(comm):
             spec, files = describe(model), None
             if weights is not None:
@@ -59,8 +59,8 @@ class InitialValues:
                     weights, model, expected(spec.parameters, spec.buffers, model), strict
                 )
                 spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
-            found.append(InitialValues(model, spec, files, comm))
-        return found[0]
+            sources.append(InitialValues(model, spec, files, comm))
+        return sources[0]
 
     def show(self, shown: bool) -> None:
         """Show a bar while files are read, where that helps."""
@@ -130,8 +130,8 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
         digest.update(f"{name} from files\n".encode())
     for name, parameter in bare.items():
         digest.update(f"{name} from its module\n".encode())
-        found = recipe.of(parameter)
-        for operation in found.operations if found is not None else ():
+        written = recipe.of(parameter)
+        for operation in written.operations if written is not None else ():
             for value in (*operation.args, *operation.kwargs.values()):
                 if isinstance(value, torch.Tensor):
                     digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -41,10 +41,10 @@ def look(path: Path) -> Kind:
         return "nothing"
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-    found = kind_of(mode)
-    if found not in ("", "a folder"):
-        raise CheckpointError(short(path), "must be a file or folder", got=found)
-    return "folder" if found else "file"
+    kind = kind_of(mode)
+    if kind not in ("", "a folder"):
+        raise CheckpointError(short(path), "must be a file or folder", got=kind)
+    return "folder" if kind else "file"
 
 
 def is_folder(path: Path, must: str) -> bool:
@@ -74,12 +74,12 @@ def own_file(folder: Path, name: str) -> Path:
     path = folder / name
     if not name or name in (".", "..") or "/" in name or "\0" in name or os.sep in name:
         raise CheckpointError(short(folder), "must name files that are in it", got=short(repr(name)))
-    found = kind_of(path.lstat().st_mode)
-    if found:
+    kind = kind_of(path.lstat().st_mode)
+    if kind:
         raise CheckpointError(
             short(path),
             "must be a file of the checkpoint itself",
-            got=found,
+            got=kind,
             do="Copy the checkpoint as files.",
         )
     return path

@@ -168,7 +168,7 @@ def _chunks(reader: CheckpointReader, key: str) -> Iterator[Run]:
 # --- DeepSpeed's ------------------------------------------------------------------------------------------
 
 
-def from_deepspeed(found: DeepSpeedCheckpoint, optimizer: str = "") -> ConvertSource:
+def from_deepspeed(checkpoint: DeepSpeedCheckpoint, optimizer: str = "") -> ConvertSource:
     """`optimizer` is what the moments mean, where the checkpoint does not say it rightly."""
     entries = tuple(
         SavedParameter(
@@ -178,47 +178,47 @@ def from_deepspeed(found: DeepSpeedCheckpoint, optimizer: str = "") -> ConvertSo
             saved.group,
             tuple(saved.moments),
         )
-        for saved in found.parameters
+        for saved in checkpoint.parameters
     )
-    by_name = {saved.name: saved for saved in found.parameters}
-    kind, notes = _optimizer(found, optimizer)
-    hysteresis = int((found.config.get("fp16") or {}).get("hysteresis", 2))
+    by_name = {saved.name: saved for saved in checkpoint.parameters}
+    kind, notes = _optimizer(checkpoint, optimizer)
+    hysteresis = int((checkpoint.config.get("fp16") or {}).get("hysteresis", 2))
     scaler = None
-    if found.scale is not None and found.dtype == "fp16":
-        left = hysteresis if found.scale.left is None else found.scale.left
-        scaler = {"scale": found.scale.scale, "left": left, "good": found.scale.good}
-    schedule, state, more = _schedule(found)
+    if checkpoint.scale is not None and checkpoint.dtype == "fp16":
+        left = hysteresis if checkpoint.scale.left is None else checkpoint.scale.left
+        scaler = {"scale": checkpoint.scale.scale, "left": left, "good": checkpoint.scale.good}
+    schedule, state, more = _schedule(checkpoint)
     trained = Trained(
-        found.counters.step,
-        found.counters.skipped,
+        checkpoint.counters.step,
+        checkpoint.counters.skipped,
         kind,
-        found.counters.updates,
-        found.groups or tuple({} for _ in range(1 + max((entry.group for entry in entries), default=0))),
+        checkpoint.counters.updates,
+        checkpoint.groups or tuple({} for _ in range(1 + max((entry.group for entry in entries), default=0))),
         scaler,
         schedule,
         state,
-        found.dtype,
-        found.stage,
-        found.ranks,
-        dict(found.client),
+        checkpoint.dtype,
+        checkpoint.stage,
+        checkpoint.ranks,
+        dict(checkpoint.client),
     )
     return ConvertSource(
-        f"a DeepSpeed {found.version} checkpoint of stage {found.stage}, {found.ranks} ranks, "
-        f"{found.dtype}, step {found.counters.step}",
-        found.folder,
+        f"a DeepSpeed {checkpoint.version} checkpoint of stage {checkpoint.stage}, {checkpoint.ranks} ranks, "
+        f"{checkpoint.dtype}, step {checkpoint.counters.step}",
+        checkpoint.folder,
         entries,
-        found.buffers,
+        checkpoint.buffers,
         lambda entry: iter(by_name[entry.name].weight),
         lambda entry, key: iter(by_name[entry.name].moments[key]),
         trained,
         None,
-        (*found.notes, *notes, *more),
+        (*checkpoint.notes, *notes, *more),
     )
 
 
-def _optimizer(found: DeepSpeedCheckpoint, said: str) -> tuple[str, tuple[str, ...]]:
+def _optimizer(checkpoint: DeepSpeedCheckpoint, said: str) -> tuple[str, tuple[str, ...]]:
     """What the moments mean: by their names, and by what the config or the groups say of weight decay."""
-    keys = {key for saved in found.parameters for key in saved.moments}
+    keys = {key for saved in checkpoint.parameters for key in saved.moments}
     if not keys:
         return "", ()
     if said:
@@ -226,12 +226,12 @@ def _optimizer(found: DeepSpeedCheckpoint, said: str) -> tuple[str, tuple[str, .
     possible = optimizers.with_moments(keys)
     if len(possible) == 1:
         return possible[0].kind, ()
-    written = found.config.get("optimizer") or {}
+    written = checkpoint.config.get("optimizer") or {}
     if written:
         kind = str(written.get("type", "")).lower()
         coupled = kind == "adam" and (written.get("params") or {}).get("adam_w_mode") is False
         return ("adam" if coupled else "adamw"), ()
-    flags = {group.get("decoupled_weight_decay") for group in found.groups}
+    flags = {group.get("decoupled_weight_decay") for group in checkpoint.groups}
     if flags <= {True} or flags <= {False}:
         return ("adamw" if flags == {True} else "adam"), ()
     return "adamw", (
@@ -240,23 +240,23 @@ def _optimizer(found: DeepSpeedCheckpoint, said: str) -> tuple[str, tuple[str, .
     )
 
 
-def _schedule(found: DeepSpeedCheckpoint) -> tuple[str, Any, tuple[str, ...]]:
+def _schedule(checkpoint: DeepSpeedCheckpoint) -> tuple[str, Any, tuple[str, ...]]:
     """The name and state of the schedule where the config named one: DeepSpeed's and torch's have the same
     names and states here."""
-    written = found.config.get("scheduler") or {}
-    if found.schedule is None:
+    written = checkpoint.config.get("scheduler") or {}
+    if checkpoint.schedule is None:
         return "", None, ()
-    if written.get("type") and isinstance(found.schedule, Mapping):
-        return str(written["type"]), dict(found.schedule), ()
+    if written.get("type") and isinstance(checkpoint.schedule, Mapping):
+        return str(written["type"]), dict(checkpoint.schedule), ()
     note = "The learning rate schedule is not of the config: its state was left out."
     return "", None, (note,)
 
 
 def _name(dtype: torch.dtype) -> str:
-    found = from_torch(dtype)
-    if found is None:
+    known = from_torch(dtype)
+    if known is None:
         raise CheckpointError("tensor", "must have a dtype that zerodrift knows", got=dtype)
-    return found.value
+    return known.value
 
 
 # --- safetensors ------------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ def _safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
 
 
 def _held(files: SafetensorsWeights, item: Expected) -> DType:
-    found = from_torch(files.exact(item.name))
-    return item.dtype if found is None else found
+    dtype = from_torch(files.exact(item.name))
+    return item.dtype if dtype is None else dtype
 
 
 def _filled(files: SafetensorsWeights, entry: SavedParameter) -> Iterator[Run]:

@@ -77,11 +77,11 @@ def obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        found = squares(torch.ones(BLOCK, device=device), torch.zeros(1, dtype=torch.float64, device=device))
+        total = squares(torch.ones(BLOCK, device=device), torch.zeros(1, dtype=torch.float64, device=device))
     except Exception as error:  # of Triton, its compiler, the C compiler it calls, or the driver
         return f"a first Triton program failed ({said(error)})"
-    if found.item() != BLOCK:
-        return f"a first Triton program computed {found.item()} for {BLOCK}"
+    if total.item() != BLOCK:
+        return f"a first Triton program computed {total.item()} for {BLOCK}"
     return None
 
 

@@ -167,11 +167,11 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _definitions() -> tuple[str, ...]:
-    found = contraction()
+    contracted = contraction()
     return (
-        f"-DZERODRIFT_FMA_ADD={found.add:d}",
-        f"-DZERODRIFT_FMA_ADDCMUL={found.addcmul:d}",
-        f"-DZERODRIFT_FMA_LERP={found.lerp:d}",
+        f"-DZERODRIFT_FMA_ADD={contracted.add:d}",
+        f"-DZERODRIFT_FMA_ADDCMUL={contracted.addcmul:d}",
+        f"-DZERODRIFT_FMA_LERP={contracted.lerp:d}",
     )
 
 
@@ -197,7 +197,7 @@ def find_compiler() -> str | None:
     """`CXX` where it is set, as for every build; else the first compiler on the path."""
     named = os.environ.get("CXX", "").strip()
     candidates = (named,) if named else COMPILERS
-    return next((found for name in candidates if (found := shutil.which(name))), None)
+    return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def cache_folder() -> Path | None:

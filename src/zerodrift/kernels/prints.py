@@ -48,10 +48,10 @@ def reference_prints(words: Tensor) -> Tensor:
     lanes = torch.arange(len(steps), dtype=torch.int32, device=words.device)[:, None].repeat(1, _LANES)
     for step in range(steps.shape[1]):
         lanes.mul_(_signed(_STEP, 32)).add_(steps[:, step])
-    found = torch.zeros(len(steps), dtype=torch.int64, device=words.device)
+    sums = torch.zeros(len(steps), dtype=torch.int64, device=words.device)
     for lane in range(_LANES):
-        found.mul_(_signed(_FOLD, 64)).add_(lanes[:, lane].long() & 0xFFFFFFFF)
-    return found
+        sums.mul_(_signed(_FOLD, 64)).add_(lanes[:, lane].long() & 0xFFFFFFFF)
+    return sums
 
 
 def _signed(value: int, bits: int) -> int:

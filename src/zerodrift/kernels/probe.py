@@ -47,7 +47,7 @@ def contraction() -> Contraction:
     # lerp(-1/4, 3/4 + u, weight (1 + u) / 4) is a quarter of the same sum.
     lerp = torch.lerp(-one / 4, one * 0.75 + _ULP, (1 + _ULP) / 4) * 4
     once = 2 * _ULP + _ULP * _ULP
-    return Contraction(*((found == once).all().item() is True for found in (add, addcmul, lerp)))
+    return Contraction(*((result == once).all().item() is True for result in (add, addcmul, lerp)))
 
 
 def exact_sqrt(values: Tensor) -> Tensor:
@@ -85,10 +85,10 @@ def vector_root() -> VectorRoot | None:
         return None
     function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     function.restype = None
-    found = torch.empty_like(values)
-    function(values.numel(), values.data_ptr(), found.data_ptr(), ROOT_MODE)
+    roots = torch.empty_like(values)
+    function(values.numel(), values.data_ptr(), roots.data_ptr(), ROOT_MODE)
     address = ctypes.cast(function, ctypes.c_void_p).value
-    return VectorRoot(address) if address and torch.equal(found, wanted) else None
+    return VectorRoot(address) if address and torch.equal(roots, wanted) else None
 
 
 def _roots_to_try() -> Tensor:

@@ -169,14 +169,14 @@ def _encode(x, code, signed: tl.constexpr, draws):
         start = tl.where(above, tl.load(code + LEVELS + level), start)
         steep = tl.where(above, tl.load(code + 2 * LEVELS + level), steep)
     share = draws.to(tl.float32) * 0.0000152587890625  # 2^-16
-    found = first + ((part - start) * steep + share).to(tl.int32)
-    found = tl.minimum(found, 127 if signed else 255)
+    number = first + ((part - start) * steep + share).to(tl.int32)
+    number = tl.minimum(number, 127 if signed else 255)
     if signed:
-        found = found | tl.where((bits >> 31 != 0) & (magnitude <= INFINITY), 128, 0)
+        number = number | tl.where((bits >> 31 != 0) & (magnitude <= INFINITY), 128, 0)
     else:
         # What is there is never stored as nothing.
-        found = tl.maximum(found, ((magnitude != 0) & (scale != 0.0)[:, None]).to(tl.int32))
-    return found.to(tl.uint8), scale
+        number = tl.maximum(number, ((magnitude != 0) & (scale != 0.0)[:, None]).to(tl.int32))
+    return number.to(tl.uint8), scale
 
 
 # --- the arithmetic -------------------------------------------------------------------------------------

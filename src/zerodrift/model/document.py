@@ -42,7 +42,7 @@ def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
         return built
 
     try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+        document = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         problems.add(where, "must be JSON", got=f"{error.msg} at line {error.lineno}, column {error.colno}")
         return None
@@ -54,13 +54,13 @@ def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         problems.add(where, "must be JSON of ordinary depth and numbers", got=str(error))
         return None
-    if not isinstance(found, dict):
-        problems.add(where, "must be a JSON object", got=type(found).__name__)
+    if not isinstance(document, dict):
+        problems.add(where, "must be a JSON object", got=type(document).__name__)
         return None
     if repeated:
         problems.add(where, "must name every key once", got=f"{listed(repeated)} more than once")
         return None
-    return found
+    return document
 
 
 def listed(names: list[str]) -> str:

@@ -179,8 +179,8 @@ class _Recorder(TorchFunctionMode):
     def _find(self, tensor: Any) -> InitRecipe | None:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
-        found = self._recipes.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
+        entry = self._recipes.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def _hold(self, tensor: torch.Tensor, recipe: InitRecipe) -> None:
         storage = tensor.untyped_storage()

@@ -66,18 +66,18 @@ def _find(text: str) -> Callable[[], Any]:
     module_name, _, path = text.partition(":")
     todo = "A name is looked up in the working folder and among what is installed."
     importlib.invalidate_caches()
-    found: Any = attempt(
+    target: Any = attempt(
         lambda: importlib.import_module(module_name), text, f"`{module_name}` must be importable", todo
     )
     for name in path.split("."):
-        if not hasattr(found, name):
+        if not hasattr(target, name):
             raise ModelError(
-                text, f"`{module_name}` must have `{path}`", got="none", do=did_you_mean(name, dir(found))
+                text, f"`{module_name}` must have `{path}`", got="none", do=did_you_mean(name, dir(target))
             )
-        found = getattr(found, name)
-    if not callable(found):
-        raise ModelError(text, f"`{path}` must be callable", got=type(found).__qualname__)
-    return found
+        target = getattr(target, name)
+    if not callable(target):
+        raise ModelError(text, f"`{path}` must be callable", got=type(target).__qualname__)
+    return target
 
 
 @contextmanager

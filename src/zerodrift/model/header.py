@@ -53,10 +53,10 @@ class Header:
 
 def read_header(path: Path, problems: Problems) -> Header | None:
     """The header of one file; None if it cannot be read at all."""
-    found = _read(path, problems)
-    if found is None:
+    header = _read(path, problems)
+    if header is None:
         return None
-    entries, data_start, size = found
+    entries, data_start, size = header
     entries.pop("__metadata__", None)
     tensors: list[Stored] = []
     unknown: dict[str, list[str]] = {}

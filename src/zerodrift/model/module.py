@@ -63,8 +63,8 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
 def _in_several_places(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, str], ...]:
     """(path, first path) of modules that have more than one."""
     first: dict[int, str] = {}
-    found = ((path, first.setdefault(id(part), path)) for path, part in modules.items())
-    return tuple((path, before) for path, before in found if path != before)
+    pairs = ((path, first.setdefault(id(part), path)) for path, part in modules.items())
+    return tuple((path, before) for path, before in pairs if path != before)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -93,8 +93,8 @@ class _Used:
         may be thousands of parameters below one path, and as many modules to look at for each."""
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        before, found, after = name.rpartition("experts.")
-        if not found or not (before == "" or before.endswith(".")):
+        before, marker, after = name.rpartition("experts.")
+        if not marker or not (before == "" or before.endswith(".")):
             return 1, 1
         path = f"{before}experts"
         number = after.partition(".")[0]
@@ -135,10 +135,10 @@ def _parameter(group: _Shared, classes: dict[str, str], used: _Used) -> Paramete
 
 
 def _known(dtype: torch.dtype) -> DType:
-    found = from_torch(dtype)
-    if found is None:
+    known = from_torch(dtype)
+    if known is None:
         raise AssertionError(f"{dtype} passed `_check_dtypes`")
-    return found
+    return known
 
 
 def _groups(module: nn.Module) -> list[_Shared]:
@@ -207,11 +207,11 @@ def _check_dtypes(groups: list[_Shared], buffers: list[tuple[str, torch.Tensor]]
 
 def _unknown(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[str]]:
     """Unknown dtype -> the names that have it."""
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name, tensor in tensors:
         if from_torch(tensor.dtype) is None:
-            found.setdefault(str(tensor.dtype), []).append(name)
-    return found
+            names_of.setdefault(str(tensor.dtype), []).append(name)
+    return names_of
 
 
 def _check_memory(groups: list[_Shared], problems: Problems) -> None:

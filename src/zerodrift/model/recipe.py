@@ -153,5 +153,5 @@ class Unwritten(Exception):  # noqa: N818 (turned into a ModelError with all nam
 
 def refusals(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
     """(name, why) of every parameter that has neither memory nor a recipe."""
-    found = [(name, missing(parameter)) for name, parameter in parameters if parameter.is_meta]
-    return [(name, why) for name, why in found if why]
+    reasons = [(name, missing(parameter)) for name, parameter in parameters if parameter.is_meta]
+    return [(name, why) for name, why in reasons if why]

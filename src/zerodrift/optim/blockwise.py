@@ -112,13 +112,13 @@ def encode(code: Code, values: Tensor, draws: Tensor | None = None) -> tuple[Ten
     level = torch.bucketize(part, bounds)
     share = 0.5 if draws is None else draws.float().mul_(2.0**-16)
     steps = part.sub_(starts[level]).mul_(steep[level]).add_(share).int()
-    found = ((1 << level.int()) - 1 + steps).clamp_(max=code.top)
+    codes = ((1 << level.int()) - 1 + steps).clamp_(max=code.top)
     if code is Code.SIGNED:
-        found += (torch.signbit(values) & ~values.isnan()).int() << 7
+        codes += (torch.signbit(values) & ~values.isnan()).int() << 7
     else:
         there = (magnitudes != 0) & (scales != 0)[:, None]
-        found = torch.maximum(found, there.flatten()[: values.numel()].int())
-    return found.to(torch.uint8), scales
+        codes = torch.maximum(codes, there.flatten()[: values.numel()].int())
+    return codes.to(torch.uint8), scales
 
 
 def _scales(most: Tensor) -> Tensor:

@@ -166,12 +166,12 @@ def _require_states_that_move(
         for number, group in enumerate(groups.param_groups):
             if "betas" not in group:
                 continue  # Muon's, which moves none of these pieces
-            found = state_verdict(state, "native", group["betas"][1])
-            if found.status == "no":
+            verdict = state_verdict(state, "native", group["betas"][1])
+            if verdict.status == "no":
                 raise UnsupportedError(
                     f"optimizer.param_groups[{number}]",
                     f"must have a beta2 that `state: {state}` can follow",
-                    got=f"{group['betas'][1]}, and {found.reason}",
+                    got=f"{group['betas'][1]}, and {verdict.reason}",
                     do="Lower the beta2 of the group, or use `state: fp32`.",
                 )
 
@@ -256,9 +256,9 @@ def arguments(recipe: ComponentSpec) -> tuple[Algorithm, dict[str, Any]]:
 def require(recipe: ComponentSpec) -> dict[str, Any]:
     """The arguments of a recipe; one that came from a config has been checked where it was resolved."""
     problems = Problems()
-    found = checked("optimizer.params", recipe.type, json.loads(recipe.params), problems)
+    values = checked("optimizer.params", recipe.type, json.loads(recipe.params), problems)
     problems.raise_as(ConfigError)
-    return found
+    return values
 
 
 # --- from a torch optimizer ---------------------------------------------------------------------------

@@ -53,6 +53,6 @@ def _make(step: UpdateStep, device: torch.device) -> Tensor:
     rows = [[getattr(group, field) for field in fields] for group in groups]
     # A multiplier that is on a device stays there: reading it would make the host wait.
     multiplier = torch.as_tensor(step.multiplier, dtype=torch.float32)
-    found = torch.tensor(rows, dtype=torch.float32).to(multiplier.device)
-    found[:, 0] *= multiplier
-    return found.to(device)
+    table = torch.tensor(rows, dtype=torch.float32).to(multiplier.device)
+    table[:, 0] *= multiplier
+    return table.to(device)

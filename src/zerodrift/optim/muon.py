@@ -44,16 +44,16 @@ def orthogonal(matrix: Tensor, numbers: MuonHyper) -> Tensor:
     """
     a, b, c = numbers.ns_coefficients
     wide = torch.float32 if numbers.ns_dtype == "fp32" else torch.bfloat16
-    found = matrix.to(wide, copy=True)
+    x = matrix.to(wide, copy=True)
     tall = matrix.size(0) > matrix.size(1)
     if tall:
-        found = found.T
-    found.div_(found.norm().clamp(min=numbers.ns_eps))
+        x = x.T
+    x.div_(x.norm().clamp(min=numbers.ns_eps))
     for _ in range(numbers.ns_steps):
-        gram = found @ found.T
+        gram = x @ x.T
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.addmm(found, gram, found, beta=a)
-    return found.T if tall else found
+        x = torch.addmm(x, gram, x, beta=a)
+    return x.T if tall else x
 
 
 def rate(numbers: MuonHyper, rows: int, columns: int) -> float:
@@ -77,8 +77,8 @@ def advance(numbers: MuonHyper, weights: Tensor, directions: Tensor, change: Ten
     by = -rate(numbers, weights.shape[1], weights.shape[2])
     decay = 1 - numbers.lr * numbers.weight_decay
     for place, (weight, wanted) in enumerate(zip(weights, directions, strict=True)):
-        found = orthogonal(wanted, numbers)
+        update = orthogonal(wanted, numbers)
         if change is not None:
-            change[place] = weight * (decay - 1) + found.float() * by
+            change[place] = weight * (decay - 1) + update.float() * by
         weight.mul_(decay)
-        weight.add_(found, alpha=by)
+        weight.add_(update, alpha=by)

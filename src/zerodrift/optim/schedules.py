@@ -76,10 +76,10 @@ def _apply(optimizer: Any, rates: Sequence[float]) -> list[float]:
 
 
 def _optimizer(given: Any) -> torch.optim.Optimizer:
-    found = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
-    if not isinstance(found, torch.optim.Optimizer):
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(_text("optimizer", "must be a torch.optim.Optimizer", type(given).__name__))
-    return found
+    return optimizer
 
 
 def _per_group(optimizer: torch.optim.Optimizer, value: PerGroup, name: str) -> list[float]:

@@ -179,17 +179,17 @@ class TorchViews:
         schemes.write(self._schemes[number], self._slices[number], values)
 
     def states(self, number: int) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        states: dict[str, torch.Tensor] = {}
         for owner, span, parameter in self._members:
             if owner != number:
                 continue
             for key, value in self.groups.state.get(parameter, {}).items():
                 if _is_moment(value, parameter):
-                    flat = found.setdefault(
+                    flat = states.setdefault(
                         key, torch.zeros_like(self._pieces[number].storage, dtype=torch.float32)
                     )
                     flat[span] = value.reshape(-1).float()
-        return found
+        return states
 
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
         for owner, span, parameter in self._members:
@@ -204,13 +204,13 @@ class TorchViews:
     def counters(self) -> Counters:
         """Moments are in it by the name of their dtype: torch makes them in the first step, and a step that
         finds none would begin anew."""
-        found: Counters = {}
+        counters: Counters = {}
         for _, _, parameter in self._members:
             if parameter in self.groups.state:
-                mine = found[self._names[parameter]] = {}
+                mine = counters[self._names[parameter]] = {}
                 for key, value in self.groups.state[parameter].items():
                     mine[key] = dtype_name(value) if _is_moment(value, parameter) else value
-        return found
+        return counters
 
     def set_counters(self, counters: Counters) -> None:
         self.groups.state.clear()
@@ -228,11 +228,11 @@ class TorchViews:
         return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        held, found = self._slices[number].master, []
+        held, dtypes = self._slices[number].master, []
         for owner, _, parameter in self._members:
             values = self.groups.state.get(parameter, {}).values() if owner == number else ()
-            found += [value.dtype for value in values if _is_moment(value, parameter)]
-        return None if held is None else held.dtype, tuple(dict.fromkeys(found))
+            dtypes += [value.dtype for value in values if _is_moment(value, parameter)]
+        return None if held is None else held.dtype, tuple(dict.fromkeys(dtypes))
 
 
 _IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)
@@ -295,7 +295,7 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
             got=f"{kind} with state",
             do="Build it anew.",
         )
-    found: dict[str, int] = {}
+    groups: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             row = plan.row(names.get(id(parameter), ""))
@@ -306,10 +306,10 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
                     got=f"one of shape {tuple(parameter.shape)} that the model does not have",
                     do="Build it over `model.parameters()`.",
                 )
-            found[row.name] = number
+            groups[row.name] = number
     if works_on_matrices(type(optimizer)):
-        _require_whole(kind, [row for name in found if (row := plan.row(name)) is not None], plan)
-    return found
+        _require_whole(kind, [row for name in groups if (row := plan.row(name)) is not None], plan)
+    return groups
 
 
 def works_on_matrices(kind: type) -> bool:

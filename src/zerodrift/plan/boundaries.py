@@ -55,16 +55,16 @@ def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> 
                         break
                     inside.setdefault(path, []).append(index)
     decide = _Decide(policy, model, columns)
-    found: dict[str, Boundary | None] = {}
+    decided: dict[str, Boundary | None] = {}
     for parameter, cells in zip(model.parameters, columns, strict=True):
         if id(cells) in apart:
             for name in parameter.names:
                 for path in reversed([path for path in around(name) if path in inside]):
-                    if path not in found:
-                        found[path] = decide(path, inside[path])
-                    if found[path] is not None:
+                    if path not in decided:
+                        decided[path] = decide(path, inside[path])
+                    if decided[path] is not None:
                         break
-    return tuple(boundary for boundary in found.values() if boundary is not None)
+    return tuple(boundary for boundary in decided.values() if boundary is not None)
 
 
 def of_piece(plan: Plan, piece: int) -> tuple[Boundary, ...]:

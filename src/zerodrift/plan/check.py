@@ -240,6 +240,8 @@ def broken(plan: Plan) -> list[str]:
 
 def require(plan: Plan) -> None:
     """Raise AssertionError unless every invariant holds."""
-    found = broken(plan)
-    if found:
-        raise AssertionError(f"plan of {plan.source} breaks {len(found)} invariants: " + "; ".join(found[:5]))
+    violations = broken(plan)
+    if violations:
+        raise AssertionError(
+            f"plan of {plan.source} breaks {len(violations)} invariants: " + "; ".join(violations[:5])
+        )

@@ -61,11 +61,11 @@ def groups(plan: Plan) -> tuple[Group, ...]:
     """The groups of a plan, those of a unit together; ConfigError with all that cannot be grouped."""
     problems = Problems()
     _check_rows(plan, problems)
-    found: list[Group] = []
+    groups: list[Group] = []
     for number in range(len(plan.units)):
-        found += _Unit(plan, number, problems).groups()
+        groups += _Unit(plan, number, problems).groups()
     problems.raise_as(ConfigError, "backend fsdp2")
-    return tuple(found)
+    return tuple(groups)
 
 
 def _check_rows(plan: Plan, problems: Problems) -> None:
@@ -144,11 +144,11 @@ class _Unit:
 
     def _kinds(self, rows: Iterable[int]) -> list[Kind]:
         """The different kinds among rows: a frozen one is of any kind that it fits."""
-        found = [kind_of(self._plan.rows[row]) for row in rows if self._is_floating(row)]
-        trained = list(dict.fromkeys(kind for kind in found if kind.update is not None))
+        kinds = [kind_of(self._plan.rows[row]) for row in rows if self._is_floating(row)]
+        trained = list(dict.fromkeys(kind for kind in kinds if kind.update is not None))
         computed = {kind.compute for kind in trained}
         return trained + list(
-            dict.fromkeys(k for k in found if k.update is None and k.compute not in computed)
+            dict.fromkeys(k for k in kinds if k.update is None and k.compute not in computed)
         )
 
     def _is_floating(self, row: int) -> bool:

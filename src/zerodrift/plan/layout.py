@@ -61,8 +61,8 @@ def find_units(
     blocks: dict[str, list[int]] = {}
     rest: list[int] = []
     for index, parameter in enumerate(model.parameters):
-        found = {block_of(name) for name in parameter.names}
-        block = found.pop() if len(found) == 1 else ""
+        blocks_of = {block_of(name) for name in parameter.names}
+        block = blocks_of.pop() if len(blocks_of) == 1 else ""
         if block:
             blocks.setdefault(block, []).append(index)
         else:
@@ -80,7 +80,7 @@ def find_units(
         root = [i for i in rest if _root_stage(i, first_block, stages) == stage]
         if root or stage == 0:
             copies = {i: _copies(model.parameters[i], stage, stages, block_of, stage_of) for i in root}
-            copied = {i: found for i, found in copies.items() if found}
+            copied = {i: blocks_of for i, blocks_of in copies.items() if blocks_of}
             units.append(Members("", tuple(root), stage, copied))
         here = [name for name in blocks if stage_of[name] == stage]
         units += [Members(name, tuple(blocks[name]), stage, products=costs[name]) for name in here]
@@ -95,8 +95,8 @@ def _copies(
 ) -> tuple[int, ...]:
     """The other pieces that use a parameter by another of its names. A name outside of the blocks that is
     not the first one belongs to what comes after the blocks: the head that is tied to an embedding."""
-    found = {stage_of.get(block_of(name), stages - 1) for name in parameter.names[1:]}
-    return tuple(sorted(found - {home}))
+    others = {stage_of.get(block_of(name), stages - 1) for name in parameter.names[1:]}
+    return tuple(sorted(others - {home}))
 
 
 def _root_stage(index: int, first_block: int, stages: int) -> int:
@@ -125,10 +125,10 @@ def _by_number(model: ModelSpec) -> BlockOf:
             holders.update(prefix for prefix, depth in _numbered(name) if depth >= 2)
 
     def block_of(name: str) -> str:
-        found = next((prefix for prefix, _ in _numbered(name) if prefix in holders), "")
-        if not found:
+        block = next((prefix for prefix, _ in _numbered(name) if prefix in holders), "")
+        if not block:
             return ""
-        inside = [path for path in reversed(_ancestors(name)) if path.startswith(found)]
+        inside = [path for path in reversed(_ancestors(name)) if path.startswith(block)]
         return next((path for path in inside if path not in model.containers), "")
 
     return block_of

@@ -132,12 +132,12 @@ def backward_order(units: list[Unit]) -> list[Unit]:
         holder = next((path for path in _around(unit.name) if path in inside), None)
         inside[holder].append(unit)
         inside[unit.name] = []
-    found: list[Unit] = []
+    order: list[Unit] = []
     left = list(inside[None])
     while left:
-        found.append(left.pop())
-        left += inside[found[-1].name]
-    return found
+        order.append(left.pop())
+        left += inside[order[-1].name]
+    return order
 
 
 def _around(name: str) -> Iterator[str]:

@@ -73,8 +73,8 @@ def travelling(plan: Plan) -> DType:
 def _embedding(plan: Plan) -> Row | None:
     if not any(each.klass.startswith("transformers.models.") for each in plan.rows):
         return None
-    found = (plan.row(f"{name}.weight") for name in ("model.embed_tokens", "transformer.wte"))
-    return next((row for row in found if row is not None and len(row.shape) == 2), None)
+    rows = (plan.row(f"{name}.weight") for name in ("model.embed_tokens", "transformer.wte"))
+    return next((row for row in rows if row is not None and len(row.shape) == 2), None)
 
 
 # --- cutting --------------------------------------------------------------------------------------------
@@ -119,11 +119,11 @@ def even_by_cost(costs: Sequence[int], count: int, after: int) -> list[int]:
 
 def apart(groups: Sequence[Sequence[int]], copies: Mapping[int, tuple[int, ...]]) -> list[list[int]]:
     """The groups of parameters that become segments, with what is tied across the pipeline by itself."""
-    found: list[list[int]] = []
+    parts: list[list[int]] = []
     for indices in groups:
         rest = [index for index in indices if index not in copies]
-        found += [*([rest] if rest else []), *([index] for index in indices if index in copies)]
-    return found
+        parts += [*([rest] if rest else []), *([index] for index in indices if index in copies)]
+    return parts
 
 
 def require_ends(
@@ -207,10 +207,10 @@ def part(plan: Plan, rank: int) -> Plan:
 
 def named(plan: Plan, row: Row) -> Row:
     """A row of a part as the whole plan has it, with all of its names."""
-    found = plan.row(row.name)
-    if found is None:
+    row_of_name = plan.row(row.name)
+    if row_of_name is None:
         raise AssertionError(f"{row.name} is in a part of a plan and not in the plan")
-    return found
+    return row_of_name
 
 
 def of_piece(plan: Plan, piece: int) -> list[Unit]:

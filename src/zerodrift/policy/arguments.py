@@ -165,7 +165,7 @@ def checked(
     own = OPTIMIZERS.get(kind) or SCHEDULES[kind]
     rest = None if kind in SCHEDULES else of_type(kind).rest
     table = own if kind in SCHEDULES or rest is not None else {**own, **ANY}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in params.items():
         if value is None:
             continue
@@ -180,12 +180,16 @@ def checked(
         if not argument.fits(value):
             problems.add(path, f"must be {argument.words}", got=shown(value), do=argument.do)
             continue
-        found[key] = value
+        values[key] = value
     for key in REQUIRED.get(kind, ()):
         if params.get(key) is None and key not in unknown:
             problems.add(join(where, key), f"must be given: {table[key].words}")
-    if kind in SGD.types and found.get("nesterov") and (not found.get("momentum") or found.get("dampening")):
+    if (
+        kind in SGD.types
+        and values.get("nesterov")
+        and (not values.get("momentum") or values.get("dampening"))
+    ):
         problems.add(
             join(where, "nesterov"), "must be left out without `momentum`, or with `dampening`", got="true"
         )
-    return found
+    return values

@@ -141,14 +141,14 @@ def optimizer(config: Config, numbers: AutoNumbers, problems: Problems) -> Compo
 
 def update_decisions(optimizer: ComponentSpec | None, config: Config) -> tuple[Decision, ...]:
     """How updates are shared out and watched, where that is not as usual."""
-    found = []
+    decisions = []
     algorithm = None if optimizer is None else of_type(optimizer.type)
     if algorithm is not None and algorithm.rest is not None:
         why = f"`optimizer.type`; rule: {matrices.RULE}; or `precision.rules[].optimizer`"
-        found.append(Decision("optimizer", f"{algorithm.name}, {algorithm.rest.name} for the rest", why))
+        decisions.append(Decision("optimizer", f"{algorithm.name}, {algorithm.rest.name} for the rest", why))
     if config.precision.statistics:
-        found.append(Decision("statistics", "of every update", "`precision.statistics`"))
-    return tuple(found)
+        decisions.append(Decision("statistics", "of every update", "`precision.statistics`"))
+    return tuple(decisions)
 
 
 def schedule(config: Config, numbers: AutoNumbers, problems: Problems) -> ComponentSpec | None:
@@ -186,9 +186,9 @@ def experts(
         )
     written = config.experts.parameters if config.experts else None
     why = "`experts.parameters`" if written else "default: where transformers stacks experts"
-    found = written or EXPERTS
-    value = f"{', '.join(found)} over {mesh.expert} ranks, sharded over {mesh.expert_shard}"
-    return found, (Decision("experts", value, f"`experts.ranks`; {why}"),)
+    globs = written or EXPERTS
+    value = f"{', '.join(globs)} over {mesh.expert} ranks, sharded over {mesh.expert_shard}"
+    return globs, (Decision("experts", value, f"`experts.ranks`; {why}"),)
 
 
 def batch_text(sizes: Batch, mesh: MeshShape) -> str:

@@ -248,10 +248,10 @@ class _Filler:
             return
         where = self.place(column)
         name = column.partition(".")[0]
-        found = gradient_dtype(self.setting.mode, dtype)
-        if found.status == "no":
+        verdict = gradient_dtype(self.setting.mode, dtype)
+        if verdict.status == "no":
             self.problems.add(
-                where, f"`{name}` must not be {dtype} in mode {self.setting.mode}: {found.reason}"
+                where, f"`{name}` must not be {dtype} in mode {self.setting.mode}: {verdict.reason}"
             )
         elif column == "accumulate" and not self.setting.allow_narrow:
             losses = " and ".join(lost(of, dtype))
@@ -345,10 +345,10 @@ class _Filler:
         state = State(value)
         beta2 = None if optimizer == "Muon" else self.setting.beta2
         backend = self.setting.backend
-        found = state_verdict(state, backend.name, beta2)
-        if found.status == "no":
+        verdict = state_verdict(state, backend.name, beta2)
+        if verdict.status == "no":
             got = f"backend {backend.name}" if backend.refuse_state(state) else f"beta2 {beta2}"
-            self.problems.add(why, f"`state` must not be {state} here: {found.reason}", got=got)
+            self.problems.add(why, f"`state` must not be {state} here: {verdict.reason}", got=got)
         return state
 
     def export(self, compute: DType) -> DType:

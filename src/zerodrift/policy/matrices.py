@@ -34,9 +34,9 @@ def not_hidden(parameter: ParameterSpec) -> str:
     if len(parameter.shape) < 2:
         return "a vector, no matrix" if parameter.shape else "a single number"
     for name, owner in zip(parameter.names, parameter.owners, strict=True):
-        found = _role(name, owner.klass.rpartition(".")[2])
-        if found:
-            return found
+        role = _role(name, owner.klass.rpartition(".")[2])
+        if role:
+            return role
     return ""
 
 

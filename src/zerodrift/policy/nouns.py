@@ -189,10 +189,10 @@ class Columns:
     def options(self) -> dict[str, str]:
         """Option -> its value, for those that are not as usual."""
         update = self.update
-        found: dict[str, str] = {"parallel": self.parallel}
+        options: dict[str, str] = {"parallel": self.parallel}
         if update is not None:
-            found = {"placement": update.placement, "optimizer": update.optimizer, **found}
-        return {option: value for option, value in found.items() if value not in ("", "sliced")}
+            options = {"placement": update.placement, "optimizer": update.optimizer, **options}
+        return {option: value for option, value in options.items() if value not in ("", "sliced")}
 
     def reasons(self) -> dict[str, str]:
         return dict(self.why)

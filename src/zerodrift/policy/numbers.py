@@ -50,16 +50,16 @@ class AutoNumbers:
 
     def _auto_number(self, key: str) -> Any:
         """The caller's value for a key of the schema: what could have been written there."""
-        found = self._auto(key)
+        number = self._auto(key)
         kind: Any = fields.kind_at(key.split("."))
-        if found is None:
+        if number is None:
             return None
         try:
-            return TypeAdapter(kind).validate_python(found)
+            return TypeAdapter(kind).validate_python(number)
         except ValidationError:
-            one = not isinstance(found, (list, dict))
-            must = fields.must(kind, found).replace(f' or "{AUTO}"', "") if one else "must be one number"
-            self._problems.add(key, must, got=shown(found), do="Pass another.")
+            one = not isinstance(number, (list, dict))
+            must = fields.must(kind, number).replace(f' or "{AUTO}"', "") if one else "must be one number"
+            self._problems.add(key, must, got=shown(number), do="Pass another.")
             return None
 
     def number(self, key: str, value: float | str | None, default: float) -> float:

@@ -67,12 +67,12 @@ class ColumnsOf:
             self._expert(parameter),
         )
         key = (tuple(asked.items()), output, pinned, subject)
-        found = self._known.get(key)
-        if found is None:
-            found = complete(asked, self._setting, subject, pinned, output, self.problems)
-            self._known[key] = found
-        self._require_as_wide_as_buffers(parameter, found)
-        return found
+        columns = self._known.get(key)
+        if columns is None:
+            columns = complete(asked, self._setting, subject, pinned, output, self.problems)
+            self._known[key] = columns
+        self._require_as_wide_as_buffers(parameter, columns)
+        return columns
 
     def _require_as_wide_as_buffers(self, parameter: ParameterSpec, columns: Columns) -> None:
         """Running statistics and the vectors of a spectral norm stay what they are, and torch computes them
@@ -93,8 +93,8 @@ class ColumnsOf:
 
     def _expert(self, parameter: ParameterSpec) -> str:
         """The pattern that says that the parameter is a stack of experts."""
-        found = (p for p in self._experts if any(rules.glob(p)(name) for name in parameter.names))
-        return f"experts: '{pattern}'" if (pattern := next(found, "")) else ""
+        patterns = (p for p in self._experts if any(rules.glob(p)(name) for name in parameter.names))
+        return f"experts: '{pattern}'" if (pattern := next(patterns, "")) else ""
 
     def _is_safe(self, parameter: ParameterSpec) -> bool:
         """Low precision only if every module that owns the parameter is in the safe list."""
@@ -109,8 +109,8 @@ _COMPUTED_WITH = re.compile(
 
 def _beside(model: ModelSpec) -> dict[str, DType]:
     """Module path -> the dtype of such buffers of it."""
-    found = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
-    return {match["path"]: dtype for match, dtype in found if match is not None and dtype.is_floating}
+    matches = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
+    return {match["path"]: dtype for match, dtype in matches if match is not None and dtype.is_floating}
 
 
 class _Checkpoint:
@@ -123,8 +123,8 @@ class _Checkpoint:
         for name in parameter.names:
             if name in self._tensors:
                 return self._tensors[name]
-        found = {dtype for owner in parameter.owners for dtype in self._below.get(owner.path, ())}
-        return dtypes.widest(tuple(found)) if found else None
+        below = {dtype for owner in parameter.owners for dtype in self._below.get(owner.path, ())}
+        return dtypes.widest(tuple(below)) if below else None
 
     @functools.cached_property
     def _below(self) -> dict[str, set[DType]]:

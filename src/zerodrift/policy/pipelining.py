@@ -127,11 +127,11 @@ def _decisions(block: Pipeline, made: Pipelining, ranks: int) -> list[Decision]:
     pieces = made.chunks * ranks
     split_why = "`pipeline.split`" if block.split else "default"
     default = "default" if made.schedule == "1f1b" else f"default below {ranks} micro-batches"
-    found = [
+    decisions = [
         Decision("pipeline.schedule", made.schedule, "`pipeline.schedule`" if block.schedule else default),
         Decision("pipeline.split", f"{pieces} pieces by {made.split}", split_why),
     ]
     if made.schedule in SPLIT:
         why = "`pipeline.weight_grads`" if block.weight_grads else "default: formed in the accumulate dtype"
-        found.append(Decision("pipeline.weight_grads", made.weight_grads, why))
-    return found
+        decisions.append(Decision("pipeline.weight_grads", made.weight_grads, why))
+    return decisions

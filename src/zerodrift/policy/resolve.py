@@ -205,11 +205,11 @@ def _check_supported(
 ) -> None:
     """The support table, asked about this config."""
     value, key = demands.get("accumulate", (str(DEFAULT_ACCUMULATE), "precision.mode"))
-    found = verdict(mode, DType(value), mesh.pipeline > 1, stage, backend)
+    supported = verdict(mode, DType(value), mesh.pipeline > 1, stage, backend)
     lifted = "compute" in demands and demands["compute"][0] == value
-    if found.status == "no" or (found.status == "narrow" and not allow_narrow and not lifted):
+    if supported.status == "no" or (supported.status == "narrow" and not allow_narrow and not lifted):
         must = f"must be a supported `accumulate` in mode {mode} at stage {stage}, backend {backend}"
-        problems.add(key, must, got=f"{value}: {found.reason}")
+        problems.add(key, must, got=f"{value}: {supported.reason}")
 
 
 def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:

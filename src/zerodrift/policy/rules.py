@@ -42,17 +42,17 @@ Demands = dict[str, tuple[str, str]]
 
 def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str], ...]:
     """The columns that a block sets, as (column, value) text pairs; `reduce` in its three parts."""
-    found = [(name, str(value)) for name in _PLAIN if (value := getattr(block, name)) is not None]
+    values = [(name, str(value)) for name in _PLAIN if (value := getattr(block, name)) is not None]
     reduce = block.reduce
     if isinstance(reduce, DType):
-        found += [("reduce.wire", str(reduce))]
+        values += [("reduce.wire", str(reduce))]
     elif reduce is not None:
         for part in ("wire", "sum", "when"):
             if (value := getattr(reduce, part)) is not None:
-                found.append((f"reduce.{part}", str(value)))
+                values.append((f"reduce.{part}", str(value)))
     if isinstance(block, schema.Rule):
-        found += [(name, value) for name in _OF_RULES if (value := getattr(block, name)) is not None]
-    return tuple(found)
+        values += [(name, value) for name in _OF_RULES if (value := getattr(block, name)) is not None]
+    return tuple(values)
 
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
@@ -218,8 +218,8 @@ def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
     if rule.klass and not classes:
         return "This source has no module classes: plan from the module or an HF config instead."
     if rule.klass and not any(is_class(klass, rule.klass) for klass in classes):
-        found = nearest(rule.klass, classes) or nearest(rule.klass.rpartition(".")[2], classes)
-        return f"Classes here: {', '.join(found or classes[:4])}."
+        near = nearest(rule.klass, classes) or nearest(rule.klass.rpartition(".")[2], classes)
+        return f"Classes here: {', '.join(near or classes[:4])}."
     names = [name for parameter in model.parameters for name in parameter.names]
     shapes = {re.sub(r"\d+", "*", name): None for name in names}
     core = rule.pattern.strip("*")
@@ -234,7 +234,7 @@ def _by_word(words: Sequence[str], names: Iterable[str]) -> list[str]:
     names = list(names)
     parts = {part for name in names for part in name.split(".")}
     for word in (word for word in reversed(words) if word not in parts):
-        found = nearest(word, parts, count=3)
-        if found:
-            return [name for name in names if any(part in name.split(".") for part in found)]
+        near = nearest(word, parts, count=3)
+        if near:
+            return [name for name in names if any(part in name.split(".") for part in near)]
     return []

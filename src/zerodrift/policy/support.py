@@ -100,8 +100,8 @@ def states() -> tuple[StateCell, ...]:
     """Every state on every backend, with a beta2 that bf16 can follow and one that it cannot."""
     cells = []
     for state, backend, beta2 in product(State, BACKENDS, (MAX_NEAREST_BETA2, USUAL_BETA2)):
-        found = state_verdict(state, backend, beta2)
-        cells.append(StateCell(str(state), backend, beta2, found.status, found.reason))
+        verdict = state_verdict(state, backend, beta2)
+        cells.append(StateCell(str(state), backend, beta2, verdict.status, verdict.reason))
     return tuple(cells)
 
 
@@ -117,8 +117,8 @@ def table() -> tuple[SupportCell, ...]:
     for mode, (label, dtype), pipeline, stage, backend in product(
         Mode, choices, (False, True), range(4), BACKENDS
     ):
-        found = verdict(mode, dtype, pipeline, stage, backend)
-        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, found.status, found.reason))
+        cell = verdict(mode, dtype, pipeline, stage, backend)
+        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, cell.status, cell.reason))
     return tuple(cells)
 
 

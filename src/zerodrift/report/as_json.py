@@ -36,14 +36,14 @@ def plan_json(plan: Plan, cost: Cost, timeline: Timeline | None = None) -> str:
     return _text(document)
 
 
-def explanation_json(found: Explanation, plan: Plan) -> str:
+def explanation_json(explanation: Explanation, plan: Plan) -> str:
     """One parameter."""
-    return _text({"digest": plan.digest, "source": plan.source, "parameter": encode(found)})
+    return _text({"digest": plan.digest, "source": plan.source, "parameter": encode(explanation)})
 
 
-def rows_json(found: Iterable[Explanation], plan: Plan) -> str:
+def rows_json(explanations: Iterable[Explanation], plan: Plan) -> str:
     """Some parameters."""
-    return _text({"digest": plan.digest, "source": plan.source, "parameters": encode(list(found))})
+    return _text({"digest": plan.digest, "source": plan.source, "parameters": encode(list(explanations))})
 
 
 def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:

@@ -115,9 +115,9 @@ def _slices(plan: Plan, row: Row) -> tuple[OwnedRange, ...]:
     each, numel = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment]), row.numel
     if not numel or not each:
         return ()
-    found = []
+    slices = []
     for part in range(row.parts):
         for place in range(row.offset // each, (row.offset + numel - 1) // each + 1):
             start, stop = max(place * each - row.offset, 0), min((place + 1) * each - row.offset, numel)
-            found.append(OwnedRange(place * row.parts + part, part * numel + start, part * numel + stop))
-    return tuple(found)
+            slices.append(OwnedRange(place * row.parts + part, part * numel + start, part * numel + stop))
+    return tuple(slices)

@@ -23,8 +23,8 @@ _OFFERED = 3
 def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
     """Indices of the rows that a glob matches by any of their names; `where` names the argument."""
     match = re.compile(fnmatch.translate(pattern)).match
-    found = tuple(index for index, row in enumerate(plan.rows) if any(map(match, row.names)))
-    if not found:
+    indices = tuple(index for index, row in enumerate(plan.rows) if any(map(match, row.names)))
+    if not indices:
         wider = f"*{pattern.strip('*.')}*"
         names = (name for row in plan.rows for name in row.names)
         if any(fnmatch.fnmatchcase(name, wider) for name in names):
@@ -32,7 +32,7 @@ def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
         else:
             todo = _offer(plan, pattern) or "A glob matches the full name: try `*` at both ends."
         raise ModelError(where, f"must match a parameter of {plan.source}", got=repr(pattern), do=todo)
-    return found
+    return indices
 
 
 def index_of(plan: Plan, name: str) -> int:
@@ -47,10 +47,10 @@ def index_of(plan: Plan, name: str) -> int:
 def _offer(plan: Plan, query: str) -> str:
     """A sentence with names or patterns near the query; empty when nothing is near."""
     names = [name for row in plan.rows for name in row.names]
-    found = _mended(query, names) or _containing(query, names) or _alike(query, names)
-    if not found:
+    offered = _mended(query, names) or _containing(query, names) or _alike(query, names)
+    if not offered:
         return ""
-    return "Did you mean " + " or ".join(f"`{name}`" for name in found[:_OFFERED]) + "?"
+    return "Did you mean " + " or ".join(f"`{name}`" for name in offered[:_OFFERED]) + "?"
 
 
 def _mended(query: str, names: list[str]) -> list[str]:
@@ -71,10 +71,10 @@ def _containing(query: str, names: list[str]) -> list[str]:
     word = query.strip("*.")
     if not word or "*" in word:
         return []
-    found = [name for name in names if word in name]
-    if not found:
+    containing = [name for name in names if word in name]
+    if not containing:
         return []
-    return list(dict.fromkeys([found[0], found[len(found) // 2], found[-1]]))
+    return list(dict.fromkeys([containing[0], containing[len(containing) // 2], containing[-1]]))
 
 
 def _alike(query: str, names: list[str]) -> list[str]:

@@ -147,13 +147,13 @@ def _name(line: Line, kind: str) -> Markup:
 def _cells(columns: Columns) -> Markup:
     """The nine cells of a line; rows that share columns share this text."""
     words, why = summary.spelled(columns), columns.reasons()
-    found = []
+    cells = []
     for column, text in columns.cells().items():
         reason = why.get(column, "")
         label = f"{column}: {words[column]}" + (f"\n{reason}" if reason else "")
         dtype = text.replace("same", str(columns.storage.dtype))
-        found.append(tag("td", text, class_=f"cell {_tint(dtype)}".strip(), title=label))
-    return join(found)
+        cells.append(tag("td", text, class_=f"cell {_tint(dtype)}".strip(), title=label))
+    return join(cells)
 
 
 def _tint(text: str) -> str:

@@ -197,9 +197,9 @@ def _group(
         families[texts, row.whole_shape, set_numbers[index]][splits[0][1]] = index
     universe = _universe(occurring)
     lines = []
-    for (texts, shape, number), found in families.items():
-        for box in _boxes(list(found)):
-            members = tuple(sorted(found[numbers] for numbers in product(*box)))
+    for (texts, shape, number), members_of in families.items():
+        for box in _boxes(list(members_of)):
+            members = tuple(sorted(members_of[numbers] for numbers in product(*box)))
             pattern = _pattern(texts[0], box, universe)
             also = _also([rows[index] for index in members], universe)
             numel = math.prod(shape) * len(members)
@@ -214,21 +214,21 @@ def _casts(boundaries: Iterable[Boundary], universe: dict[Template, set[int]]) -
     for index, each in enumerate(listed):
         text, numbers = _split(each.path)
         families[text, replace(each, path="")][numbers] = index
-    found = []
+    patterns = []
     for (text, _), members in families.items():
         for box in _boxes(list(members)):
             indices = sorted(members[numbers] for numbers in product(*box))
-            found.append((indices, _pattern(text, box, universe)))
-    return tuple(Casts(pattern, tuple(listed[i] for i in indices)) for indices, pattern in sorted(found))
+            patterns.append((indices, _pattern(text, box, universe)))
+    return tuple(Casts(pattern, tuple(listed[i] for i in indices)) for indices, pattern in sorted(patterns))
 
 
 def _universe(occurring: dict[Template, set[Numbers]]) -> dict[Template, set[int]]:
     """For every place, named by the template up to it: all numbers that occur there."""
-    found: dict[Template, set[int]] = defaultdict(set)
+    universe: dict[Template, set[int]] = defaultdict(set)
     for text, tuples in occurring.items():
         for place, prefix in enumerate(_prefixes(text)):
-            found[prefix].update(numbers[place] for numbers in tuples)
-    return found
+            universe[prefix].update(numbers[place] for numbers in tuples)
+    return universe
 
 
 def _prefixes(text: Template) -> list[Template]:
@@ -264,12 +264,14 @@ def _pattern(text: Template, box: Box, universe: dict[Template, set[int]]) -> st
 
 def _also(rows: Sequence[Row], universe: dict[Template, set[int]]) -> tuple[str, ...]:
     """The other names of tied rows, as patterns."""
-    found: dict[Template, list[Numbers]] = defaultdict(list)
+    numbers_of: dict[Template, list[Numbers]] = defaultdict(list)
     for row in rows:
         for name in row.names[1:]:
             text, numbers = _split(name)
-            found[text].append(numbers)
-    return tuple(_pattern(text, box, universe) for text, numbers in found.items() for box in _boxes(numbers))
+            numbers_of[text].append(numbers)
+    return tuple(
+        _pattern(text, box, universe) for text, numbers in numbers_of.items() for box in _boxes(numbers)
+    )
 
 
 def ranges(numbers: Iterable[int]) -> str:

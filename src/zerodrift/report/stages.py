@@ -32,16 +32,16 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
         return ()
     count = plan.policy.batch.accumulation
     total = pieces(pipeline, plan.mesh)
-    found = [
+    lines = [
         (
             "schedule",
             f"{pipeline.schedule}, {count} micro-batches through {total} pieces on {plan.mesh.pipeline} "
             f"ranks",
         )
     ]
-    found.append(("travels", _travels(plan)))
+    lines.append(("travels", _travels(plan)))
     if timeline is not None:
-        found.append(
+        lines.append(
             (
                 "bubble",
                 f"{figures.percent(timeline.bubble)} of the ranks' time, where a forward, the gradient of "
@@ -51,9 +51,9 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
             )
         )
     else:
-        found.append(("bubble", f"not worked out for {count * total:,} forwards"))
-    found.append(("imbalance", _imbalance(plan)))
-    return tuple(found)
+        lines.append(("bubble", f"not worked out for {count * total:,} forwards"))
+    lines.append(("imbalance", _imbalance(plan)))
+    return tuple(lines)
 
 
 def _imbalance(plan: Plan) -> str:
@@ -90,11 +90,11 @@ def _travels(plan: Plan) -> str:
 def ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, str, str, str], ...]:
     """Per place on the pipeline axis: its name, its pieces, elements, bytes at rest and at peak, and the
     micro-batches that it holds activations of."""
-    found = []
+    lines = []
     for rank in range(plan.mesh.pipeline):
         mine, bill = part(plan, rank), stage_cost(plan, rank, plan.policy.batch.accumulation)
         held = "-" if timeline is None else str(timeline.most_alive[rank])
-        found.append(
+        lines.append(
             (
                 f"rank {rank}",
                 "; ".join(_piece(plan, piece) for piece in pieces_of(plan, rank)),
@@ -104,7 +104,7 @@ def ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, s
                 held,
             )
         )
-    return tuple(found)
+    return tuple(lines)
 
 
 HEADS = ("place", "pieces", "elements", "at rest", "peak", "alive")
@@ -136,17 +136,17 @@ def _piece(plan: Plan, piece: int) -> str:
 
 
 def _numbered(name: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(.*?)(\d+)", name)
-    return (found[1], int(found[2])) if found else (name, -1)
+    match = re.fullmatch(r"(.*?)(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, -1)
 
 
 def order(timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
     """(place, its actions in order)."""
     if timeline is None:
         return ()
-    found = []
+    lines = []
     for number, actions in enumerate(timeline.ranks):
         more = len(actions) - SHOWN
         text = " ".join(str(action) for action in actions[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-        found.append((f"rank {number}", text))
-    return tuple(found)
+        lines.append((f"rank {number}", text))
+    return tuple(lines)

@@ -146,28 +146,28 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
     sets = table.shown()
     cells = [text for item in sets for text in item.columns.cells().values()]
     updates = [item.columns.update for item in sets]
-    found = []
+    marks = []
     if any(text.endswith("/") for text in cells):
         ranks = several(plan.mesh.shard, "rank")
         if plan.mesh.expert > 1:
             ranks += f", experts over {plan.mesh.expert_shard}"
-        found.append(("/", f"sharded over {ranks}; without it whole on each"))
+        marks.append(("/", f"sharded over {ranks}; without it whole on each"))
     if any(">" in text for text in cells):
-        found.append((">", "left of it the dtype on the wire, right of it the dtype of the sum"))
+        marks.append((">", "left of it the dtype on the wire, right of it the dtype of the sum"))
     if any(item.columns.pinned for item in sets):
-        found.append(("pinned", "never rounded, in any column"))
+        marks.append(("pinned", "never rounded, in any column"))
     if any(update is None for update in updates):
-        found.append(("frozen", "not trained: columns marked - do not exist"))
+        marks.append(("frozen", "not trained: columns marked - do not exist"))
     if any(update is not None for update in updates):
-        found.append(("reduce", _when(sets)))
-    found += _option_marks(sets)
+        marks.append(("reduce", _when(sets)))
+    marks += _option_marks(sets)
     if any(line.count > 1 for line in table.lines):
-        found.append(("xN", "the pattern stands for N parameters of that shape; elements are their sum"))
+        marks.append(("xN", "the pattern stands for N parameters of that shape; elements are their sum"))
     if any(":" in line.pattern for line in table.lines):
-        found.append((":", "0-10:2 is every second number from 0 to 10"))
+        marks.append((":", "0-10:2 is every second number from 0 to 10"))
     if any(line.also for line in table.lines):
-        found.append(("=", "tied: other names of the same parameter"))
-    return tuple(found)
+        marks.append(("=", "tied: other names of the same parameter"))
+    return tuple(marks)
 
 
 def _option_marks(sets: Sequence[ColumnSet]) -> list[tuple[str, str]]:
@@ -189,18 +189,18 @@ def _when(sets: Iterable[ColumnSet]) -> str:
 
 def _by_set(pairs: Iterable[tuple[str, str]]) -> str:
     """(letter, text) pairs as a clause: the text alone where all sets agree."""
-    found: dict[str, list[str]] = {}
+    letters_of: dict[str, list[str]] = {}
     for letter, text in pairs:
-        found.setdefault(text, []).append(letter)
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{', '.join(letters)}: {text}" for text, letters in found.items())
+        letters_of.setdefault(text, []).append(letter)
+    if len(letters_of) == 1:
+        return next(iter(letters_of))
+    return "; ".join(f"{', '.join(letters)}: {text}" for text, letters in letters_of.items())
 
 
 def reasons(sets: Sequence[ColumnSet]) -> tuple[Reason, ...]:
     """Each distinct reason once, with the cells that it set, in the order of sets and columns."""
     order = [item.letter for item in sets]
-    found: dict[str, dict[tuple[tuple[tuple[str, str], ...], bool], list[str]]] = {}
+    uses_of: dict[str, dict[tuple[tuple[tuple[str, str], ...], bool], list[str]]] = {}
     for item in sets:
         cells = item.columns.cells() | item.columns.options()
         mine: dict[str, list[tuple[str, str]]] = {}
@@ -208,13 +208,13 @@ def reasons(sets: Sequence[ColumnSet]) -> tuple[Reason, ...]:
             mine.setdefault(text, []).append((column, cells[column]))
         for text, pairs in mine.items():
             every = len(pairs) == sum(name in COLUMNS for name, _ in item.columns.why) > 1
-            found.setdefault(text, {}).setdefault((tuple(pairs), every), []).append(item.letter)
+            uses_of.setdefault(text, {}).setdefault((tuple(pairs), every), []).append(item.letter)
     return tuple(
         Reason(
             text,
             tuple(Use(tuple(letters), _runs(letters, order), *cells) for cells, letters in uses.items()),
         )
-        for text, uses in found.items()
+        for text, uses in uses_of.items()
     )
 
 
@@ -261,10 +261,10 @@ def entered(plan: Plan) -> str:
 
 def lookups(table: Table) -> str:
     """What modules return that get no floating input; `""` where that is their own dtype."""
-    found = dict.fromkeys(each.first.lookup for each in table.casts if each.first.lookup is not None)
+    dtypes = dict.fromkeys(each.first.lookup for each in table.casts if each.first.lookup is not None)
     return "".join(
         f"a module that gets no floating input, an embedding, returns {dtype} unless a rule says `keep`"
-        for dtype in found
+        for dtype in dtypes
     )
 
 
@@ -276,14 +276,14 @@ def because(boundary: Boundary) -> str:
 
 def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
     """(what happens, why) for the buffers of the plan: how many are kept, how many are cast."""
-    found: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], int] = {}
     for buffer in plan.buffers:
         if buffer.storage is buffer.source:
             what = f"kept as {buffer.source}"
         else:
             what = f"cast {buffer.source} -> {buffer.storage}"
-        found[what, buffer.why] = found.get((what, buffer.why), 0) + 1
-    return tuple((f"{several(count, 'buffer')} {what}", why) for (what, why), count in found.items())
+        counts[what, buffer.why] = counts.get((what, buffer.why), 0) + 1
+    return tuple((f"{several(count, 'buffer')} {what}", why) for (what, why), count in counts.items())
 
 
 # --- the bill -----------------------------------------------------------------------------------------

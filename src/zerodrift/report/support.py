@@ -119,9 +119,9 @@ def _states(cells: Sequence[StateCell]) -> Iterator[tuple[str, str]]:
 def _verdicts(cells: Sequence[StateCell], state: str) -> Iterator[str]:
     mine = [cell for cell in cells if cell.state == state]
     for backend in dict.fromkeys(cell.backend for cell in mine):
-        found = [cell for cell in mine if cell.backend == backend]
-        alike = len({cell.status for cell in found}) == 1
-        for cell in found[:1] if alike else found:
+        of_backend = [cell for cell in mine if cell.backend == backend]
+        alike = len({cell.status for cell in of_backend}) == 1
+        for cell in of_backend[:1] if alike else of_backend:
             where = f"backend {backend}" if alike else f"backend {backend} with beta2 {cell.beta2:g}"
             yield f"{where}: {cell.status}" + (f", {cell.reason}" if cell.reason else "")
 
@@ -159,8 +159,8 @@ def _markdown_table(matrix: _Matrix, backend: str, pipeline: bool) -> Iterator[s
     yield _markdown_row("mode", "accumulate", *(f"stage {stage}" for _, stage in places))
     yield _markdown_row(*["---"] * (2 + len(places)))
     for row in matrix.rows:
-        found = (matrix.at(backend, row, place) for place in places)
-        yield _markdown_row(*row, *(" ".join(filter(None, cell)) for cell in found))
+        cells = (matrix.at(backend, row, place) for place in places)
+        yield _markdown_row(*row, *(" ".join(filter(None, cell)) for cell in cells))
 
 
 def _markdown_row(*cells: str) -> str:

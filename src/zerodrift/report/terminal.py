@@ -112,22 +112,22 @@ def rows_text(plan: Plan, table: Table, *, color: bool) -> str:
     return printed(parts, color)
 
 
-def explanation_text(found: Explanation, digest: str, *, color: bool) -> str:
+def explanation_text(explanation: Explanation, digest: str, *, color: bool) -> str:
     """One parameter: where it is, and why each of its cells is what it is."""
     facts = [
-        ("parameter", found.names[0] + (f" ({found.kind})" if found.kind else "")),
-        *(("=", name) for name in found.names[1:]),
-        ("shape", f"{figures.shape(found.shape)}, {found.numel:,} elements"),
-        ("source", found.source),
-        ("class", found.klass or "not known to this source"),
-        ("unit", (found.unit or "the root") + f", pipeline stage {found.pipeline_stage}"),
-        ("segment", f"{found.segment}, from element {found.offset:,}"),
-        *_slices(found),
+        ("parameter", explanation.names[0] + (f" ({explanation.kind})" if explanation.kind else "")),
+        *(("=", name) for name in explanation.names[1:]),
+        ("shape", f"{figures.shape(explanation.shape)}, {explanation.numel:,} elements"),
+        ("source", explanation.source),
+        ("class", explanation.klass or "not known to this source"),
+        ("unit", (explanation.unit or "the root") + f", pipeline stage {explanation.pipeline_stage}"),
+        ("segment", f"{explanation.segment}, from element {explanation.offset:,}"),
+        *_slices(explanation),
     ]
-    facts += [("boundary", _boundary(each, found.klass)) for each in found.boundaries]
-    if "pinned" in found.kind and not found.boundaries:
+    facts += [("boundary", _boundary(each, explanation.klass)) for each in explanation.boundaries]
+    if "pinned" in explanation.kind and not explanation.boundaries:
         facts.append(("boundary", "none: no module around it casts its inputs"))
-    cells = [(cell.column, cell.words, cell.why) for cell in (*found.cells, *found.options)]
+    cells = [(cell.column, cell.words, cell.why) for cell in (*explanation.cells, *explanation.options)]
     parts = [title("explain", digest), pairs(facts), section("columns")]
     return printed([*parts, grid(cells, most=(10, 30), styles=("", "bold"))], color)
 
@@ -309,20 +309,20 @@ def _bar(value: int, of: int, width: int) -> str:
     return "█" * max(1, round(width * value / of)) if value and of else ""
 
 
-def _slices(found: Explanation) -> list[tuple[str, str]]:
+def _slices(explanation: Explanation) -> list[tuple[str, str]]:
     """What each rank owns; the middle of a long list is left out, not its ends."""
-    if not found.sharded or found.shard == 1:
-        whose = "on every rank" if not found.divided else "on the ranks that have its experts"
-        return [("slices", f"none: whole {whose}")] if found.shard > 1 else []
-    first, last = found.slices[:_MOST_SLICES], found.slices[:0]
-    more = len(found.slices) - _MOST_SLICES
+    if not explanation.sharded or explanation.shard == 1:
+        whose = "on every rank" if not explanation.divided else "on the ranks that have its experts"
+        return [("slices", f"none: whole {whose}")] if explanation.shard > 1 else []
+    first, last = explanation.slices[:_MOST_SLICES], explanation.slices[:0]
+    more = len(explanation.slices) - _MOST_SLICES
     if more > 0:
-        first, last = found.slices[:3], found.slices[-2:]
-    lines = [_slice(each, found) for each in first]
+        first, last = explanation.slices[:3], explanation.slices[-2:]
+    lines = [_slice(each, explanation) for each in first]
     lines += [f"... {more + 1} more ranks ..."] if more > 0 else []
-    lines += [_slice(each, found) for each in last]
+    lines += [_slice(each, explanation) for each in last]
     return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
-def _slice(each: OwnedRange, found: Explanation) -> str:
-    return f"rank {each.rank} of {found.shard}: elements {each.start:,} to {each.stop - 1:,}"
+def _slice(each: OwnedRange, explanation: Explanation) -> str:
+    return f"rank {each.rank} of {explanation.shard}: elements {each.start:,} to {each.stop - 1:,}"

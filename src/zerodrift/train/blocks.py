@@ -123,9 +123,9 @@ class Rows:
     @staticmethod
     def of(file: Path, dtype: np.dtype[Any], length: int, offset: int = 0, numbers: int = -1) -> Rows:
         """Those of a file, or of `numbers` of it; what is left at the end is no row."""
-        found = file.stat()
-        held = (found.st_size - offset) // dtype.itemsize if numbers < 0 else numbers
-        return Rows(file, dtype, offset, held // length, length, (found.st_size, found.st_mtime_ns))
+        stat = file.stat()
+        held = (stat.st_size - offset) // dtype.itemsize if numbers < 0 else numbers
+        return Rows(file, dtype, offset, held // length, length, (stat.st_size, stat.st_mtime_ns))
 
     def __len__(self) -> int:
         return self.count
@@ -136,13 +136,13 @@ class Rows:
         must = "must stay as it is while a run reads it"
         try:
             with opened(self.file) as stream:
-                found = os.fstat(stream.fileno())
+                stat = os.fstat(stream.fileno())
                 data = os.pread(stream.fileno(), size, self.offset + index * size)
         except OSError as error:
             got = error.strerror or said(error)
             raise ConfigError(str(self.file), must, got=got, do=todo) from None
-        if (found.st_size, found.st_mtime_ns) != self.stamp or len(data) < size:
-            got = f"{found.st_size:,} bytes for {self.stamp[0]:,}, or another time"
+        if (stat.st_size, stat.st_mtime_ns) != self.stamp or len(data) < size:
+            got = f"{stat.st_size:,} bytes for {self.stamp[0]:,}, or another time"
             raise ConfigError(str(self.file), must, got=got, do=todo)
         return np.frombuffer(data, self.dtype)
 
@@ -320,22 +320,22 @@ def _every_second_is_zero(rows: Rows) -> bool:
 
 
 def _array(file: Path, length: int, problems: Problems) -> Rows | None:
-    found = np.load(file, mmap_mode="r", allow_pickle=False)
-    if not isinstance(found, np.memmap) or found.ndim != 1 or found.dtype.kind not in "ui":
-        got = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "several arrays"
+    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "ui":
+        got = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else "several arrays"
         problems.add(str(file), "must be one row of whole numbers", got=got)
         return None
-    if file.stat().st_size != found.offset + found.nbytes:
+    if file.stat().st_size != array.offset + array.nbytes:
         got = f"{file.stat().st_size:,} bytes"
-        must = f"must have the {found.offset + found.nbytes:,} bytes that its header says"
+        must = f"must have the {array.offset + array.nbytes:,} bytes that its header says"
         problems.add(str(file), must, got=got)
         return None
-    return Rows.of(file, found.dtype, length, found.offset, len(found))
+    return Rows.of(file, array.dtype, length, array.offset, len(array))
 
 
 def _plain(file: Path, dtype: str, length: int, problems: Problems) -> Rows | None:
-    found, size = np.dtype(dtype), file.stat().st_size
-    if size % found.itemsize or not size:
+    number, size = np.dtype(dtype), file.stat().st_size
+    if size % number.itemsize or not size:
         problems.add(str(file), f"must hold {dtype} numbers", got=f"{size} bytes")
         return None
-    return Rows.of(file, found, length)
+    return Rows.of(file, number, length)

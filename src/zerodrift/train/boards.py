@@ -41,12 +41,12 @@ def check_boards(run: Run) -> None:
 
 def boards(folder: RunFolder, run: Run, after: int) -> list[Board]:
     """Those that the job asks for; `after` is the step that the run goes on from."""
-    found: list[Board] = []
+    opened: list[Board] = []
     if run.tensorboard:
-        found.append(_TensorBoard(folder, after))
+        opened.append(_TensorBoard(folder, after))
     if run.wandb:
-        found.append(_Wandb(folder, run.wandb, after))
-    return found
+        opened.append(_Wandb(folder, run.wandb, after))
+    return opened
 
 
 class _TensorBoard:

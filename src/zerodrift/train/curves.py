@@ -128,13 +128,13 @@ class _Stretch:
 def stretches(points: Sequence[Point], most: int = _MOST) -> list[_Stretch]:
     """At most so many, of equally many points."""
     size = max(1, math.ceil(len(points) / most))
-    found = []
+    stretched = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
         values = [value for _, value in part]
         middle = (part[0][0] + part[-1][0]) / 2
-        found.append(_Stretch(middle, sum(values) / len(values), min(values), max(values)))
-    return found
+        stretched.append(_Stretch(middle, sum(values) / len(values), min(values), max(values)))
+    return stretched
 
 
 def _line(series: Series, points: Sequence[Point], across: _Scale, up: _Scale) -> Markup:
@@ -145,14 +145,14 @@ def _line(series: Series, points: Sequence[Point], across: _Scale, up: _Scale) -
             for x, y in points
         ]
         return tag("g", tag("path", d=path, class_="thin"), dots, class_=f"s-{series.color}")
-    found = stretches(points)
+    stretched = stretches(points)
     band: Markup = Markup("")
-    if len(found) < len(points):
-        upper = [(across(each.x), up(each.high)) for each in found]
-        lower = [(across(each.x), up(each.low)) for each in reversed(found)]
+    if len(stretched) < len(points):
+        upper = [(across(each.x), up(each.high)) for each in stretched]
+        lower = [(across(each.x), up(each.low)) for each in reversed(stretched)]
         band = tag("path", d=_path([*upper, *lower]) + "Z", class_="band")
-    path = _path([(across(each.x), up(each.mean)) for each in found])
-    last = found[-1]
+    path = _path([(across(each.x), up(each.mean)) for each in stretched])
+    last = stretched[-1]
     end = tag("circle", cx=_n(across(last.x)), cy=_n(up(last.mean)), r="2.5")
     return tag("g", band, tag("path", d=path, class_="line"), end, class_=f"s-{series.color}")
 
@@ -199,14 +199,14 @@ def log_ticks(low: float, high: float) -> list[float]:
     """1, 2 and 5 times powers of ten; powers alone where that is much."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
-    found = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-    inside = [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
-    before = [tick for tick in found if tick < low * 0.999]
-    after = [tick for tick in found if tick > high * 1.001]
+    ticks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+    inside = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+    before = [tick for tick in ticks if tick < low * 0.999]
+    after = [tick for tick in ticks if tick > high * 1.001]
     return [*before[-1:], *inside, *after[:1]]
 
 
 def step_ticks(low: float, high: float) -> list[float]:
     """Whole steps between the first and the last."""
-    found = [tick for tick in even_ticks(low, high, 6) if low <= tick <= high and tick == round(tick)]
-    return found or [low]
+    ticks = [tick for tick in even_ticks(low, high, 6) if low <= tick <= high and tick == round(tick)]
+    return ticks or [low]

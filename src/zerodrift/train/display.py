@@ -41,11 +41,11 @@ def display(rank: int, every: int) -> Display:
 
 def figures(step: StepMetrics) -> list[str]:
     """A step in words: what a line shows, from left to right."""
-    found = [f"loss {step.loss:.4f}", f"norm {_number(step.grad_norm)}", f"lr {step.lr:.2e}"]
+    texts = [f"loss {step.loss:.4f}", f"norm {_number(step.grad_norm)}", f"lr {step.lr:.2e}"]
     if step.loss_scale != 1.0:
-        found.append(f"scale {step.loss_scale:g}")
-    found += [f"{elements(round(step.tokens_per_second))} tokens/s", size(step.memory)]
-    return [*found, "skipped"] if step.skipped else found
+        texts.append(f"scale {step.loss_scale:g}")
+    texts += [f"{elements(round(step.tokens_per_second))} tokens/s", size(step.memory)]
+    return [*texts, "skipped"] if step.skipped else texts
 
 
 def _number(value: float) -> str:

@@ -55,7 +55,7 @@ class Document:
 def find(written: str | Sequence[str], pattern: str, where: str) -> list[Path]:
     """The files that a key names, sorted, each once."""
     problems = Problems()
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for text in [written] if isinstance(written, str) else written:
         try:
             files, must = _named(text, pattern)
@@ -63,9 +63,9 @@ def find(written: str | Sequence[str], pattern: str, where: str) -> list[Path]:
             files, must = [], f"must name files that are there ({first_line(error)[-80:]})"
         if not files:
             problems.add(where, must, got=repr(text))
-        found |= dict.fromkeys(files)
+        paths |= dict.fromkeys(files)
     problems.raise_as(ConfigError)
-    return sorted(found)
+    return sorted(paths)
 
 
 def _named(text: str, pattern: str) -> tuple[list[Path], str]:

@@ -108,11 +108,11 @@ def _inputs(batch: MicroBatch) -> dict[str, torch.Tensor]:
 
 def loss_of(output: Any) -> torch.Tensor:
     """The loss in what a model returned."""
-    found = loss_in(output)
-    if not isinstance(found, torch.Tensor) or found.dim():
+    loss = loss_in(output)
+    if not isinstance(loss, torch.Tensor) or loss.dim():
         raise ModelError(
             "model",
             "must return a loss, or an object with `.loss`, when it is called with `input_ids` and `labels`",
             got=type(output).__name__,
         )
-    return found
+    return loss

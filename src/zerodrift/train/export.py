@@ -75,11 +75,11 @@ def read(folder: Path, job: Job) -> nn.Module:
     made, tensors = make(source.text), dict[str, torch.Tensor]()
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= attempt(functools.partial(load_file, str(file)), str(file), "must be readable")
-    found = attempt(lambda: made.load_state_dict(tensors, strict=False), str(folder), _HOLD)
+    keys = attempt(lambda: made.load_state_dict(tensors, strict=False), str(folder), _HOLD)
     here = made.state_dict(keep_vars=True)
     filled = {id(here[name]) for name in tensors if name in here}
-    missing = [name for name in found.missing_keys if id(here[name]) not in filled]
-    models.require_whole(folder, missing, found.unexpected_keys)
+    missing = [name for name in keys.missing_keys if id(here[name]) not in filled]
+    models.require_whole(folder, missing, keys.unexpected_keys)
     return made
 
 
@@ -90,8 +90,8 @@ def read_checkpoint(model: nn.Module, checkpoints: Path) -> None:
     """The weights and buffers of the newest checkpoint into a model that has memory for them."""
     place = CheckpointFolder(checkpoints).find(LATEST)
     verified(place)
-    found, table = CheckpointReader(place), read_entries(place)
-    found.check(table)
+    reader, table = CheckpointReader(place), read_entries(place)
+    reader.check(table)
     entries = {name: entry for entry in table for name in entry.names}
     parameters = dict(model.named_parameters())
     missing = [
@@ -102,5 +102,5 @@ def read_checkpoint(model: nn.Module, checkpoints: Path) -> None:
     models.require_whole(place, missing, ())
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(found.whole(weight_key(entries[name].name)).view(parameter.shape))
+            parameter.copy_(reader.whole(weight_key(entries[name].name)).view(parameter.shape))
         states.put_buffers(model, states.read_state(place, SHARED)["buffers"])

@@ -59,8 +59,8 @@ def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 def first_host(nodes: str) -> str:
     """The first of a SLURM node list: of `gpu[03-05,9]-ib,login` it is `gpu03-ib`."""
-    found = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
-    return "" if found is None else "".join(part or "" for part in found.groups())
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    return "" if match is None else "".join(part or "" for part in match.groups())
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _told(failed: Sequence[_Rank], count: int) -> Exception:
     killed = [rank for rank in silent if rank.process.returncode in (-signal.SIGKILL, -signal.SIGSEGV)]
     told = [(_failure(rank), rank) for rank in failed if rank.failure.is_file()]
     told.sort(key=lambda pair: pair[0].when)
-    if killed and all(found.refused for found, _ in told):
+    if killed and all(failure.refused for failure, _ in told):
         rank = killed[0]
         name = signal.Signals(-rank.process.returncode).name
         cause = "The system may have run out of memory. " if name == "SIGKILL" else ""
@@ -212,11 +212,11 @@ def _told(failed: Sequence[_Rank], count: int) -> Exception:
             do=f"{cause}Start again to go on from the last checkpoint. What it printed is in {rank.log}.",
         )
     if told:
-        found, rank = told[0]
-        if found.refused:
+        failure, rank = told[0]
+        if failure.refused:
             behind = f"rank {rank.number}: " if count > 1 else ""
-            return ZerodriftError.relayed(f"{behind}{found.message}")
-        return RankFailedError(f"rank {rank.number} of {count}:\n{found.message}")
+            return ZerodriftError.relayed(f"{behind}{failure.message}")
+        return RankFailedError(f"rank {rank.number} of {count}:\n{failure.message}")
     rank = failed[0]
     if rank.process.returncode == 2:  # it was refused something, and could not write what
         return ZerodriftError(

@@ -223,21 +223,21 @@ class Loop:
 
     def _trouble(self, step: int, batches: list[MicroBatch], losses: list[float], result: StepResult) -> None:
         engine, folder = self._engine, self._session.folder
-        found = nonfinite.examine(self._driver, step, batches, losses, result)
+        trouble = nonfinite.examine(self._driver, step, batches, losses, result)
         saved = []
         if not engine.mesh.rank("pipeline"):
-            saved = nonfinite.save(folder.bad, found, batches, engine.mesh.rank("data"))
+            saved = nonfinite.save(folder.bad, trouble, batches, engine.mesh.rank("data"))
         self._skips += 1
-        where = f"; the batch is in {folder.bad}" if saved or found.places else ""
-        self._display.say(legible(f"{found}{where}"))
+        where = f"; the batch is in {folder.bad}" if saved or trouble.places else ""
+        self._display.say(legible(f"{trouble}{where}"))
         if self._leads:
-            places = [[place.rank, place.micro_batch, place.loss] for place in found.places]
-            self._write("skip", {"step": step, "parameters": list(found.parameters), "places": str(places)})
+            places = [[place.rank, place.micro_batch, place.loss] for place in trouble.places]
+            self._write("skip", {"step": step, "parameters": list(trouble.parameters), "places": str(places)})
         if self._skips > self._run.max_skips:
             raise NonFiniteError(
                 "run.max_skips",
                 f"at most {self._run.max_skips} steps in a row may be skipped",
-                got=f"{self._skips}, the last of them {found}",
+                got=f"{self._skips}, the last of them {trouble}",
                 do=(
                     f"Look at the batches in {folder.bad}, lower the learning rate, or clip "
                     "(`config.gradient_clipping`)."

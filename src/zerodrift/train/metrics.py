@@ -62,10 +62,10 @@ class Metrics:
 
     def __init__(self, folder: RunFolder, run: Run, after: int) -> None:
         """`after` is the step that the run goes on from."""
-        found = _read(folder.metrics)
-        self.lost = found.count(None)
+        lines = _read(folder.metrics)
+        self.lost = lines.count(None)
         """Lines of the file that cannot be read, and were left out."""
-        self.lines = [line for line in found if line is not None and _is_before(line, after)]
+        self.lines = [line for line in lines if line is not None and _is_before(line, after)]
         folder.metrics.parent.mkdir(parents=True, exist_ok=True)
         beside = folder.metrics.with_suffix(".new")
         beside.write_text("".join(_text(line) for line in self.lines), encoding="utf-8")
@@ -119,10 +119,10 @@ def _read(path: Path) -> list[dict[str, Any] | None]:
 
 def _line(text: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and _is_whole(found) else None
+    return line if isinstance(line, dict) and _is_whole(line) else None
 
 
 def _is_whole(line: Mapping[str, Any]) -> bool:

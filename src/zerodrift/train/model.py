@@ -104,9 +104,9 @@ def parts(written: Model) -> Parts | None:
 
 def prepare(model: nn.Module, blocks: list[str], written: Model) -> None:
     """Make blocks recompute and compile; `blocks` are the paths of the plan's units."""
-    found = [model.get_submodule(path) for path in blocks if path]
+    modules = [model.get_submodule(path) for path in blocks if path]
     if written.compile:
-        for block in found:
+        for block in modules:
             block.forward = torch.compile(block.forward)
     if not written.activation_checkpointing:
         return
@@ -119,7 +119,7 @@ def prepare(model: nn.Module, blocks: list[str], written: Model) -> None:
             # Frozen embeddings give the first block an input without a gradient.
             model.enable_input_require_grads()  # type: ignore[operator]
         return
-    for block in found:
+    for block in modules:
         block.forward = functools.partial(_recomputed, block.forward, block)
 
 
@@ -168,7 +168,7 @@ def loaded(folder: Path, dtype: Any, config: Any = None) -> nn.Module:
             **given,
         )
         model, said = attempt(load, str(folder), "must hold the weights of its config")
-    other = [str(found[0]) for found in said.get("mismatched_keys") or ()]
+    other = [str(mismatch[0]) for mismatch in said.get("mismatched_keys") or ()]
     require_whole(folder, [*said["missing_keys"], *other], said["unexpected_keys"])
     return cast(nn.Module, model)
 
@@ -180,8 +180,8 @@ def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str
         ("must hold every tensor of the model, in its shape", missing),
         ("must hold no tensor that the model lacks", unexpected),
     ):
-        if found := sorted(names):
-            got = f"none of {listed(found)}" if names is missing else listed(found)
+        if listed_names := sorted(names):
+            got = f"none of {listed(listed_names)}" if names is missing else listed(listed_names)
             problems.add(str(folder), must, got=got)
     problems.raise_as(ModelError)
 
@@ -233,10 +233,10 @@ def vocabulary(model: nn.Module) -> int | None:
     """Tokens that the model knows; None where it does not say."""
     embeddings = getattr(model, "get_input_embeddings", None)
     try:
-        found = embeddings() if embeddings is not None else None
+        embedding = embeddings() if embeddings is not None else None
     except (NotImplementedError, AttributeError):
-        found = None
-    return found.num_embeddings if isinstance(found, nn.Embedding) else None
+        embedding = None
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
 def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:

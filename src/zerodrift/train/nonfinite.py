@@ -65,12 +65,18 @@ def examine(
     engine = driver.engine
     rank = engine.mesh.rank("data")
     mine = [BadMicroBatch(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
-    everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
+    everywhere = [
+        place for places_of_rank in engine.comm.all_gather_object(mine, "data") for place in places_of_rank
+    ]
     if not everywhere and result.bad:
         suspect = _first_bad(driver, batches, result.bad[0])
         if suspect is not None:
             mine = [BadMicroBatch(rank, suspect, losses[suspect])]
-            everywhere = [place for found in engine.comm.all_gather_object(mine, "data") for place in found]
+            everywhere = [
+                place
+                for places_of_rank in engine.comm.all_gather_object(mine, "data")
+                for place in places_of_rank
+            ]
     return NonFiniteStep(step, result.bad, tuple(everywhere))
 
 

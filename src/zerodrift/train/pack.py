@@ -83,12 +83,12 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
 
 def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
     """Size and time of each."""
-    found = {}
+    stamps = {}
     for file in files:
         with documents.readable(file):
             stat = file.stat()
-        found[file] = (stat.st_size, stat.st_mtime_ns)
-    return found
+        stamps[file] = (stat.st_size, stat.st_mtime_ns)
+    return stamps
 
 
 def _require_unchanged(
@@ -110,12 +110,12 @@ def _too_little(where: str, got: str) -> ConfigError:
 
 
 def _notes(index: Mapping[str, Any]) -> tuple[str, ...]:
-    found = []
+    notes = []
     if cut := index["cut"]:
-        found.append(f"documents longer than a block, which are cut: {cut:,}")
+        notes.append(f"documents longer than a block, which are cut: {cut:,}")
     if left := index["left"]:
-        found.append(f"blocks with nothing to learn, which are left out: {left:,}")
-    return tuple(found)
+        notes.append(f"blocks with nothing to learn, which are left out: {left:,}")
+    return tuple(notes)
 
 
 def _token_maps(train: Sequence[Path], held: Sequence[Path], data: Data, tokenizer: Tokenizer) -> Prepared:
@@ -192,8 +192,8 @@ class _Digests:
                 self._known = {stamp: digest for stamp, digest in known.items() if isinstance(digest, str)}
 
     def of(self, path: Path) -> str:
-        found = path.stat()
-        stamp = f"{path.resolve()}|{found.st_size}|{found.st_mtime_ns}"
+        stat = path.stat()
+        stamp = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if stamp not in self._known:
             digest = hashlib.blake2b(digest_size=16)
             with documents.readable(path), opened(path) as file:

@@ -61,8 +61,8 @@ def _head(job: Job, plan: Plan, lines: Lines, steps: int) -> Markup:
 
 
 def _named(paths: str | tuple[str, ...]) -> str:
-    found = (paths,) if isinstance(paths, str) else paths
-    return found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+    names = (paths,) if isinstance(paths, str) else paths
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _state(lines: Lines, steps: int) -> tuple[str]:
@@ -210,8 +210,8 @@ def _tint(text: str) -> str:
 
 
 def _skips(lines: Lines) -> Markup:
-    found = [line for line in lines if line["kind"] == "skip"]
-    if not found:
+    skipped = [line for line in lines if line["kind"] == "skip"]
+    if not skipped:
         return Markup("")
     rows = [
         tag(
@@ -220,7 +220,7 @@ def _skips(lines: Lines) -> Markup:
             tag("td", ", ".join(line["parameters"]) or "-"),
             tag("td", line["places"]),
         )
-        for line in found[-50:]
+        for line in skipped[-50:]
     ]
     heads = [
         tag("th", head, scope="col") for head in ("step", "first bad gradients", "rank, micro-batch, loss")

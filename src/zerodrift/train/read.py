@@ -83,16 +83,16 @@ def _with_folder(job: Job, heading: str) -> Job:
 def _suggestion(key: str, block: type[Block] | None, path: str) -> str:
     """The key that was probably meant: in this block, in another, or of the engine's config."""
     known = fields.fields(block) if block is not None else {}
-    found = [join(path, word) for word in nearest(key, known)]
-    found += [other for other in every_path() if other.rpartition(".")[2] == key and other not in found]
-    found += [UNDER_CONFIG + key] if key in fields.fields(Config) else []
-    if not found:
+    paths = [join(path, word) for word in nearest(key, known)]
+    paths += [other for other in every_path() if other.rpartition(".")[2] == key and other not in paths]
+    paths += [UNDER_CONFIG + key] if key in fields.fields(Config) else []
+    if not paths:
         last = {other.rpartition(".")[2]: other for other in every_path()}
-        found = [last[word] for word in nearest(key, last)]
-        found += [UNDER_CONFIG + word for word in nearest(key, fields.fields(Config)) if not found]
-    if not found:
+        paths = [last[word] for word in nearest(key, last)]
+        paths += [UNDER_CONFIG + word for word in nearest(key, fields.fields(Config)) if not paths]
+    if not paths:
         return "docs/job.md lists every key."
-    return f"Did you mean {' or '.join(f'`{name}`' for name in found[:3])}?"
+    return f"Did you mean {' or '.join(f'`{name}`' for name in paths[:3])}?"
 
 
 def every_path() -> Iterator[str]:

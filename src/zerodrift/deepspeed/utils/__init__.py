@@ -132,10 +132,10 @@ def set_z3_leaf_modules_by_name(
     """Mark modules by their path; returns them and the names that were not found."""
     paths = dict(model.named_modules())
     missing = [name for name in module_names if name not in paths]
-    found = _mark(
+    marked = _mark(
         model, [paths[n] for n in module_names if n in paths], flag, raise_if_not_found, module_names
     )
-    return found, missing
+    return marked, missing
 
 
 def set_z3_leaf_modules_by_suffix(

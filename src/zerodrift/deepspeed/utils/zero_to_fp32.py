@@ -48,16 +48,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
     folder = Path(checkpoint_dir)
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         return _of_deepspeed(folder, tag or "", exclude_frozen_parameters)
-    found = CheckpointFolder(folder).find(tag or LATEST)
-    verified(found)
-    reader = CheckpointReader(found)
+    checkpoint = CheckpointFolder(folder).find(tag or LATEST)
+    verified(checkpoint)
+    reader = CheckpointReader(checkpoint)
     state: StateDict = {}
-    for entry in read_entries(found):
+    for entry in read_entries(checkpoint):
         if exclude_frozen_parameters and entry.group < 0:
             continue
         value = reader.whole(weight_key(entry.name)).float().view(entry.shape)
         state |= dict.fromkeys(entry.names, value)
-    return state | states.read_state(found, SHARED)["buffers"]
+    return state | states.read_state(checkpoint, SHARED)["buffers"]
 
 
 def _of_deepspeed(folder: Path, tag: str, without_frozen: bool) -> StateDict:
@@ -113,12 +113,12 @@ def load_state_dict_from_zero_checkpoint(
 def _untied(state: StateDict) -> StateDict:
     """One name for each tensor: safetensors holds no tensor twice."""
     seen: set[int] = set()
-    found = {}
+    untied = {}
     for name, value in state.items():
         if id(value) not in seen:
-            found[name] = value.contiguous()
+            untied[name] = value.contiguous()
         seen.add(id(value))
-    return found
+    return untied
 
 
 def _shards(state: StateDict, limit: int | None) -> list[StateDict]:

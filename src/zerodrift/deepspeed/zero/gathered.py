@@ -99,12 +99,12 @@ class GatheredParameters:
         if self._writer is not None or not self._marks:
             return 0
         # A forward inside the context has released the units that it went through.
-        found = sum(
+        changes = sum(
             held.data_ptr() == place and fingerprint(held) != mark for held, place, mark in self._marks
         )
         if not comm.is_initialized() or comm.get_world_size() == 1:
-            return found
-        count = torch.tensor([found], device=self._marks[0][0].device)
+            return changes
+        count = torch.tensor([changes], device=self._marks[0][0].device)
         comm.all_reduce(count, comm.ReduceOp.MAX)
         return int(count)
 

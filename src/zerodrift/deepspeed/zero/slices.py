@@ -74,20 +74,20 @@ def take_apart(parameter: nn.Parameter, number: int, dtype: torch.dtype | None) 
     whole = whole.contiguous()
     comm.broadcast(whole, 0)
     count = -(-whole.numel() // comm.get_world_size())
-    found = ParameterSlice(number, whole.shape, whole.new_empty(count))
-    found.replace(whole)
-    setattr(parameter, SLICE, found)
-    setattr(parameter, ELSEWHERE, found.whole)
+    part = ParameterSlice(number, whole.shape, whole.new_empty(count))
+    part.replace(whole)
+    setattr(parameter, SLICE, part)
+    setattr(parameter, ELSEWHERE, part.whole)
     mark(parameter, number)
-    hide(parameter, found)
+    hide(parameter, part)
 
 
-def hide(parameter: nn.Parameter, found: ParameterSlice) -> None:
+def hide(parameter: nn.Parameter, part: ParameterSlice) -> None:
     """Show what cannot pass for a value, in one element's memory."""
-    dtype = found.flat.dtype
+    dtype = part.flat.dtype
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-    found.shown = torch.full((), value, dtype=dtype, device=found.flat.device)
-    parameter.data = found.shown.expand(found.shape)
+    part.shown = torch.full((), value, dtype=dtype, device=part.flat.device)
+    parameter.data = part.shown.expand(part.shape)
 
 
 def release(parameter: nn.Parameter) -> None:

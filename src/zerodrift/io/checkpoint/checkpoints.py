@@ -233,30 +233,30 @@ class Checkpoints:
     def _on_one(self, work: Callable[[], T]) -> T | None:
         """What one rank finds in the folder, for all: others may see it a moment later, and differ."""
         lead = self._comm.mesh.rank() == 0
-        found = everywhere(self._comm, lambda: work() if lead else None)
-        return self._comm.broadcast_object(found, 0)
+        result = everywhere(self._comm, lambda: work() if lead else None)
+        return self._comm.broadcast_object(result, 0)
 
     def _load(self, path: Path, parts: frozenset[Part], without: frozenset[Allowed], verify: bool) -> Loaded:
         engine, comm = self._engine, self._comm
         manifest = everywhere(comm, lambda: self._verified(path, verify))
-        found = everywhere(comm, lambda: self._judged(path, manifest, parts, without))
+        saved = everywhere(comm, lambda: self._judged(path, manifest, parts, without))
         before = everywhere(comm, lambda: states.StateBeforeLoad(engine))
         try:
             # What may still be refused comes before the first weight.
-            everywhere(comm, lambda: self._put(found, parts))
+            everywhere(comm, lambda: self._put(saved, parts))
         except ZerodriftError:
             before.restore()
             raise
-        counters = found.shared["counters"] if _takes(found, parts) else None
+        counters = saved.shared["counters"] if _takes(saved, parts) else None
         try:
-            everywhere(comm, lambda: contents.fill(engine, found.reader, found.table, counters))
+            everywhere(comm, lambda: contents.fill(engine, saved.reader, saved.table, counters))
         except CheckpointError as error:
             raise CheckpointError.of([*error.problems, _HALF_LOADED]) from error
         Shards(engine).sync_storage()
-        if "optimizer" in parts and found.own is not None:
-            states.put_random_state(found.own["random"], engine.mesh.device)
+        if "optimizer" in parts and saved.own is not None:
+            states.put_random_state(saved.own["random"], engine.mesh.device)
         self.run = manifest.run
-        loaded = Loaded(path, manifest.tag, manifest.step, found.client, found.differences)
+        loaded = Loaded(path, manifest.tag, manifest.step, saved.client, saved.differences)
         self._say(f"loaded {path}, step {manifest.step}")
         for difference in loaded.differences:
             self._say(f"  {difference}")
@@ -314,25 +314,25 @@ class Checkpoints:
                 )
         said += [CheckpointDifference(word, "as saved", "as this run has it") for word in sorted(without)]
         client = self._client(path, shared, own)
-        found = _Found(path, manifest, table, reader, shared, own, client, without, tuple(said))
-        if _takes(found, parts):
+        judged = _Found(path, manifest, table, reader, shared, own, client, without, tuple(said))
+        if _takes(judged, parts):
             contents.check_moments(engine, table, shared["counters"])
         if "optimizer" in parts and own is not None:
             states.check_random_state(own["random"])
-        return found
+        return judged
 
-    def _put(self, found: _Found, parts: frozenset[Part]) -> None:
+    def _put(self, saved: _Found, parts: frozenset[Part]) -> None:
         """What is neither weight nor moment nor random number."""
-        engine, shared, own = self._engine, found.shared, found.own
-        if "buffers" not in found.without:
+        engine, shared, own = self._engine, saved.shared, saved.own
+        if "buffers" not in saved.without:
             states.put_buffers(engine.module, shared["buffers"] | ({} if own is None else own["buffers"]))
         if "counts" in parts:
             states.put_counts(engine, shared)
-        if "loss_scale" not in found.without:
+        if "loss_scale" not in saved.without:
             states.put_scale(engine, shared["scaler"])
-        if "schedule" not in found.without:
+        if "schedule" not in saved.without:
             states.put_schedule(engine, shared["schedule"])
-        if "groups" not in found.without:
+        if "groups" not in saved.without:
             states.put_groups(engine, shared["groups"])
         if "optimizer" in parts and own is not None:
             states.put_modules(engine.module, own["modules"])
@@ -353,9 +353,9 @@ _HALF_LOADED = Problem(
 )
 
 
-def _takes(found: _Found, parts: frozenset[Part]) -> bool:
+def _takes(saved: _Found, parts: frozenset[Part]) -> bool:
     """Whether moments are loaded."""
-    return "optimizer" in parts and "optimizer" not in found.without
+    return "optimizer" in parts and "optimizer" not in saved.without
 
 
 def everywhere(comm: Collectives, work: Callable[[], T]) -> T:

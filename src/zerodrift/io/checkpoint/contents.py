@@ -85,9 +85,9 @@ def summary(engine: Engine, counters: Counters, alike: bool, known: Collection[s
         return RankSummary(counters, alike, {}, {})
     updater, rows = engine.updater, [row for row in engine.part.rows if row.columns.update is not None]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
-    found = states.buffers(engine.module)
+    buffers = states.buffers(engine.module)
     return RankSummary(
-        counters, alike, moments, {name: buffer.cpu() for name, buffer in found if name not in known}
+        counters, alike, moments, {name: buffer.cpu() for name, buffer in buffers if name not in known}
     )
 
 
@@ -99,15 +99,15 @@ def entries(
 ) -> tuple[SavedParameter, ...]:
     """The table of parameters; of `frozen` ones too. `elsewhere` has the moments of those on other stages."""
     updater, group_of = engine.updater, engine.group_of
-    found = []
+    table = []
     for row in _saved(engine, frozen):
         trained = updater is not None and row.columns.update is not None
         dtype = DType.FP32 if trained else row.columns.storage.dtype
         group = group_of.get(row.name, -1) if trained else -1
         moments = updater.moment_names(row.name, counters) if updater is not None and trained else ()
         moments = elsewhere.get(row.name, moments)
-        found.append(SavedParameter(row.names, row.whole_shape, dtype.value, group, moments))
-    return tuple(found)
+        table.append(SavedParameter(row.names, row.whole_shape, dtype.value, group, moments))
+    return tuple(table)
 
 
 def head(engine: Engine, run: str, tag: str, ranks: Sequence[RankSummary], frozen: bool = True) -> Head:
@@ -170,10 +170,10 @@ def running(engine: Engine) -> Running:
 
 def merged(ranks: Sequence[Counters]) -> Counters:
     """The counters of all ranks; those that own parts of one parameter count alike."""
-    found: Counters = {}
+    counters_of_all: Counters = {}
     for counters in ranks:
-        found.update(counters)
-    return found
+        counters_of_all.update(counters)
+    return counters_of_all
 
 
 # --- in ---------------------------------------------------------------------------------------------------

@@ -77,14 +77,14 @@ def check_model(
     known = {name: entry for entry in entries for name in entry.names}
     missing: list[str] = []
     for row in plan.rows:
-        found = known.get(row.name)
-        if found is None:
+        saved = known.get(row.name)
+        if saved is None:
             missing.append(row.name)
-        elif found.shape != row.whole_shape:
-            problems.add(row.name, f"must have shape {list(row.whole_shape)}", got=str(list(found.shape)))
-        elif set(found.names) != set(row.names):
+        elif saved.shape != row.whole_shape:
+            problems.add(row.name, f"must have shape {list(row.whole_shape)}", got=str(list(saved.shape)))
+        elif set(saved.names) != set(row.names):
             must = f"must be one parameter under the names {', '.join(row.names)}"
-            problems.add(row.name, must, got=", ".join(found.names), do="Tie as the saved model did.")
+            problems.add(row.name, must, got=", ".join(saved.names), do="Tie as the saved model did.")
     here = {name for row in plan.rows for name in row.names}
     extra = [entry.name for entry in entries if not here & set(entry.names)]
     todo = "`allow=('model',)` loads what both have."
@@ -110,17 +110,17 @@ def check_buffers(
     saved: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]], persistent: Collection[str]
 ) -> list[Problem]:
     """Buffers that a state dict holds must fit; what a model only computes may come and go."""
-    found = []
+    problems = []
     for name in sorted({*saved, *here}):
         mine, theirs = here.get(name), saved.get(name)
         if mine == theirs or not (name in persistent or mine is None):
             continue
         must = "must not be there" if mine is None else f"must have shape {list(mine)}"
         got = "none" if theirs is None else str(list(theirs))
-        found.append(
+        problems.append(
             Problem(f"buffer {name}", must, got=got, do="`allow=('buffers',)` leaves buffers as they are.")
         )
-    return found
+    return problems
 
 
 # --- the optimizer and what goes with it ------------------------------------------------------------------
@@ -130,25 +130,30 @@ def check_meaning(
     manifest: Manifest, entries: Sequence[SavedParameter], state: Mapping[str, Any], now: Running
 ) -> dict[Allowed, list[Problem]]:
     """What would change the meaning of the optimizer's state, by the word that allows it."""
-    found: dict[Allowed, list[Problem]] = {"optimizer": [], "groups": [], "schedule": [], "loss_scale": []}
+    problems_of: dict[Allowed, list[Problem]] = {
+        "optimizer": [],
+        "groups": [],
+        "schedule": [],
+        "loss_scale": [],
+    }
     if manifest.optimizer != now.kind:
         got = now.kind or "none"
         todo = "Give the same, or `allow=('optimizer',)` to begin with new moments."
         must = f"must be {manifest.optimizer or 'none'}, as when it was saved"
-        found["optimizer"].append(Problem("optimizer", must, got=got, do=todo))
+        problems_of["optimizer"].append(Problem("optimizer", must, got=got, do=todo))
     elif now.kind:
-        found["groups"] += _groups(entries, state["groups"], now)
+        problems_of["groups"] += _groups(entries, state["groups"], now)
     if manifest.schedule != now.schedule:
         todo = "Give the same, or `allow=('schedule',)` to begin the schedule anew."
         must = f"must be {manifest.schedule or 'none'}, as when it was saved"
-        found["schedule"].append(Problem("schedule", must, got=now.schedule or "none", do=todo))
+        problems_of["schedule"].append(Problem("schedule", must, got=now.schedule or "none", do=todo))
     scaled = now.plan.policy.loss_scale is not None
     if (state["scaler"] is not None) != scaled:
         todo = "Train in the same mode, or `allow=('loss_scale',)` to begin as this run's config says."
         must = f"must {'be there' if state['scaler'] is not None else 'not be there'}, as when it was saved"
         got = "one" if scaled else "none"
-        found["loss_scale"].append(Problem("loss scale", must, got=got, do=todo))
-    return found
+        problems_of["loss_scale"].append(Problem("loss scale", must, got=got, do=todo))
+    return problems_of
 
 
 def _groups(
@@ -157,7 +162,7 @@ def _groups(
     todo = "Build the same groups, or `allow=('groups',)` to take those of this run."
     if len(saved) != len(now.groups):
         return [Problem("parameter groups", f"must be {len(saved)}", got=str(len(now.groups)), do=todo)]
-    found = []
+    problems = []
     frozen = {row.name for row in now.plan.rows if row.columns.update is None}
     moved = [
         f"`{entry.name}` (saved in {entry.group}, now in {_group(now, entry)})"
@@ -167,7 +172,9 @@ def _groups(
     if moved:
         more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
         got = ", ".join(moved[:SHOWN]) + more
-        found.append(Problem("parameter groups", "must hold the parameters that they held", got=got, do=todo))
+        problems.append(
+            Problem("parameter groups", "must hold the parameters that they held", got=got, do=todo)
+        )
     for number, (old, new) in enumerate(zip(saved, now.groups, strict=True)):
         for key in sorted(old.keys() & new.keys()):
             switched = isinstance(old[key], (bool, str)) and key not in _EXECUTION
@@ -175,8 +182,8 @@ def _groups(
             switched = switched or (key == "momentum" and bool(old[key]) != bool(new[key]))
             if switched and old[key] != new[key]:
                 where = f"parameter group {number}, {key}"
-                found.append(Problem(where, f"must be {old[key]!r}", got=repr(new[key]), do=todo))
-    return found
+                problems.append(Problem(where, f"must be {old[key]!r}", got=repr(new[key]), do=todo))
+    return problems
 
 
 def _group(now: Running, entry: SavedParameter) -> int:
@@ -190,37 +197,37 @@ def differences(
     manifest: Manifest, entries: Sequence[SavedParameter], plan: dict[str, Any] | None, now: Running
 ) -> list[CheckpointDifference]:
     """Everything else that is not as it was."""
-    found: list[CheckpointDifference] = []
+    changes: list[CheckpointDifference] = []
 
     def compare(what: str, saved: object, here: object, effect: str = "") -> None:
         if saved != here:
-            found.append(CheckpointDifference(what, str(saved), str(here), effect))
+            changes.append(CheckpointDifference(what, str(saved), str(here), effect))
 
     versions = dict(now.versions)
     for package, version in manifest.versions:
         compare(package, version, versions.get(package, "none"), "bits may differ")
     if manifest.digest and manifest.digest == now.plan.digest:
-        return found
+        return changes
     if not manifest.digest:
         return [
-            *found,
+            *changes,
             CheckpointDifference("plan", "none", now.plan.digest[:12], "converted from elsewhere"),
         ]
     compare("ranks", manifest.mesh, now.plan.mesh, "sums have another order")
     compare("stage", manifest.stage, now.plan.policy.sharding.stage)
     compare("mode", manifest.mode, now.plan.policy.mode.value)
-    found += _trained(entries, now.plan)
+    changes += _trained(entries, now.plan)
     before = None if plan is None else _readable(plan)
     known = plan is None or "boundaries" in plan
     """Whether what was written says anything of boundaries."""
     if before is not None:
-        found += _columns(before, now.plan)
-        found += _boundaries(before, now.plan) if known else []
-        found += _decisions(before, now.plan)
-    if not found:
+        changes += _columns(before, now.plan)
+        changes += _boundaries(before, now.plan) if known else []
+        changes += _decisions(before, now.plan)
+    if not changes:
         effect = "layout alone" if known else "layout, or boundaries, which it does not hold"
-        found.append(CheckpointDifference("plan", manifest.digest[:12], now.plan.digest[:12], effect))
-    return found
+        changes.append(CheckpointDifference("plan", manifest.digest[:12], now.plan.digest[:12], effect))
+    return changes
 
 
 def _readable(plan: dict[str, Any]) -> Plan | None:
@@ -232,20 +239,20 @@ def _readable(plan: dict[str, Any]) -> Plan | None:
 
 
 def _trained(entries: Sequence[SavedParameter], plan: Plan) -> list[CheckpointDifference]:
-    found = []
+    changes = []
     rows = {name: row for row in plan.rows for name in row.names}
     entries = [entry for entry in entries if entry.name in rows]
     kept = [e.name for e in entries if e.moments and rows[e.name].columns.update is None]
     if kept:
-        found.append(
+        changes.append(
             CheckpointDifference("trained", f"{len(kept)} parameters", "frozen", "their moments are dropped")
         )
     some = any(entry.moments for entry in entries)
     fresh = [e.name for e in entries if some and not e.moments and rows[e.name].columns.update is not None]
     if fresh:
         what = f"{len(fresh)} parameters such as {fresh[0]}"
-        found.append(CheckpointDifference("moments", f"none of {what}", "zero", "they begin to be trained"))
-    return found
+        changes.append(CheckpointDifference("moments", f"none of {what}", "zero", "they begin to be trained"))
+    return changes
 
 
 def _columns(before: Plan, now: Plan) -> list[CheckpointDifference]:
@@ -285,7 +292,7 @@ def _decisions(before: Plan, now: Plan) -> list[CheckpointDifference]:
     """Choices that are no column: batch sizes, clipping, the optimizer's numbers."""
     old = {decision.key: decision.value for decision in before.policy.decisions}
     new = {decision.key: decision.value for decision in now.policy.decisions}
-    found = [
+    changes = [
         CheckpointDifference(key, old.get(key, "none"), new.get(key, "none"))
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and key not in ("zero_optimization.stage", "precision.mode")
@@ -295,9 +302,9 @@ def _decisions(before: Plan, now: Plan) -> list[CheckpointDifference]:
         ("scheduler block", before.policy.schedule, now.policy.schedule, "this run's numbers hold"),
     ):
         if theirs is not None and mine is not None and theirs != mine:
-            found.append(
+            changes.append(
                 CheckpointDifference(
                     what, f"{theirs.type} {theirs.params}", f"{mine.type} {mine.params}", effect
                 )
             )
-    return found
+    return changes

@@ -107,18 +107,18 @@ class CheckpointFolder:
 
     def tags(self) -> list[str]:
         """The checkpoints, oldest first by the step they were saved at. What is damaged comes first."""
-        found = [path for path in self._children() if _has_manifest(path)]
-        return [path.name for path in sorted(found, key=lambda path: (_step(path), path.name))]
+        folders = [path for path in self._children() if _has_manifest(path)]
+        return [path.name for path in sorted(folders, key=lambda path: (_step(path), path.name))]
 
     def runs(self) -> dict[str, str]:
         """Which run left each of them; `""` for one whose manifest is damaged."""
-        found = {}
+        runs = {}
         for tag in self.tags():
             try:
-                found[tag] = read_manifest(self.path / tag).run
+                runs[tag] = read_manifest(self.path / tag).run
             except CheckpointError:
-                found[tag] = ""
-        return found
+                runs[tag] = ""
+        return runs
 
     def unfinished(self) -> list[Path]:
         """Saves that are under way or were cut short."""
@@ -127,8 +127,8 @@ class CheckpointFolder:
 
     def halves(self) -> list[str]:
         """Tags that have files of a checkpoint and no manifest, as a copy that was cut short has."""
-        found = [path for path in self._children() if path.is_dir() and not _has_manifest(path)]
-        return [path.name for path in found if any(_PARTS.fullmatch(part.name) for part in listed(path))]
+        folders = [path for path in self._children() if path.is_dir() and not _has_manifest(path)]
+        return [path.name for path in folders if any(_PARTS.fullmatch(part.name) for part in listed(path))]
 
     def latest(self) -> str:
         """The tag that `latest` names, `""` where nothing was saved to its end."""
@@ -156,25 +156,25 @@ class CheckpointFolder:
     def _set_aside(self) -> Path | None:
         """A checkpoint that was about to be replaced when its save ended, the only one."""
         for path in self._children(hidden=True):
-            found = _OURS.fullmatch(path.name)
-            if found and found[1] == _OLD and _has_manifest(path):
+            match = _OURS.fullmatch(path.name)
+            if match and match[1] == _OLD and _has_manifest(path):
                 return path
         return None
 
     def find(self, tag: str) -> Path:
         """The folder of a tag, or of the newest for `latest`."""
-        found = self.newest() if tag == LATEST else self._named(tag)
-        if found is None:
+        checkpoint = self.newest() if tag == LATEST else self._named(tag)
+        if checkpoint is None:
             raise self._nothing()
-        return found
+        return checkpoint
 
     def _named(self, tag: str) -> Path:
         if _TAG.fullmatch(tag) and len(tag) <= LONGEST:
             candidates = [self.path / tag]
             candidates += [p for p in self._children(hidden=True) if p.name.startswith(f"{_OLD}{tag}@")]
-            found = next((path for path in candidates if _has_manifest(path)), None)
-            if found is not None:
-                return found
+            named = next((path for path in candidates if _has_manifest(path)), None)
+            if named is not None:
+                return named
         tags = self.tags()
         half = (
             ""
@@ -203,13 +203,13 @@ class CheckpointFolder:
         back. Returns the names of what went."""
         gone = []
         for path in self._children(hidden=True):
-            found = _OURS.fullmatch(path.name)
+            match = _OURS.fullmatch(path.name)
             if path.name == f"{_WRITING}{LATEST}" and path.is_file():
                 path.unlink()
-            elif found is None or not _is_own_folder(path):
+            elif match is None or not _is_own_folder(path):
                 continue
-            elif found[1] == _OLD and not exists(self.path / found[2]) and _has_manifest(path):
-                path.rename(self.path / found[2])
+            elif match[1] == _OLD and not exists(self.path / match[2]) and _has_manifest(path):
+                path.rename(self.path / match[2])
                 continue
             else:
                 shutil.rmtree(path, ignore_errors=True)
@@ -296,8 +296,8 @@ class CheckpointFolder:
         return is_folder(self.path, "must be a folder of checkpoints")
 
     def _children(self, hidden: bool = False) -> list[Path]:
-        found = listed(self.path) if self._is_there() else []
-        return [path for path in found if path.name.startswith(".") == hidden]
+        children = listed(self.path) if self._is_there() else []
+        return [path for path in children if path.name.startswith(".") == hidden]
 
 
 def _is_own_folder(path: Path) -> bool:

@@ -157,7 +157,7 @@ def _tensors(metadata: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
         for key, info in metadata["storage_data"].items()
         if key.state.get("offset") is not None
     }
-    found = {}
+    tensors = {}
     for name, kept in metadata["state_dict_metadata"].items():
         if "chunks" not in kept.state:
             continue  # bytes, of somebody else
@@ -179,8 +179,8 @@ def _tensors(metadata: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
         ):
             must = f"must hold each element of {short(repr(name))} once"
             raise CheckpointError(short(folder), must, got="gaps or overlaps", do=OTHER)
-        found[str(name)] = Tensor(numel, dtype, tuple(chunks))
-    return found
+        tensors[str(name)] = Tensor(numel, dtype, tuple(chunks))
+    return tensors
 
 
 def _only(size: Any) -> int:

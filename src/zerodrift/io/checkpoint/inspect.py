@@ -116,16 +116,16 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderIns
             got="a folder without any" if place.is_dir() else "no such folder",
             do=f"A checkpoint holds a `{MANIFEST}`.",
         )
-    found, unreadable = [], [(LATEST, odd)] if odd else []
+    inspections, unreadable = [], [(LATEST, odd)] if odd else []
     for tag in tags:
         try:
-            found.append(_one(place / tag, verify))
+            inspections.append(_one(place / tag, verify))
         except CheckpointError as error:
             unreadable.append((tag, str(error)))
     must, got = f"must hold a `{MANIFEST}`", "other files of a checkpoint: it was copied in part"
     unreadable += [(tag, str(Problem(str(place / tag), must, got=got))) for tag in halves]
     names = tuple(path.name for path in unfinished)
-    return FolderInspection(str(place), latest, tuple(found), tuple(unreadable), names)
+    return FolderInspection(str(place), latest, tuple(inspections), tuple(unreadable), names)
 
 
 def _one(path: Path, verify: bool) -> Inspection:
@@ -171,21 +171,23 @@ def _alike(table: Iterable[SavedParameter]) -> tuple[AlikeParameters, ...]:
 # --- shown ------------------------------------------------------------------------------------------------
 
 
-def inspection_json(found: Inspection | FolderInspection) -> str:
+def inspection_json(inspection: Inspection | FolderInspection) -> str:
     """The same for machines."""
-    document = encode(found) | {"complete": found.complete}
+    document = encode(inspection) | {"complete": inspection.complete}
     return json.dumps(document, indent=1) + "\n"
 
 
-def inspection_text(found: Inspection | FolderInspection, color: bool) -> str:
+def inspection_text(inspection: Inspection | FolderInspection, color: bool) -> str:
     """As a page of text, 100 columns wide."""
-    return printed(_one_text(found) if isinstance(found, Inspection) else _folder_text(found), color)
+    return printed(
+        _one_text(inspection) if isinstance(inspection, Inspection) else _folder_text(inspection), color
+    )
 
 
-def _one_text(found: Inspection) -> list[RenderableType]:
-    head = found.manifest
+def _one_text(inspection: Inspection) -> list[RenderableType]:
+    head = inspection.manifest
     facts = [
-        ("path", found.path),
+        ("path", inspection.path),
         ("step", str(head.step) + (f", {head.skipped} skipped" if head.skipped else "")),
         ("saved", f"{head.saved} by " + ", ".join(f"{name} {version}" for name, version in head.versions)),
         ("model", f"{head.source}, {head.parameters} parameters, {figures.elements(head.elements)} elements"),
@@ -193,15 +195,19 @@ def _one_text(found: Inspection) -> list[RenderableType]:
         ("optimizer", _optimizer(head)),
         ("run", head.run),
         ("size", f"{figures.size(head.bytes)} in {len(head.files) + 1} files"),
-        ("complete", _state(found)),
+        ("complete", _state(inspection)),
     ]
     parts: list[RenderableType] = [title("inspect", head.digest or "-"), pairs(facts)]
-    parts += [grid([("", problem) for problem in found.problems], (2,), ("red",))] if found.problems else []
+    parts += (
+        [grid([("", problem) for problem in inspection.problems], (2,), ("red",))]
+        if inspection.problems
+        else []
+    )
     parts.append(section("tensors", "flat, by name, cut where the ranks' slices ended"))
     rows = [("kind", "dtype", "tensors", "elements", "bytes")]
     rows += [
         (h.kind, h.dtype, str(h.tensors), figures.elements(h.elements), figures.size(h.bytes))
-        for h in found.holdings
+        for h in inspection.holdings
     ]
     parts.append(grid(rows, (24, 10, 9, 10), ("", "", "", "")))
     parts.append(section("parameters"))
@@ -214,26 +220,26 @@ def _one_text(found: Inspection) -> list[RenderableType]:
             alike.dtype,
             ", ".join(alike.moments) + (f"  (tied to {', '.join(alike.tied)})" if alike.tied else ""),
         )
-        for alike in found.kin
+        for alike in inspection.kin
     ]
     parts.append(grid(rows, (44, 6, 18, 8), ("", "dim", "", "")))
     return parts
 
 
-def _folder_text(found: FolderInspection) -> list[RenderableType]:
+def _folder_text(folder: FolderInspection) -> list[RenderableType]:
     rows = [("tag", "step", "saved", "ranks", "size", "complete")]
-    for one in found.inspections:
+    for one in folder.inspections:
         head = one.manifest
-        mark = f"{head.tag} (latest)" if head.tag == found.latest else head.tag
+        mark = f"{head.tag} (latest)" if head.tag == folder.latest else head.tag
         ranks = str(head.mesh.world)
         rows.append((mark, str(head.step), head.saved, ranks, figures.size(head.bytes), _state(one)))
-    for tag, problem in found.unreadable:
+    for tag, problem in folder.unreadable:
         rows.append((tag, "", "", "", "", f"no: {problem}"))
-    for name in found.unfinished:
+    for name in folder.unfinished:
         rows.append((name, "", "", "", "", "no: under way, or cut short"))
-    head_line = title("inspect", found.inspections[-1].manifest.digest if found.inspections else "-")
+    head_line = title("inspect", folder.inspections[-1].manifest.digest if folder.inspections else "-")
     table = grid(rows, (34, 8, 25, 5, 9), ("",) * 5)
-    return [head_line, pairs([("path", found.path)]), section("checkpoints"), table]
+    return [head_line, pairs([("path", folder.path)]), section("checkpoints"), table]
 
 
 def _optimizer(head: Manifest) -> str:
@@ -245,7 +251,7 @@ def _optimizer(head: Manifest) -> str:
     return text + (f", loss scale {head.loss_scale:g}" if head.loss_scale != 1 else "")
 
 
-def _state(found: Inspection) -> str:
-    if not found.complete:
-        return f"no: {len(found.problems)} of {len(found.manifest.files)} files"
-    return "yes, every bit" if found.verified else "yes, by sizes"
+def _state(inspection: Inspection) -> str:
+    if not inspection.complete:
+        return f"no: {len(inspection.problems)} of {len(inspection.manifest.files)} files"
+    return "yes, every bit" if inspection.verified else "yes, by sizes"

@@ -57,7 +57,7 @@ class Item:
 
 def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:
     """A DCP file; it is on the disk when this returns."""
-    found = []
+    chunks = []
     with path.open("wb") as raw:
         stream = _Hashed(raw)
         for item in items:
@@ -67,7 +67,7 @@ def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:
                     values = values.clone()  # torch.save writes the whole storage
                 offset = stream.count
                 torch.save(values, cast(IO[bytes], stream))
-                found.append(
+                chunks.append(
                     Chunk(
                         item.key,
                         item.numel,
@@ -81,7 +81,7 @@ def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:
                 )
         raw.flush()
         os.fsync(raw.fileno())
-    return File(path.name, stream.count, stream.digest()), found
+    return File(path.name, stream.count, stream.digest()), chunks
 
 
 class _Hashed(io.RawIOBase):
@@ -139,10 +139,10 @@ class CheckpointReader:
         return self._tensor(key).numel
 
     def _tensor(self, key: str) -> Tensor:
-        found = self._index.get(key)
-        if found is None:
+        tensor = self._index.get(key)
+        if tensor is None:
             raise CheckpointError(self._folder, f"must hold the tensor {key!r}", got="none", do=OTHER)
-        return found
+        return tensor
 
     def check(self, entries: Iterable[SavedParameter]) -> None:
         """That every tensor of a table of parameters is there, in its length."""
@@ -187,13 +187,13 @@ class CheckpointReader:
             with open_own(self._folder, chunk.file) as stream:
                 stream.seek(chunk.offset)
                 data = io.BytesIO(stream.read(chunk.length))
-            found = torch.load(data, map_location="cpu", weights_only=True)
+            values = torch.load(data, map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
         except Exception as error:
             raise CheckpointError(self._folder, "must be readable", got=said(error), do=OTHER) from error
         if not (
-            isinstance(found, torch.Tensor) and (found.dtype, found.shape) == (chunk.dtype, (chunk.count,))
+            isinstance(values, torch.Tensor) and (values.dtype, values.shape) == (chunk.dtype, (chunk.count,))
         ):
             raise CheckpointError(
                 self._folder,
@@ -202,7 +202,7 @@ class CheckpointReader:
                 got="something else",
                 do=OTHER,
             )
-        return found
+        return values
 
     def whole(self, key: str) -> torch.Tensor:
         """A tensor in full, flat, in its own dtype: for tools that work on one parameter at a time."""

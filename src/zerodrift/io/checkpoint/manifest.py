@@ -144,11 +144,11 @@ def measured(path: Path) -> File:
 
 
 def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 # --- reading ------------------------------------------------------------------------------------------
@@ -221,24 +221,24 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
 
 def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list[Problem]:
     """What of `files` is not as it was written: missing, of another size, or with other bits."""
-    found = []
+    problems = []
     for file in files:
         path = folder / file.name
         try:
             size = own_file(folder, file.name).stat().st_size
             if size != file.bytes:
                 must = f"must have the {file.bytes:,} bytes that were written"
-                found.append(Problem(str(path), must, got=f"{size:,}", do=REMEDY))
+                problems.append(Problem(str(path), must, got=f"{size:,}", do=REMEDY))
             elif content and _sha256(path) != file.sha256:
-                found.append(
+                problems.append(
                     Problem(str(path), "must be the bits that were written", got="others", do=REMEDY)
                 )
         except FileNotFoundError:
-            found.append(Problem(str(path), "must be there", got="no such file", do=REMEDY))
+            problems.append(Problem(str(path), "must be there", got="no such file", do=REMEDY))
         except (OSError, CheckpointError) as error:
             got = str(error) if isinstance(error, CheckpointError) else error.strerror or str(error)
-            found.append(Problem(str(path), "must be readable", got=got, do=REMEDY))
-    return found
+            problems.append(Problem(str(path), "must be readable", got=got, do=REMEDY))
+    return problems
 
 
 def verified(folder: Path) -> Manifest:
@@ -248,9 +248,9 @@ def verified(folder: Path) -> Manifest:
     return manifest
 
 
-def raise_damage(found: Iterable[Problem]) -> None:
+def raise_damage(damaged: Iterable[Problem]) -> None:
     problems = Problems()
-    problems.include(*found)
+    problems.include(*damaged)
     problems.raise_as(CheckpointError)
 
 

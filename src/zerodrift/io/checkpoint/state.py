@@ -257,12 +257,12 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
 
 def fingerprint(state: Any) -> str:
     """Equal for equal states, tensors and all."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
 
     def take(value: Any) -> None:
-        found.update(type(value).__name__.encode())
+        digest.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
-            found.update(f"{value.dtype} {tuple(value.shape)} {_digest(value)}".encode())
+            digest.update(f"{value.dtype} {tuple(value.shape)} {_digest(value)}".encode())
         elif isinstance(value, dict):
             for key in value:
                 take(key)
@@ -271,7 +271,7 @@ def fingerprint(state: Any) -> str:
             for item in value:
                 take(item)
         else:
-            found.update(f"{value!r};".encode())
+            digest.update(f"{value!r};".encode())
 
     take(state)
-    return found.hexdigest()
+    return digest.hexdigest()

@@ -80,14 +80,14 @@ class Save:
         self._outcome = _Outcome([], [])
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
-        found: Path | ZerodriftError | None = None
+        path: Path | ZerodriftError | None = None
         if self._rank == 0:
             try:
-                found = self._begin(run)
+                path = self._begin(run)
             except Exception as error:
-                found = _refused(error, self._folder.path)
+                path = _refused(error, self._folder.path)
                 self._drop()
-        self._path = _of_rank_0(comm, found)
+        self._path = _of_rank_0(comm, path)
 
     def _begin(self, run: str) -> Path:
         self._new = self._folder.begin(self._tag, lambda: self._require_own(run))
@@ -150,8 +150,8 @@ class Save:
             self._thread.join()
         try:
             outcomes = self._comm.gather_object(self._outcome)
-            found = self._publish(outcomes, head, keep) if self._rank == 0 else None
-            return _of_rank_0(self._comm, found)
+            path = self._publish(outcomes, head, keep) if self._rank == 0 else None
+            return _of_rank_0(self._comm, path)
         except RankError:
             self.abandon()
             raise

@@ -102,10 +102,10 @@ class DeepSpeedCheckpoint:
         return tuple(saved.name for saved in self.parameters)
 
     def find(self, name: str) -> DeepSpeedParameter:
-        found = next((p for p in self.parameters if name == p.name or name in p.aliases), None)
-        if found is None:
+        parameter = next((p for p in self.parameters if name == p.name or name in p.aliases), None)
+        if parameter is None:
             raise CheckpointError(self.folder, f"must hold the parameter {name!r}", got="none of the name")
-        return found
+        return parameter
 
     def weight(self, name: str) -> torch.Tensor:
         """In full: the fp32 master."""
@@ -222,7 +222,7 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return "fp32"
 
 
-def _ordered(found: Sequence[DeepSpeedParameter], module: Mapping[str, Any]) -> list[DeepSpeedParameter]:
+def _ordered(parameters: Sequence[DeepSpeedParameter], module: Mapping[str, Any]) -> list[DeepSpeedParameter]:
     """In the order of the model's own state dict, which optimizer groups shuffle."""
     place = {name: number for number, name in enumerate(module)}
-    return sorted(found, key=lambda saved: place.get(saved.name, len(place)))
+    return sorted(parameters, key=lambda saved: place.get(saved.name, len(place)))

@@ -135,16 +135,16 @@ def read_files(folder: Path, trust: bool = False) -> DeepSpeedFiles:
             str(folder), "must have `param_shapes` in its model files", got="none, and optimizer files"
         )
         problems.raise_as(CheckpointError)
-    found = _load_all(folder, optimizers, problems, trust) if sharded else []
+    shards = _load_all(folder, optimizers, problems, trust) if sharded else []
     problems.raise_as(CheckpointError)
-    ranks = _ranks(found) or int(found_models[0].get("dp_world_size") or 1)
+    ranks = _ranks(shards) or int(found_models[0].get("dp_world_size") or 1)
     if sharded:
         _check_ranks(folder, optimizers, ranks, "_optim_states.pt", problems)
         if any(number is not None for number in models):
             _check_ranks(folder, models, ranks, "_model_states.pt", problems)
     problems.raise_as(CheckpointError)
-    _check_one_save(folder, found_models, found)
-    return DeepSpeedFiles(folder, tuple(found_models), tuple(found))
+    _check_one_save(folder, found_models, shards)
+    return DeepSpeedFiles(folder, tuple(found_models), tuple(shards))
 
 
 def _check_one_save(
@@ -152,14 +152,14 @@ def _check_one_save(
 ) -> None:
     """What every rank writes alike must be alike, or files of two saves were mixed."""
     problems = Problems()
-    for what, found in (
+    for what, saved in (
         ("model files", [_of_model(model) for model in models]),
         ("optimizer files", [_of_optimizer(state["optimizer_state_dict"]) for state in optimizers]),
     ):
-        for number, other in enumerate(found):
-            apart = [key for key, value in other.items() if value != found[0].get(key)]
+        for number, other in enumerate(saved):
+            apart = [key for key, value in other.items() if value != saved[0].get(key)]
             if apart:
-                got = "; ".join(f"{key} {found[0].get(key)!r} and {other[key]!r}" for key in apart)
+                got = "; ".join(f"{key} {saved[0].get(key)!r} and {other[key]!r}" for key in apart)
                 problems.add(
                     str(folder),
                     f"must have {what} of one save",
@@ -199,8 +199,8 @@ def _refuse_others(folder: Path, names: Sequence[str]) -> None:
         for pattern, what in _OTHERS.items():
             if pattern.fullmatch(name):
                 raise _cannot(folder, what, name)
-        found = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
-        if found and int(found[2]) > 0:
+        match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
+        if match and int(match[2]) > 0:
             raise _cannot(folder, "a checkpoint with tensor parallelism", name)
     if "zero" in names and (folder / "zero").is_dir():
         raise _cannot(folder, "a universal checkpoint", "zero/")
@@ -217,12 +217,12 @@ def _cannot(folder: Path, what: str, name: str) -> CheckpointError:
 
 def _numbered(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int | None, str]:
     """Rank, None for the one file of all, -> name."""
-    found = {}
+    names_by_number = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match:
-            found[None if match[1] is None else int(match[1])] = name
-    return dict(sorted(found.items(), key=lambda item: -1 if item[0] is None else item[0]))
+            names_by_number[None if match[1] is None else int(match[1])] = name
+    return dict(sorted(names_by_number.items(), key=lambda item: -1 if item[0] is None else item[0]))
 
 
 def _ranks(optimizers: Sequence[dict[str, Any]]) -> int:
@@ -315,8 +315,8 @@ def _is_own_name(name: str, written: str) -> bool:
 
 
 def _check_version(folder: Path, version: str) -> None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) < FIRST:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) < FIRST:
         oldest, got = f"{FIRST[0]}.{FIRST[1]}", version or "no version"
         raise CheckpointError(
             folder,
@@ -328,5 +328,5 @@ def _check_version(folder: Path, version: str) -> None:
 
 def is_tried(version: str) -> bool:
     """Whether files of this version of DeepSpeed were read in tests."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is not None and (int(found[1]), int(found[2])) <= LAST
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return match is not None and (int(match[1]), int(match[2])) <= LAST

@@ -55,10 +55,10 @@ class StageContents:
 
 
 def aliases_of(model: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
     for alias, name in (model.get("shared_params") or {}).items():
-        found[name] = (*found.get(name, ()), alias)
-    return found
+        aliases[name] = (*aliases.get(name, ()), alias)
+    return aliases
 
 
 def frozen_one(name: str, value: torch.Tensor, aliases: Mapping[str, tuple[str, ...]]) -> DeepSpeedParameter:

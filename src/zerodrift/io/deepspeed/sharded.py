@@ -37,7 +37,7 @@ GLANCE = 4096
 def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
     model, states = files.models[0], [state["optimizer_state_dict"] for state in files.optimizers]
     aliases = aliases_of(model)
-    found: list[DeepSpeedParameter] = []
+    parameters: list[DeepSpeedParameter] = []
     bases = [_base(state["base_optimizer_state"]) for state in states]
     for state in states:
         have = len(state["single_partition_of_fp32_groups"])
@@ -59,7 +59,7 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
             weight = tuple(_cut(pieces, end, numel))
             _check_values(files, name, model["module"].get(name), weight)
             own = {key: tuple(_cut(flats, end, numel)) for key, flats in moments.items()}
-            found.append(
+            parameters.append(
                 DeepSpeedParameter(name, aliases.get(name, ()), tuple(shape), True, group, weight, own)
             )
             end += numel
@@ -67,15 +67,15 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
         if not end <= have < end + 2 * len(pieces):
             raise does_not_fit(files, f"group {group}", end, have)
     frozen = model.get("frozen_param_fragments") or {}
-    found += [frozen_one(name, value, aliases) for name, value in frozen.items()]
-    known = {saved.name for saved in found} | set(model.get("buffer_names") or ())
-    known |= {alias for saved in found for alias in saved.aliases}
+    parameters += [frozen_one(name, value, aliases) for name, value in frozen.items()]
+    known = {saved.name for saved in parameters} | set(model.get("buffer_names") or ())
+    known |= {alias for saved in parameters for alias in saved.aliases}
     # Stage 1 saves frozen parameters among the weights alone.
     rest = [name for name in model["module"] if name not in known]
-    found += [frozen_one(name, model["module"][name], aliases) for name in rest]
+    parameters += [frozen_one(name, model["module"][name], aliases) for name in rest]
     base = states[0]["base_optimizer_state"]
     groups = base.get("param_groups", ()) if isinstance(base, dict) else ()
-    return StageContents(found, groups, updates_of(bases, groups), states[0].get("loss_scaler"))
+    return StageContents(parameters, groups, updates_of(bases, groups), states[0].get("loss_scaler"))
 
 
 def _base(state: Any) -> Mapping[int, Mapping[str, Any]]:
@@ -88,13 +88,13 @@ def _moments(
 ) -> dict[str, list[torch.Tensor]]:
     """Key -> the flat piece of each rank, without what was only padding."""
     keys = [k for k, value in states[0].items() if isinstance(value, torch.Tensor) and value.dim() == 1]
-    found: dict[str, list[torch.Tensor]] = {}
+    moments: dict[str, list[torch.Tensor]] = {}
     for key in keys:
         flats = [state[key] for state in states]
         if any(flat.numel() < length for flat, length in zip(flats, lengths, strict=True)):
             raise does_not_fit(files, f"moment {key}", sum(lengths), sum(flat.numel() for flat in flats))
-        found[key] = [flat[:length] for flat, length in zip(flats, lengths, strict=True)]
-    return found
+        moments[key] = [flat[:length] for flat, length in zip(flats, lengths, strict=True)]
+    return moments
 
 
 def _cut(pieces: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[Run]:
@@ -143,7 +143,7 @@ def stage_3(files: DeepSpeedFiles) -> StageContents:
         for key in [k for k, v in own[0].items() if isinstance(v, torch.Tensor) and v.dim() == 1]:
             moments.setdefault(key, []).append([state[key] for state in own])
     group_of = _sub_group_of(bases[0]["param_groups"])
-    found, end, bounds = [], 0, _ends(flats[0])
+    parameters, end, bounds = [], 0, _ends(flats[0])
     for name, shape in shapes:
         numel = math.prod(shape)
         share = -(-numel // ranks)
@@ -151,7 +151,7 @@ def stage_3(files: DeepSpeedFiles) -> StageContents:
         weight = tuple(_shares(flats, end, share, numel))
         own_moments = {key: tuple(_shares(kept, end, share, numel)) for key, kept in moments.items()}
         group = group_of.get(sub, 0)
-        found.append(
+        parameters.append(
             DeepSpeedParameter(name, aliases.get(name, ()), tuple(shape), True, group, weight, own_moments)
         )
         end += share
@@ -163,10 +163,10 @@ def stage_3(files: DeepSpeedFiles) -> StageContents:
         parts = [[state["frozen_param_fragments"][name]] for state in files.models]
         numel = math.prod(shape)
         runs = tuple(_shares(parts, 0, -(-numel // ranks), numel))
-        found.append(DeepSpeedParameter(name, aliases.get(name, ()), tuple(shape), False, -1, runs, {}))
+        parameters.append(DeepSpeedParameter(name, aliases.get(name, ()), tuple(shape), False, -1, runs, {}))
     groups = bases[0]["param_groups"]
     updates = updates_of([base["state"] for base in bases], groups)
-    return StageContents(found, groups, updates, states[0].get("loss_scaler"))
+    return StageContents(parameters, groups, updates, states[0].get("loss_scaler"))
 
 
 def _ends(flats: Sequence[torch.Tensor]) -> list[int]:

@@ -35,11 +35,11 @@ def stage_0(files: DeepSpeedFiles) -> StageContents:
         held = _flat_groups(own, saved["fp32_groups_flat"], state)
     else:
         held = _by_number(numbered or {}, masters, groups, state)
-    found = []
+    parameters = []
     for name, value in own.items():
         group, weight, moments = held.get(name, (-1, None, {}))
         values = value if weight is None else weight
-        found.append(
+        parameters.append(
             DeepSpeedParameter(
                 name,
                 aliases.get(name, ()),
@@ -57,7 +57,7 @@ def stage_0(files: DeepSpeedFiles) -> StageContents:
             "masters and moments were left out. Save once at stage 1 to keep them.",
         )
     scaler = saved if "cur_scale" in saved else None
-    return StageContents(found, groups, updates_of([state], groups), scaler, notes)
+    return StageContents(parameters, groups, updates_of([state], groups), scaler, notes)
 
 
 _Held = dict[str, tuple[int, "torch.Tensor | None", dict[str, torch.Tensor]]]
@@ -89,7 +89,7 @@ def _numbers(
     A group's parameters are in the order of the model. If all parameters of the shapes that a group has are
     in it, there is one way to say which they are.
     """
-    found: dict[int, tuple[int, str]] = {}
+    by_number: dict[int, tuple[int, str]] = {}
     for group, options in enumerate(groups):
         shapes = [_shape_of(state.get(number, {})) for number in options["params"]]
         if any(shape is None for shape in shapes):
@@ -98,23 +98,23 @@ def _numbers(
         names = [name for name, value in own.items() if tuple(value.shape) in kinds]
         if [tuple(own[name].shape) for name in names] != shapes:
             return None
-        found |= {number: (group, name) for number, name in zip(options["params"], names, strict=True)}
-    names = [name for _, name in found.values()]
-    return found if found and len(set(names)) == len(names) else None
+        by_number |= {number: (group, name) for number, name in zip(options["params"], names, strict=True)}
+    names = [name for _, name in by_number.values()]
+    return by_number if by_number and len(set(names)) == len(names) else None
 
 
 def _numbers_by_value(
     own: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]], masters: Any
 ) -> dict[int, tuple[int, str]] | None:
     """The same, where there are masters: each rounds to the weight of one parameter alone."""
-    found: dict[int, tuple[int, str]] = {}
+    by_number: dict[int, tuple[int, str]] = {}
     for group, options in enumerate(groups if masters else ()):
         for number, master in zip(options["params"], masters[group], strict=True):
             alike = [name for name, value in own.items() if _rounds_to(master, value)]
             if len(alike) != 1:
                 return None
-            found[number] = (group, alike[0])
-    return found or None
+            by_number[number] = (group, alike[0])
+    return by_number or None
 
 
 def _rounds_to(master: torch.Tensor, value: torch.Tensor) -> bool:

@@ -179,12 +179,12 @@ class Layout:
     def boxes(self) -> tuple[Box, ...]:
         """Flat, in the order of the target."""
         strides = _strides(self.shape)
-        found = []
+        boxes = []
         for patch in self.patches:
             axes = tuple(BoxAxis(s.size, s.step * strides[s.dim], s.source) for s in patch.steps)
             start = sum(base * stride for base, stride in zip(patch.base, strides, strict=True))
-            found.append(simplified(Box(patch.number, start, patch.origin, axes)))
-        return tuple(sorted(found, key=lambda box: box.start))
+            boxes.append(simplified(Box(patch.number, start, patch.origin, axes)))
+        return tuple(sorted(boxes, key=lambda box: box.start))
 
     def permute(self, dims: Sequence[int]) -> Layout:
         place = {old: new for new, old in enumerate(dims)}
@@ -296,7 +296,7 @@ def _spread(patch: _Patch, old: Shape, new: Shape) -> _Patch:
 def _broken(size: int, step: int, source: int, shape: Shape) -> Iterator[_Step]:
     """A flat axis as steps along dimensions, innermost last."""
     strides = _strides(shape)
-    found: list[_Step] = []
+    steps: list[_Step] = []
     while size > 1:
         fits = (d for d, stride in enumerate(strides) if stride <= step and shape[d] > 1)
         dim = next(fits, None)
@@ -305,11 +305,11 @@ def _broken(size: int, step: int, source: int, shape: Shape) -> Iterator[_Step]:
         inside = step // strides[dim]
         count = min(size, max(1, shape[dim] // inside))
         if count == size or dim == 0:
-            found.append(_Step(size, dim, inside, source))
+            steps.append(_Step(size, dim, inside, source))
             break
         if shape[dim] % inside or size % count:
             raise NoStridesError(f"{size} steps of {step} elements do not fill {list(shape)}")
         if count > 1:
-            found.append(_Step(count, dim, inside, source))
+            steps.append(_Step(count, dim, inside, source))
         size, step, source = size // count, step * count, source * count
-    yield from reversed(found)
+    yield from reversed(steps)

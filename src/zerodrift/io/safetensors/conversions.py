@@ -97,11 +97,11 @@ def _split(tensor: SymbolicTensor, sizes: int | Sequence[int], dim: int = 0) -> 
     length = tensor.elements.shape[place]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    found, start = [], 0
+    parts, start = [], 0
     for size in sizes:
-        found.append(_like(tensor, tensor.elements.narrow(place, start, size)))
+        parts.append(_like(tensor, tensor.elements.narrow(place, start, size)))
         start += size
-    return tuple(found)
+    return tuple(parts)
 
 
 def _chunk(tensor: SymbolicTensor, chunks: int, dim: int = 0) -> tuple[SymbolicTensor, ...]:
@@ -212,7 +212,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
 class ModelTensors:
     """What the tensors of files are in the model."""
 
-    found: dict[str, Layout] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
     """Name in the model -> where its elements are; sources are numbered as the tensors were given."""
     unexpected: list[str] = field(default_factory=list)
     """Names in the files that the model has no place for."""
@@ -230,7 +230,7 @@ def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[Stored]) -
     if names_of is None:
         for number, tensor in enumerate(tensors):
             if tensor.name in known:
-                result.found[tensor.name] = Layout.of(number, tensor.shape)
+                result.layouts[tensor.name] = Layout.of(number, tensor.shape)
             else:
                 result.unexpected.append(tensor.name)
         return result
@@ -271,10 +271,10 @@ class _Library:
             layout = Layout.of(number, tensor.shape)
             if name not in known:
                 result.unexpected.append(tensor.name)
-            elif pattern is None and name in result.found:
+            elif pattern is None and name in result.layouts:
                 result.refused.append((name, f"`{tensor.name}` is a second tensor for it"))
             elif pattern is None:
-                result.found[name] = layout
+                result.layouts[name] = layout
             else:
                 if name not in pending:
                     pending[name] = deepcopy(self._by_pattern[pattern])
@@ -288,10 +288,10 @@ class _Library:
 
     def _renamed(self, name: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
         rename, prefix = self._loading.rename_source_key, self._model.base_model_prefix
-        found, pattern = rename(name, self._renamings, self._converters, prefix, known)
-        if found not in known and name in known:
+        renamed, pattern = rename(name, self._renamings, self._converters, prefix, known)
+        if renamed not in known and name in known:
             return rename(name, [], [], prefix, known)
-        return found, pattern
+        return renamed, pattern
 
     def _converted(self, name: str, converter: Any, result: ModelTensors) -> None:
         operations = ", ".join(type(operation).__name__ for operation in converter.operations)
@@ -301,7 +301,7 @@ class _Library:
                 made, _ = made
             for target, value in made.items():
                 tensor = value[0] if isinstance(value, list) else value
-                result.found[target] = tensor.elements
+                result.layouts[target] = tensor.elements
         except (NotTraceableError, NoStridesError) as error:
             why = f"{operations} of `transformers` is not a move of elements: {error}"
             result.refused.append((name, why))
@@ -357,10 +357,10 @@ def saved_form(
 
 def _dtype(tensor: SymbolicTensor, parts: Sequence[SavedPart], dtypes: Mapping[str, DType]) -> DType:
     """That of its parameters; the widest where they differ, its own where it has no elements."""
-    found = tuple(dict.fromkeys(dtypes[part.parameter] for part in parts))
-    if len(found) > 1:
-        return widest(found)
-    return found[0] if found else from_torch(tensor.dtype) or DType.FP32
+    dtype_list = tuple(dict.fromkeys(dtypes[part.parameter] for part in parts))
+    if len(dtype_list) > 1:
+        return widest(dtype_list)
+    return dtype_list[0] if dtype_list else from_torch(tensor.dtype) or DType.FP32
 
 
 def _revert(model: nn.Module) -> Any:

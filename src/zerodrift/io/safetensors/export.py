@@ -137,10 +137,10 @@ def exported_dtype(text: str | None) -> DType | None:
     """What `dtype` means; None leaves it to the plan."""
     if text is None:
         return None
-    found = parse(text)
-    if found not in ADMITTED["export"]:
+    dtype = parse(text)
+    if dtype not in ADMITTED["export"]:
         raise ConfigError("dtype", "must be fp32, bf16 or fp16", got=repr(text))
-    return found
+    return dtype
 
 
 def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[str, Shape], dict[str, DType]]:
@@ -166,14 +166,14 @@ def _dtype_of(row: Row, dtype: DType | None) -> DType:
 
 def _state_names(model: nn.Module) -> list[tuple[str, bool]]:
     """Names as a state dict has them, each with whether it is kept there."""
-    found = []
+    names = []
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        found += [(prefix + name, True) for name, value in module._parameters.items() if value is not None]
+        names += [(prefix + name, True) for name, value in module._parameters.items() if value is not None]
         for name, value in module._buffers.items():
             if value is not None:
-                found.append((prefix + name, name not in module._non_persistent_buffers_set))
-    return found
+                names.append((prefix + name, name not in module._non_persistent_buffers_set))
+    return names
 
 
 def saved_name(row: Row, model: nn.Module) -> str:

@@ -159,8 +159,8 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def size_in_bytes(size: int | str, where: str = "max_shard_size") -> int:
     """`"5GB"` or a number of bytes."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) * unit < 1:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
         raise ConfigError(where, "must be a number of bytes or a size such as 5GB or 500MB", got=repr(size))
-    return int(float(found[1]) * unit)
+    return int(float(match[1]) * unit)

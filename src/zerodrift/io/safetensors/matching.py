@@ -3,7 +3,7 @@
 Names are settled by `conversions.py`; here what was found is held against what the model has: names, shapes
 and dtypes, ties, and what a caller or the model itself allows to be missing or too much. No weight is read.
 
-Invariant: with no problem raised, every element of every name in `Match.found` has one place in a file.
+Invariant: with no problem raised, every element of every name in `Match.filled` has one place in a file.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def expected(
 ) -> tuple[Expected, ...]:
     """What a state dict of the model would hold, tied parameters once."""
     left_out = transient(model)
-    found = []
+    tensors = []
     for parameter in parameters:
         if isinstance(parameter, Row):
-            found.append(Expected(parameter.names, parameter.whole_shape, parameter.source))
+            tensors.append(Expected(parameter.names, parameter.whole_shape, parameter.source))
         else:
-            found.append(Expected(parameter.names, parameter.shape, parameter.dtype))
+            tensors.append(Expected(parameter.names, parameter.shape, parameter.dtype))
     for buffer in buffers:
         if buffer.name not in left_out:
             dtype = buffer.storage if isinstance(buffer, BufferRow) else buffer.dtype
-            found.append(Expected((buffer.name,), buffer.shape, dtype, is_buffer=True))
-    return tuple(found)
+            tensors.append(Expected((buffer.name,), buffer.shape, dtype, is_buffer=True))
+    return tuple(tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Match:
 
     path: str
     tensors: tuple[Stored, ...]
-    found: dict[str, Filled] = field(default_factory=dict)
+    filled: dict[str, Filled] = field(default_factory=dict)
     """By the first name of what is filled."""
     missing: list[str] = field(default_factory=list)
     """Allowed to be: their values are the model's own."""
@@ -114,7 +114,7 @@ def match(
     for entry in want:
         _fill(entry, converted, refused, result, problems)
     placed = set(names)
-    unplaced = [name for name in converted.found if name not in placed]
+    unplaced = [name for name in converted.layouts if name not in placed]
     allowed = _Allowed(model, strict, [*names, *(tensor.name for tensor in tensors)], problems)
     _judge(result, [*converted.unexpected, *unplaced], allowed, problems)
     if problems:
@@ -126,7 +126,7 @@ def match(
 def _fill(
     entry: Expected, converted: ModelTensors, refused: set[str], result: Match, problems: Problems
 ) -> None:
-    here = [(name, converted.found[name]) for name in entry.names if name in converted.found]
+    here = [(name, converted.layouts[name]) for name in entry.names if name in converted.layouts]
     if not here:
         if not refused & set(entry.names):
             result.missing.append(entry.name)
@@ -144,7 +144,7 @@ def _fill(
     if kept:
         sources = tuple({result.tensors[box.number].dtype for box in kept[0]}) or (entry.dtype,)
         exact = widest(sources) if sources[0].is_floating else sources[0]
-        result.found[entry.name] = Filled(kept[0], exact, tuple(kept[1:]))
+        result.filled[entry.name] = Filled(kept[0], exact, tuple(kept[1:]))
 
 
 def _check_dtypes(
@@ -218,8 +218,8 @@ class _Allowed:
 
 def _declared(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
     """Patterns by which a model of `transformers` says what its checkpoints lack or have too much."""
-    found: Any = getattr(model, attribute, None)
-    return [re.compile(pattern) for pattern in found or ()]
+    patterns: Any = getattr(model, attribute, None)
+    return [re.compile(pattern) for pattern in patterns or ()]
 
 
 def _judge(result: Match, unexpected: Sequence[str], allowed: _Allowed, problems: Problems) -> None:
@@ -256,4 +256,4 @@ def _explain(path: Path, problems: Problems) -> None:
 
 def dtypes(result: Match) -> dict[str, DType]:
     """Name in the model -> the dtype that the checkpoint has for it."""
-    return {name: filled.exact for name, filled in result.found.items()}
+    return {name: filled.exact for name, filled in result.filled.items()}

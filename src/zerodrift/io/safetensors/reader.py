@@ -98,17 +98,17 @@ class SafetensorsReader:
             room, place = room[got:], place + got
 
     def _descriptor(self, file: Path) -> int:
-        found = self._open.pop(file, None)
-        if found is None:
+        descriptor = self._open.pop(file, None)
+        if descriptor is None:
             if len(self._open) >= FILES:
                 os.close(self._open.pop(next(iter(self._open))))
             try:
-                found = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             except OSError as error:
                 must = "must be a file that can be read"
                 raise ModelError(str(file), must, got=error.strerror or str(error)) from error
-        self._open[file] = found  # last in, last to be closed
-        return found
+        self._open[file] = descriptor  # last in, last to be closed
+        return descriptor
 
 
 def _spans(box: Box, size: int) -> Iterator[Box]:

@@ -113,13 +113,13 @@ def _replace_held(engine: Engine, files: SafetensorsWeights, piece: SegmentShard
 
 def _buffers(engine: Engine, files: SafetensorsWeights) -> None:
     """One data rank reads them, of a pipeline those of its stage, and the others get its bits."""
-    found = dict(engine.module.named_buffers())
-    rows = [row for row in engine.plan.buffers if row.name in found and files.holds(row.name)]
+    buffers = dict(engine.module.named_buffers())
+    rows = [row for row in engine.plan.buffers if row.name in buffers and files.holds(row.name)]
     with raise_on_all_ranks(engine.comm):
         for row in rows:
             if engine.mesh.rank("data") == 0:
                 flat = torch.empty(row.numel, dtype=row.storage.torch)
                 files.fill(row.name, 0, flat)
-                found[row.name].copy_(flat.view(row.shape))
+                buffers[row.name].copy_(flat.view(row.shape))
     for row in rows:
-        engine.comm.broadcast(found[row.name], 0, "data")
+        engine.comm.broadcast(buffers[row.name], 0, "data")

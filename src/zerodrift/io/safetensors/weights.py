@@ -74,8 +74,8 @@ class LoadedWeights:
 class SafetensorsWeights:
     """The tensors of one checkpoint as a source that segments are filled from."""
 
-    def __init__(self, found: Match) -> None:
-        self.match = found
+    def __init__(self, match: Match) -> None:
+        self.match = match
         self._reader = SafetensorsReader(self._progress)
         self._bar: ProgressBar | None = None
         self._begin = time.monotonic()
@@ -97,15 +97,15 @@ class SafetensorsWeights:
     # --- a source of values -----------------------------------------------------------------------------
 
     def holds(self, name: str) -> bool:
-        return name in self.match.found
+        return name in self.match.filled
 
     def exact(self, name: str) -> torch.dtype:
         """A dtype that the values of a parameter are exact in."""
-        return self.match.found[name].exact.torch
+        return self.match.filled[name].exact.torch
 
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         """The elements from `start` on of a parameter, into flat memory, cast to its dtype."""
-        filled = self.match.found[name]
+        filled = self.match.filled[name]
         self._read(filled.boxes, start, out)
         for other in filled.again:
             self._compare(name, filled, other, start, out.numel())

@@ -64,8 +64,8 @@ class SafetensorsWriter:
 
     def dtype(self, name: str) -> DType | None:
         """What a parameter is written in; None where its parts differ."""
-        found = {home.tensor.dtype for home in self._homes[name]}
-        return found.pop() if len(found) == 1 else None
+        dtypes = {home.tensor.dtype for home in self._homes[name]}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     def create(self) -> None:
         """Make every file, at its full size and with its header. One process does."""
