@@ -1,4 +1,5 @@
-"""Which versions of what zerodrift stands on it was tested with, and one line where others are at work.
+"""zerodrift's own version; which versions of what it stands on it was tested with, and one line where others
+are at work.
 
 What is not imported is not at work, and not asked about. What ran where is in docs/versions.md, which
 `docs/matrix.py` writes; a test compares it with `TESTED`.
@@ -9,11 +10,12 @@ Invariant: another version is one warning in a process, never silence and never 
 from __future__ import annotations
 
 import functools
-import platform
 import re
 import sys
 import warnings
 from collections.abc import Mapping
+
+__version__ = "0.1.0"
 
 TESTED: Mapping[str, tuple[str, str]] = {
     "python": ("3.11", "3.13"),
@@ -28,7 +30,8 @@ TESTED: Mapping[str, tuple[str, str]] = {
 def at_work() -> dict[str, str]:
     """Package of the table -> its version, of those that this process has imported."""
     imported = {name: getattr(sys.modules.get(name), "__version__", None) for name in TESTED}
-    return {"python": platform.python_version(), **{name: str(v) for name, v in imported.items() if v}}
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"python": python, **{name: str(v) for name, v in imported.items() if v}}
 
 
 def warning(versions: Mapping[str, str]) -> str:

@@ -40,11 +40,12 @@ from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
 from zerodrift.optim import fused
 from zerodrift.optim.device import update_on_device
+from zerodrift.optim.make import make_updater
 from zerodrift.optim.reference import UpdateStep
 from zerodrift.optim.rounding import block_keys
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.update import Owned, make_updater
+from zerodrift.optim.updater import Owned
 from zerodrift.optim.updates import Hyper
 from zerodrift.optimizers import ELEMENTWISE, Algorithm
 from zerodrift.plan.table import Plan

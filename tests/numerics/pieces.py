@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from zerodrift.optim.update import Owned
+from zerodrift.optim.updater import Owned
 from zerodrift.plan.table import Plan
 
 Values = Mapping[str, torch.Tensor]

@@ -21,9 +21,10 @@ from tests.numerics.pieces import owned
 from tests.numerics.runs import Run, config, make, train
 from tests.ranks.harness import run_ranks
 from zerodrift.api import make_plan
+from zerodrift.optim.make import make_updater
 from zerodrift.optim.offload import Offloaded
 from zerodrift.optim.transfers import PendingCopy, SideStreams, Transfers
-from zerodrift.optim.update import Owned, Updater, make_updater
+from zerodrift.optim.updater import Owned, Updater
 from zerodrift.plan.table import Plan
 
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}

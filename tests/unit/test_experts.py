@@ -15,7 +15,7 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ParameterSpec
 from zerodrift.optim.flat import keys_of
-from zerodrift.optim.update import Owned
+from zerodrift.optim.updater import Owned
 from zerodrift.plan.schedule import collectives
 from zerodrift.record import decode, encode
 from zerodrift.report.explain import explain

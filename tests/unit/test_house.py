@@ -19,20 +19,10 @@ from tests.unit.test_layers import PACKAGE, imports
 
 CIRCLES = {
     frozenset({"backends.fsdp2", "backends.shards", "backends.values"}),
-    frozenset({"deepspeed.checkpoints", "deepspeed.engine"}),
     frozenset({"engine.engine", "engine.shards", "engine.statistics", "engine.values"}),
     frozenset({"engine.unit", "engine.traversal"}),
-    frozenset(
-        {
-            *("optim.device", "optim.flat", "optim.fused", "optim.kinds", "optim.matrices", "optim.offload"),
-            *("optim.reference", "optim.statistics", "optim.update", "optim.views"),
-        }
-    ),
 }
 """Files that import each other, in a function or under TYPE_CHECKING too."""
-
-FROM_THE_ROOT = {"cli", "comm.watch", "io.checkpoint.contents"}
-"""They take something from `zerodrift` itself, which imports nearly everything."""
 
 
 def module_of(path: Path) -> str:
@@ -96,10 +86,10 @@ def test_no_circle_of_files_but_those_listed() -> None:
     assert found == CIRCLES, [sorted(circle) for circle in found ^ CIRCLES]
 
 
-def test_nothing_imports_the_root_but_what_is_listed() -> None:
+def test_nothing_imports_the_root() -> None:
+    """It imports nearly everything; `__main__` is run, not imported."""
     graph = edges(trees())
-    found = {module for module, targets in graph.items() if "" in targets and module != "__main__"}
-    assert found == FROM_THE_ROOT, sorted(found ^ FROM_THE_ROOT)
+    assert not [module for module, targets in graph.items() if "" in targets and module != "__main__"]
 
 
 def test_no_class_has_anothers_name() -> None:

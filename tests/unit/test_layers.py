@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
     "io": {
         *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "files", "mesh", "optimizers", "record"},
+        *{"dtypes", "errors", "files", "mesh", "optimizers", "record", "versions"},
     },
     "audit": {"backends", "engine", "comm", "plan", "policy", "dtypes", "errors"},
     "api": {
@@ -64,6 +64,7 @@ ROOMS: dict[str, set[str]] = {
         "mesh",
         "legible",
         "files",
+        "versions",
     },
 }
 """Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""

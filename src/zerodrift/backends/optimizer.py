@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.optim import flat
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.update import Counters
+from zerodrift.optim.updater import Counters
 from zerodrift.optim.views import dtype_name, group_of
 from zerodrift.optimizers import SGD
 from zerodrift.plan.table import Plan

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from zerodrift import __version__
 from zerodrift.cli import files, planning, streams, texts, training
+from zerodrift.versions import __version__
 
 app = typer.Typer(
     name="zerodrift",

@@ -50,7 +50,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import zerodrift
 from zerodrift.errors import Problem, RankError
 
 INTERVAL = 0.5
@@ -72,7 +71,7 @@ _MADE = "zerodrift/watches"
 _NOBODY_SENDS = (1 << 30) - 1
 """A tag below those of `collectives`."""
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(zerodrift.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _COMM = str(Path(__file__).parent) + os.sep
 

@@ -14,19 +14,17 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.deepspeed.imports import ImportedCheckpoint, imported, saved_by_deepspeed
 from zerodrift.deepspeed.utils import logger
+from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.io.atomic import new_file
 from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded, Part
 from zerodrift.io.checkpoint.differences import Allowed
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
-
-if TYPE_CHECKING:
-    from zerodrift.deepspeed.engine import DeepSpeedEngine
 
 SCRIPT = """#!/usr/bin/env python
 # Makes one fp32 model of a checkpoint in this folder: python zero_to_fp32.py . output_folder
@@ -65,8 +63,24 @@ class LoadRequest:
         return frozenset(part for part, wanted in chosen.items() if wanted)
 
 
+class CheckpointedEngine(Protocol):
+    """What of DeepSpeed's engine is saved, loaded and counted anew."""
+
+    micro_steps: int
+    global_samples: int
+
+    @property
+    def running(self) -> Engine: ...
+    @property
+    def global_steps(self) -> int: ...
+    def checkpoints_in(self, folder: str | os.PathLike[str]) -> Checkpoints: ...
+    def gradient_accumulation_steps(self) -> int: ...
+    def train_batch_size(self) -> int: ...
+    def tell(self) -> None: ...
+
+
 def save(
-    engine: DeepSpeedEngine,
+    engine: CheckpointedEngine,
     folder: str | os.PathLike[str],
     tag: str | None,
     client: Mapping[str, Any],
@@ -98,7 +112,7 @@ def _write_script(path: Path) -> None:
 
 
 def load(
-    engine: DeepSpeedEngine, folder: str | os.PathLike[str], tag: str | None, wanted: LoadRequest
+    engine: CheckpointedEngine, folder: str | os.PathLike[str], tag: str | None, wanted: LoadRequest
 ) -> tuple[str | None, dict[str, Any] | None]:
     """The path and the client state; two Nones where there is no `latest` and no tag was asked for."""
     below = engine.running
@@ -125,7 +139,7 @@ def load(
 
 
 def _load(
-    engine: DeepSpeedEngine, parts: Checkpoints, tag: str, wanted: LoadRequest, allow: tuple[Allowed, ...]
+    engine: CheckpointedEngine, parts: Checkpoints, tag: str, wanted: LoadRequest, allow: tuple[Allowed, ...]
 ) -> Loaded:
     loaded = parts.load_parts(tag, wanted.parts(engine.running.schedule is not None), allow)
     for difference in loaded.differences:
@@ -135,7 +149,7 @@ def _load(
 
 
 def _load_theirs(
-    engine: DeepSpeedEngine, checkpoint: ImportedCheckpoint, wanted: LoadRequest
+    engine: CheckpointedEngine, checkpoint: ImportedCheckpoint, wanted: LoadRequest
 ) -> tuple[str | None, dict[str, Any] | None]:
     """What DeepSpeed itself saved."""
     parts = Checkpoints(engine.running, checkpoint.folder, quiet=True)
@@ -144,7 +158,7 @@ def _load_theirs(
     return checkpoint.home, dict(checkpoint.client)
 
 
-def _count(engine: DeepSpeedEngine, wanted: LoadRequest, counts: Mapping[str, int]) -> None:
+def _count(engine: CheckpointedEngine, wanted: LoadRequest, counts: Mapping[str, int]) -> None:
     if wanted.counts:
         steps = engine.global_steps
         engine.micro_steps = counts.get("micro_steps", steps * engine.gradient_accumulation_steps())

@@ -29,7 +29,7 @@ from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.ungathered import lost_error, mark_lost
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.kernels.prints import BYTES
-from zerodrift.optim.update import Updater
+from zerodrift.optim.updater import Updater
 from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Master
 

@@ -46,7 +46,8 @@ from zerodrift.engine.update_function import choose_update_function
 from zerodrift.engine.values import Values
 from zerodrift.errors import RankError
 from zerodrift.experts.dispatch import distribute_experts
-from zerodrift.optim.update import Updater, make_updater
+from zerodrift.optim.make import make_updater
+from zerodrift.optim.updater import Updater
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Mode

@@ -46,7 +46,7 @@ from zerodrift.engine.buffers import GradientBuffers
 from zerodrift.engine.ungathered import CollectedGradient, mark_gathered, mark_ungathered, ungathered_class
 from zerodrift.kernels.prints import BYTES, prints
 from zerodrift.optim.split import round_away
-from zerodrift.optim.update import Owned
+from zerodrift.optim.updater import Owned
 from zerodrift.plan.table import Row, Segment
 from zerodrift.policy.nouns import Master
 

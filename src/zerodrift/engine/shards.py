@@ -25,7 +25,7 @@ from zerodrift.plan.table import Row
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
-    from zerodrift.optim.update import Updater
+    from zerodrift.optim.updater import Updater
 
 
 @dataclass(frozen=True, slots=True)

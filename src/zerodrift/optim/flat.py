@@ -27,8 +27,8 @@ from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.reference import UpdateStep
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.statistics import Statistics, rooms
-from zerodrift.optim.update import Counters, Owned, Written, no_callback, scheme_of
+from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.updater import Counters, Owned, Written, no_callback, rooms, scheme_of
 from zerodrift.optim.updates import Hyper, Root
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, SGD, Algorithm, meant
 from zerodrift.plan.table import Plan

@@ -25,8 +25,8 @@ from zerodrift.optim.flat import TORCH_DECAY, FlatUpdater, Groups, keys_of, requ
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.statistics import Statistics, account, rooms
-from zerodrift.optim.update import Counters, Owned, Written, no_callback, scheme_of
+from zerodrift.optim.statistics import Statistics, account
+from zerodrift.optim.updater import Counters, Owned, Written, no_callback, rooms, scheme_of
 from zerodrift.optim.updates import Root
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import ComponentSpec

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.transfers import PendingCopy, Transfers
-from zerodrift.optim.update import Counters, Owned, Updater, Written, no_callback
+from zerodrift.optim.updater import Counters, Owned, Updater, Written, no_callback
 
 AHEAD = 2
 """Gradients on their way down or being read, for an updater that takes one after the other."""

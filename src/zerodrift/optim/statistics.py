@@ -9,19 +9,12 @@ Invariant: a block's numbers depend on that block alone, and equal the reference
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import BLOCK
 from zerodrift.kernels.squares import reference_square_sums
-from zerodrift.plan.table import Plan
-
-if TYPE_CHECKING:
-    from zerodrift.optim.update import Owned
 
 COLUMNS = ("moved", "unseen", "lost", "underflow", "change_squares", "weight_squares")
 """Elements that the update wanted to change; of those, the ones whose visible weight has the same bits as
@@ -45,16 +38,6 @@ class Statistics:
     @staticmethod
     def empty(blocks: int, device: torch.device | str = "cpu") -> Statistics:
         return Statistics(torch.zeros(blocks, len(COLUMNS), dtype=torch.float64, device=device))
-
-
-def rooms(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
-    """Room for every owned piece by segment number; none where the plan does not ask for statistics."""
-    if not plan.policy.statistics:
-        return {}
-    return {
-        piece.number: Statistics.empty(-(-piece.storage.numel() // BLOCK), piece.storage.device)
-        for piece in owned
-    }
 
 
 def account(out: Tensor, change: Tensor, before: Before, after: After) -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerodrift import __version__
 from zerodrift.dtypes import DType
 from zerodrift.engine.shards import Part, SegmentShard, Shards
 from zerodrift.errors import CheckpointError
@@ -26,10 +25,11 @@ from zerodrift.io.checkpoint.items import CheckpointReader, Destination, Item, m
 from zerodrift.io.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.io.checkpoint.writing import Head
 from zerodrift.optim.schedules import SCHEDULES
+from zerodrift.versions import __version__
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
-    from zerodrift.optim.update import Counters
+    from zerodrift.optim.updater import Counters
     from zerodrift.plan.table import Row
 
 

@@ -1,4 +1,4 @@
-"""What the engine asks of an optimizer, and the choice of who answers.
+"""What the engine asks of an optimizer.
 
 The engine hands over what this rank owns: per segment a flat piece of storage and the first master.
 From then on masters and moments live here, in the scheme and dtype of the plan's rows. An `Updater` sees
@@ -15,11 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
-from zerodrift.optim.fused import UpdateFunction, update
+from zerodrift.dtypes import BLOCK
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.transfers import SideStreams, Transfers
-from zerodrift.optimizers import of_type
 from zerodrift.plan.table import Plan, Row, Segment
 
 
@@ -58,6 +56,16 @@ def scheme_of(piece: Owned) -> Scheme:
     if rule is None:
         raise AssertionError("a frozen segment has no update")
     return Scheme(columns.storage.dtype, rule.master, rule.state)
+
+
+def rooms(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
+    """Room for statistics by segment number; none where the plan does not ask for them."""
+    if not plan.policy.statistics:
+        return {}
+    return {
+        piece.number: Statistics.empty(-(-piece.storage.numel() // BLOCK), piece.storage.device)
+        for piece in owned
+    }
 
 
 Counters = dict[str, dict[str, Any]]
@@ -124,50 +132,3 @@ class Updater(Protocol):
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         """In which dtypes a piece's master (None: storage itself) and its moments really lie in memory."""
-
-
-def make_updater(
-    plan: Plan,
-    owned: Sequence[Owned],
-    optimizer: torch.optim.Optimizer | None,
-    names: Mapping[int, str],
-    transfers: Transfers | None = None,
-    update_slice: UpdateFunction = update,
-) -> Updater:
-    """The updater for a plan. `optimizer` is the caller's, over the model's own parameters, whose names
-    `names` gives by `id`; without one the plan's `optimizer` block is built. Slices are stepped in the `way`
-    that all ranks have.
-
-    What a plan offloads goes by way of `transfers`: unless told, by streams of the device, and nowhere from a
-    CPU, whose memory it is in anyway. Told so, a CPU is treated as if the host were elsewhere.
-    """
-    from zerodrift.optim import offload
-
-    device = owned[0].storage.device if owned else torch.device("cpu")
-    if not plan.policy.sharding.offload or (transfers is None and device.type == "cpu"):
-        return _make(plan, owned, optimizer, names, update_slice)
-    sides = transfers or SideStreams(device)
-    return offload.Offloaded(owned, lambda held: _make(plan, held, optimizer, names, update_slice), sides)
-
-
-def _make(
-    plan: Plan,
-    owned: Sequence[Owned],
-    optimizer: torch.optim.Optimizer | None,
-    names: Mapping[int, str],
-    update_slice: UpdateFunction,
-) -> Updater:
-    """The updater of pieces where they are."""
-    from zerodrift.optim import flat, matrices, views
-
-    if optimizer is None:
-        if plan.policy.optimizer is None:
-            raise AssertionError("neither an optimizer nor a recipe for one")
-        works_on_matrices = of_type(plan.policy.optimizer.type).matrices
-        build = matrices.from_recipe if works_on_matrices else flat.from_recipe
-        return build(plan, owned, plan.policy.optimizer, update_slice)
-    group_of = views.group_of(optimizer, names, plan)
-    ours = flat.algorithm_of(optimizer)
-    if ours is not None:
-        return flat.FlatUpdater(plan, owned, *ours, optimizer, group_of, update_slice)
-    return views.TorchViews(plan, owned, optimizer, group_of)
