@@ -132,7 +132,7 @@ def _problem(member: Member, found: nn.Parameter | None, *, stepping: bool) -> P
         return Problem(name, "must stay the parameter that the engine was given", got="another one", do=LOAD)
     if member.sharded.dtype is not storage.torch:
         return Problem(name, f"must stay {storage}, as planned", got=str(member.sharded.dtype), do=LOAD)
-    trained = member.row.columns.update is not None
+    trained = member.row.trained
     grows = stepping or (not trained and torch.is_grad_enabled())
     if grows and found.requires_grad != trained:
         return Problem(

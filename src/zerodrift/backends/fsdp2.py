@@ -85,7 +85,7 @@ class FsdpEngine:
         unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}
         self.attached = TensorsAttached(self.units, unit_of)
         self._handles += self.attached.attach()
-        self._trained = [self.members[row.name] for row in plan.rows if row.columns.update is not None]
+        self._trained = [self.members[row.name] for row in plan.rows if row.trained]
         self.updater: TensorUpdater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             self.updater = TensorUpdater(plan, self.units, optimizer, originals)

@@ -84,9 +84,10 @@ class Member:
     @property
     def accumulate(self) -> torch.dtype:
         """What this rank's gradients are summed in; of a trained parameter."""
-        if self.row.columns.update is None:
+        update = self.row.columns.update
+        if update is None:
             raise AssertionError(f"{self.row.name} is frozen")
-        return self.row.columns.update.accumulate.dtype.torch
+        return update.accumulate.dtype.torch
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,7 +159,7 @@ class LiveGroup:
 
     @property
     def trained(self) -> list[Member]:
-        return [member for member in self.members if member.row.columns.update is not None]
+        return [member for member in self.members if member.row.trained]
 
     def __repr__(self) -> str:
         return f"LiveGroup({', '.join(path or 'root' for path in self.spec.paths)})"

@@ -29,7 +29,7 @@ class DTensorShard:
     ) -> None:
         self.number = number
         self._members = members
-        trained = any(member.row.columns.update is not None for member in members)
+        trained = any(member.row.trained for member in members)
         self._updater = updater if trained else None
         self.numel = sum(member.range.numel for member in members)
         """Elements; there is no padding."""

@@ -153,7 +153,7 @@ class TensorValues:
 
     def _trained(self, name: str) -> Member:
         member = self._member(name)
-        if member.row.columns.update is None:
+        if not member.row.trained:
             raise ModelError(name, "must be trained", got="a frozen parameter")
         return member
 

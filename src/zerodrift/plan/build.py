@@ -88,7 +88,7 @@ def _add_unit(
         shared = columns[indices[0]]
         parts = mesh.expert if shared.parallel else 1
         parameters = [own_experts(model.parameters[index], parts) for index in indices]
-        sliced = shared.storage.axis != "" or shared.update is not None
+        sliced = shared.storage.axis != "" or shared.trained
         placement = "sliced" if shared.update is None else shared.update.placement
         slices = mesh.shard // parts
         packed = pack(parameters, slices if sliced else 1, placement)
@@ -141,34 +141,26 @@ def _notes(
     shard: int,
 ) -> Iterable[str]:
     """What a person should know before the first step."""
-    trained = [row for row in rows if row.columns.update is not None]
+    trained = [(row, update) for row in rows if (update := row.columns.update)]
     if not trained:
         yield "no parameter is trained: there is nothing to update"
     rounded = [
-        r
-        for r in trained
-        if r.columns.update is not None
-        and r.columns.update.master is Master.SAME
-        and r.columns.storage.dtype is not DType.FP32
+        row
+        for row, update in trained
+        if update.master is Master.SAME and row.columns.storage.dtype is not DType.FP32
     ]
     if rounded:
         yield (
             f"{_count(rounded)} updated in {rounded[0].columns.storage.dtype} without an fp32 master: "
             f"updates below half an ulp of the weight are lost"
         )
-    narrow = [
-        r
-        for r in trained
-        if r.columns.update is not None
-        and lost(r.columns.update.accumulate.dtype, r.columns.update.reduce.wire)
-    ]
+    narrow = [(row, update) for row, update in trained if lost(update.accumulate.dtype, update.reduce.wire)]
     if narrow:
-        first = narrow[0].columns.update
-        if first is not None:
-            yield (
-                f"gradients of {_count(narrow)} are rounded once on the wire "
-                f"({first.accumulate.dtype} -> {first.reduce.wire}) and summed in {first.reduce.sum}"
-            )
+        first = narrow[0][1]
+        yield (
+            f"gradients of {_count([row for row, _ in narrow])} are rounded once on the wire "
+            f"({first.accumulate.dtype} -> {first.reduce.wire}) and summed in {first.reduce.sum}"
+        )
     if policy.optimizer is None and trained:
         yield "the config names no optimizer: state is planned for one with two moments (AdamW)"
     if policy.safe and not model.has_classes:

@@ -74,7 +74,7 @@ def starts_are_aligned(plan: Plan) -> Iterator[str]:
 def slices_are_equal_blocks(plan: Plan) -> Iterator[str]:
     """A slice never cuts a block of BLOCK elements."""
     for number, segment in enumerate(plan.segments):
-        sliced = segment.columns.storage.axis != "" or segment.columns.update is not None
+        sliced = segment.columns.storage.axis != "" or segment.trained
         multiple = BLOCK * (plan.slices(segment) if sliced else 1)
         if segment.padded % multiple:
             yield f"segment {number} has {segment.padded} elements, not a multiple of {multiple}"
@@ -120,8 +120,8 @@ def pins_hold_everywhere(plan: Plan) -> Iterator[str]:
         if not columns.pinned:
             continue
         dtypes = [columns.storage.dtype, columns.gather, columns.compute]
-        if columns.update is not None:
-            update = columns.update
+        update = columns.update
+        if update is not None:
             dtypes += [update.grad, update.accumulate.dtype, update.reduce.wire, update.reduce.sum]
             dtypes += [update.state.dtype]
             if update.master is not Master.SAME:

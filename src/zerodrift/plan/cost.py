@@ -165,7 +165,7 @@ def _peak(
         gathered = roots + max(pairs, default=0)
     else:
         gathered = roots + sum(blocks)
-    trained = [segment for segment in segments if segment.columns.update is not None]
+    trained = [segment for segment in segments if segment.trained]
     accumulate = max(0, sum(_sums(plan, segment, micro_batches) for segment in trained) - rest.accumulate)
     blocks = [_gradient(plan, unit, micro_batches) for unit in units if unit.name]
     roots_gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
@@ -223,9 +223,9 @@ def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
     it is reduced at once, in the buffers that it is reduced from."""
     total = 0
     for segment in (plan.segments[number] for number in unit.segments):
-        if segment.columns.update is None:
-            continue
         update = segment.columns.update
+        if update is None:
+            continue
         total += segment.numel * update.accumulate.dtype.size
         if plan.slices(segment) > 1 and update.axis and not _waits(update, micro_batches):
             total += segment.padded * update.accumulate.dtype.size * (REDUCTIONS if unit.name else 1)

@@ -194,7 +194,7 @@ def _over_ends(plan: Plan, unit: Unit) -> Iterator[Collective]:
 
 def _boundary(plan: Plan, units: list[Unit]) -> Iterator[Collective]:
     """After the last micro-batch: the norm, then what the update sends."""
-    trained = [(n, s) for unit in units for n, s in _segments(plan, unit) if s.columns.update is not None]
+    trained = [(n, s) for unit in units for n, s in _segments(plan, unit) if s.trained]
     if trained and plan.mesh.shard > 1:
         yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
     if plan.mesh.pipeline > 1:

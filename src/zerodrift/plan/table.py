@@ -46,6 +46,10 @@ class Row:
     """Ranks of the expert axis that its first dimension is divided over."""
 
     @property
+    def trained(self) -> bool:
+        return self.columns.trained
+
+    @property
     def name(self) -> str:
         return self.names[0]
 
@@ -101,11 +105,12 @@ class Segment:
     @property
     def whole(self) -> bool:
         """Whether no slice of it ends inside of a matrix."""
-        return self.columns.update is not None and self.columns.update.placement != "sliced"
+        update = self.columns.update
+        return update is not None and update.placement != "sliced"
 
     @property
     def trained(self) -> bool:
-        return self.columns.update is not None
+        return self.columns.trained
 
     @property
     def axis(self) -> Literal["shard", "expert_shard"]:

@@ -161,6 +161,10 @@ class Columns:
     parallel: Parallel = field(default="", metadata={"omitted": True})
 
     @property
+    def trained(self) -> bool:
+        return self.update is not None
+
+    @property
     def layout(self) -> tuple[Any, ...]:
         """What rows of one segment must share: everything but the reasons, export and output."""
         return (self.storage, self.gather, self.compute, self.update, self.parallel)

@@ -83,7 +83,7 @@ def _parameters(plan: Plan) -> str:
     total = sum(row.whole_numel for row in plan.rows)
     text = f"{figures.elements(total)} in {several(len(plan.rows), 'tensor')}"
     pinned = sum(row.whole_numel for row in plan.rows if row.columns.pinned)
-    frozen = sum(row.whole_numel for row in plan.rows if row.columns.update is None)
+    frozen = sum(row.whole_numel for row in plan.rows if not row.trained)
     parts = [
         f"{figures.elements(count)} {word}"
         for word, count in (("pinned", pinned), ("frozen", frozen))
@@ -109,7 +109,7 @@ def layout(plan: Plan) -> str:
 
 def kind(columns: Columns) -> str:
     """What sets these columns apart, in words: `pinned`, `frozen`, `whole`, `Muon`, ... or nothing."""
-    words = (("pinned", columns.pinned), ("frozen", columns.update is None))
+    words = (("pinned", columns.pinned), ("frozen", not columns.trained))
     return ", ".join([*(word for word, holds in words if holds), *columns.options().values()])
 
 

@@ -50,7 +50,7 @@ def _write_adapters(engine: Engine, folder: Path) -> None:
     """What was trained, and nothing of the frozen model."""
     tensors: dict[str, torch.Tensor] = {}
     for row in engine.plan.rows:
-        if row.columns.update is not None:
+        if row.trained:
             tensors[row.name] = engine.full_master(row.name).to("cpu", row.columns.export.torch)
     module: Any = engine.module
     with raise_on_all_ranks(engine.comm):

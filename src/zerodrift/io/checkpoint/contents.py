@@ -72,7 +72,7 @@ def copied(engine: Engine, frozen: bool = True) -> list[Item]:
 
 
 def _saved(engine: Engine, frozen: bool) -> list[Row]:
-    return [row for row in engine.plan.rows if frozen or row.columns.update is not None]
+    return [row for row in engine.plan.rows if frozen or row.trained]
 
 
 def _item(key: str, part: Part) -> Item:
@@ -83,7 +83,7 @@ def summary(engine: Engine, counters: Counters, alike: bool, known: Collection[s
     """By this rank; `known` are the buffers that rank 0 has."""
     if engine.scheduled is None or engine.mesh.rank("data"):
         return RankSummary(counters, alike, {}, {})
-    updater, rows = engine.updater, [row for row in engine.part.rows if row.columns.update is not None]
+    updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
     buffers = states.buffers(engine.module)
     return RankSummary(
@@ -101,7 +101,7 @@ def entries(
     updater, group_of = engine.updater, engine.group_of
     table = []
     for row in _saved(engine, frozen):
-        trained = updater is not None and row.columns.update is not None
+        trained = updater is not None and row.trained
         dtype = DType.FP32 if trained else row.columns.storage.dtype
         group = group_of.get(row.name, -1) if trained else -1
         moments = updater.moment_names(row.name, counters) if updater is not None and trained else ()

@@ -163,7 +163,7 @@ def _groups(
     if len(saved) != len(now.groups):
         return [Problem("parameter groups", f"must be {len(saved)}", got=str(len(now.groups)), do=todo)]
     problems = []
-    frozen = {row.name for row in now.plan.rows if row.columns.update is None}
+    frozen = {row.name for row in now.plan.rows if not row.trained}
     moved = [
         f"`{entry.name}` (saved in {entry.group}, now in {_group(now, entry)})"
         for entry in entries
@@ -242,13 +242,13 @@ def _trained(entries: Sequence[SavedParameter], plan: Plan) -> list[CheckpointDi
     changes = []
     rows = {name: row for row in plan.rows for name in row.names}
     entries = [entry for entry in entries if entry.name in rows]
-    kept = [e.name for e in entries if e.moments and rows[e.name].columns.update is None]
+    kept = [e.name for e in entries if e.moments and not rows[e.name].trained]
     if kept:
         changes.append(
             CheckpointDifference("trained", f"{len(kept)} parameters", "frozen", "their moments are dropped")
         )
     some = any(entry.moments for entry in entries)
-    fresh = [e.name for e in entries if some and not e.moments and rows[e.name].columns.update is not None]
+    fresh = [e.name for e in entries if some and not e.moments and rows[e.name].trained]
     if fresh:
         what = f"{len(fresh)} parameters such as {fresh[0]}"
         changes.append(CheckpointDifference("moments", f"none of {what}", "zero", "they begin to be trained"))
