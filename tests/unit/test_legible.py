@@ -79,7 +79,7 @@ def test_every_error_of_ours_is_legible_however_it_is_made(kind: type[ZerodriftE
             assert str(pickle.loads(pickle.dumps(error))) == str(error)
         assert kind.relayed(f"{text}\nsecond line").args[0].split("\n")[-1] == "second line"
         problems = Problems()
-        problems.add(text, f"must be {text}", text, text)
+        problems.add(text, f"must be {text}", got=text, do=text)
         problems.add("other", "must be")
         with pytest.raises(kind) as caught:
             problems.raise_as(kind, text)
