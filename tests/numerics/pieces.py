@@ -33,13 +33,14 @@ def owned(plan: Plan, values: Values, rank: int) -> list[Owned]:
     """What `rank` owns of a model with these values."""
     found = []
     for number, segment in enumerate(plan.segments):
-        if segment.columns.update is None:
+        update = segment.columns.update
+        if update is None:
             continue
         initial = flat(plan, number, values, rank)
         start = rank * initial.numel() if initial.numel() < segment.padded else 0
         storage = initial.to(segment.columns.storage.dtype.torch)
         rows = tuple(plan.rows[index] for index in segment.rows)
-        found.append(Owned(number, segment, rows, storage, initial, start))
+        found.append(Owned(number, segment, update, rows, storage, initial, start))
     return found
 
 
@@ -47,7 +48,8 @@ def gathered(plan: Plan, parts: list[Mapping[int, torch.Tensor]]) -> dict[str, t
     """Full values by name, from each rank's flat pieces by segment number."""
     found = {}
     for number, segment in enumerate(plan.segments):
-        if segment.columns.update is None:
+        update = segment.columns.update
+        if update is None:
             continue
         whole = parts[0][number]
         if whole.numel() < segment.padded:

@@ -215,7 +215,9 @@ def block_keys(made: Plan, name: str, part: int) -> list[int]:
     spec = made.segments[row.segment]
     rows = tuple(made.rows[number] for number in spec.rows)
     storage = torch.empty(spec.padded, dtype=torch.bfloat16)
-    piece = Owned(row.segment, spec, rows, storage, storage, 0, part)
+    update = row.columns.update
+    assert update is not None
+    piece = Owned(row.segment, spec, update, rows, storage, storage, 0, part)
     span = piece.span(row)
     return keys_of(piece)[span.start // BLOCK : -(-span.stop // BLOCK)].tolist()
 

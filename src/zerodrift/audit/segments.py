@@ -16,6 +16,7 @@ from zerodrift.audit.observed import Column, Observed, name
 from zerodrift.comm.collectives import Recorded
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import trained
 from zerodrift.plan.schedule import collectives
 from zerodrift.plan.table import Plan
 
@@ -48,9 +49,8 @@ class Segments:
     def trained(self) -> Mapping[int, str]:
         return {
             id(parameter): self._names[row.name]
-            for segment in self._engine.segments
+            for segment in trained(self._engine.segments)
             for row, parameter in zip(segment.rows, segment.parameters, strict=True)
-            if segment.update is not None
         }
 
     @contextlib.contextmanager
@@ -86,18 +86,16 @@ class Segments:
     def resting(self, seen: Observed) -> None:
         updater = self._engine.updater
         for segment in self._engine.segments:
-            master: torch.dtype | None = None
-            moments: tuple[torch.dtype, ...] = ()
-            if segment.update is not None and updater is not None:
-                master, moments = updater.resting(segment.number)
             for row in segment.rows:
-                known = self._names[row.name]
-                seen.see(known, "storage", name(segment.storage.dtype))
-                if segment.update is None or updater is None:
-                    continue
-                seen.see(known, "master", _master(master, segment.storage.dtype))
+                seen.see(self._names[row.name], "storage", name(segment.storage.dtype))
+        if updater is None:
+            return
+        for segment in trained(self._engine.segments):
+            master, moments = updater.resting(segment.number)
+            for row in segment.rows:
+                seen.see(self._names[row.name], "master", _master(master, segment.storage.dtype))
                 for dtype in moments:
-                    seen.see(known, "state", name(dtype))
+                    seen.see(self._names[row.name], "state", name(dtype))
 
 
 class _Read(Mapping[int, torch.Tensor]):

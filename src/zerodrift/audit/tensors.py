@@ -88,7 +88,7 @@ class Tensors:
 
 
 def _is_trained(member: Member) -> bool:
-    return member.row.columns.update is not None
+    return member.row.trained
 
 
 def _adding(member: Member, seen: Observed) -> Callable[[Any], None]:

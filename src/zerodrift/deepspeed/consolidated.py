@@ -27,7 +27,7 @@ def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bo
     values: dict[str, torch.Tensor] = {}
     for unit in engine.plan.units:
         rows = [engine.plan.rows[index] for index in unit.rows]
-        rows = [row for row in rows if not (without_frozen and row.columns.update is None)]
+        rows = [row for row in rows if not (without_frozen and not row.trained)]
         for row, value in zip(rows, _whole(engine, rows, keep), strict=True):
             if value is None:
                 continue

@@ -18,6 +18,7 @@ import torch
 from zerodrift.deepspeed.parameters import engine_parameter, require_engine_parameter
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.errors import ModelError
 from zerodrift.plan.table import Row
 
@@ -89,7 +90,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
     engine, segment, row = _place(param)
     flat = _master(engine, segment)
     _write(flat, segment, row, value)
-    if engine.updater is None or segment.update is None:
+    if engine.updater is None or not isinstance(segment, TrainedSegment):
         segment.storage.copy_(flat)
     else:
         engine.updater.set_master(segment.number, flat)
@@ -101,7 +102,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
 def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
     """This rank's part of the gradient of this step so far: flat, fp32, a copy."""
     engine, segment, row = _place(param)
-    if segment.update is None:
+    if not isinstance(segment, TrainedSegment):
         return None
     engine.gradients.flush()
     if segment.reduced is None:
@@ -113,7 +114,7 @@ def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
 def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
     engine, segment, row = _place(param)
     engine.gradients.flush()
-    if segment.update is None or segment.reduced is None:
+    if not isinstance(segment, TrainedSegment) or segment.reduced is None:
         raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
     _write(segment.reduced, segment, row, value / engine.progress.unscale)
 
@@ -121,7 +122,7 @@ def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of a moment: flat, fp32, a copy. None before the first step."""
     engine, segment, row = _place(param)
-    if engine.updater is None or segment.update is None:
+    if engine.updater is None or not isinstance(segment, TrainedSegment):
         return None
     flat = engine.updater.states(segment.number).get(optim_state_key)
     return None if flat is None else _mine(flat, segment, row).clone()
@@ -151,7 +152,7 @@ def _place(param: Parameter) -> tuple[Engine, FlatSegment, Row]:
 
 def _master(engine: Engine, segment: FlatSegment) -> torch.Tensor:
     """A copy in fp32 of what this rank owns."""
-    if engine.updater is None or segment.update is None:
+    if engine.updater is None or not isinstance(segment, TrainedSegment):
         return segment.storage.to(torch.float32, copy=True)
     return engine.updater.master(segment.number)
 

@@ -26,6 +26,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.engine.ungathered import lost_error, mark_lost
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.kernels.prints import BYTES
@@ -56,6 +57,10 @@ class ParameterSlot:
         return self.segment.shown[self.index]
 
     @property
+    def trained(self) -> bool:
+        return isinstance(self.segment, TrainedSegment)
+
+    @property
     def found(self) -> torch.Tensor | None:
         return self.module._parameters.get(self.attribute)
 
@@ -66,12 +71,12 @@ class ParameterSlot:
         return (
             self.module._parameters.get(self.attribute) is parameter
             and not self.segment.is_full
-            and parameter.requires_grad is (self.segment.update is not None)
+            and parameter.requires_grad is self.trained
             and _is_view(parameter, self.segment.stubs[self.index])
         )
 
     def problem(self, *, stepping: bool) -> Problem | None:
-        found, trained = self.found, self.segment.update is not None
+        found, trained = self.found, self.trained
         if found is not self.parameter:
             must = "must stay the parameter that the engine was given"
             return Problem(self.name, must, got="another one", do=LOAD)
@@ -416,7 +421,7 @@ def settle(segment: FlatSegment, updater: Updater | None, *, cure: bool = False)
         problems.add(row.name, WRITE, got="a write to its values in a forward, through `.data`", do=GATHERED)
     problems.raise_as(ModelError)
     rows = segment.written
-    if not rows or segment.update is None or updater is None:
+    if not rows or not isinstance(segment, TrainedSegment) or updater is None:
         return
     master, shown = updater.master(segment.number), segment.owned.float()
     if segment.update.master is not Master.SPLIT:

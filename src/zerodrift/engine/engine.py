@@ -40,6 +40,7 @@ from zerodrift.engine.scale import (
 )
 from zerodrift.engine.scheduled import ScheduledUnits
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import trained
 from zerodrift.engine.traversal import Traversal
 from zerodrift.engine.unit import LiveUnit, guard, in_transform
 from zerodrift.engine.update_function import choose_update_function
@@ -104,7 +105,7 @@ class Engine:
         self._handles += self.attached.attach()
         if plan.policy.mode is not Mode.FP32:
             pin(self.segments)
-        self._trained = [segment for segment in self.segments if segment.update is not None]
+        self._trained = trained(self.segments)
         for segment in self.segments:
             segment.know()
         update_slice = choose_update_function(plan, self.comm)
@@ -303,7 +304,7 @@ class Engine:
         gradients: dict[int, torch.Tensor] = {}
         for segment in self._trained:
             if segment.reduced is not None:
-                whole = segment.update is not None and not segment.update.axis
+                whole = not segment.update.axis
                 gradients[segment.number] = segment.whole_gradient() if whole else segment.reduced
         self.updater.update(gradients, multiplier)
         for segment in self._trained:

@@ -25,7 +25,7 @@ import torch
 from zerodrift.comm.collectives import Handle
 from zerodrift.engine.forward_inputs import at_the_end
 from zerodrift.engine.ledger import Ledger
-from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.engine.traversal import Traversal
 from zerodrift.engine.unit import LiveUnit, current_backward
 from zerodrift.errors import RankError
@@ -39,7 +39,7 @@ being filled."""
 
 @dataclass(slots=True)
 class _Sending:
-    segment: FlatSegment
+    segment: TrainedSegment
     handle: Handle
 
 
@@ -77,7 +77,7 @@ class Gradients:
         self._units = units
         by_name = {unit.spec.name: unit for unit in units}
         order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in units])]
-        self._trained = [unit for unit in order if unit.trains]
+        self._trained = [unit for unit in order if unit.trained]
         """In the order in which the plan reduces them."""
         self.before = before
         self._running = False
@@ -182,7 +182,7 @@ class Gradients:
             for unit, uses in zip(self._units, self._uses, strict=True):
                 if not self.counts:
                     unit.uses = uses
-                elif self._last or (unit.trains and unit.number not in self._reached):
+                elif self._last or (unit.trained and unit.number not in self._reached):
                     unit.uses = 0  # no backward is to come to what this one had no use for
                 unit.rest()
         finally:
@@ -236,18 +236,15 @@ class Gradients:
         self._end()
         return True
 
-    def _segments(self) -> list[FlatSegment]:
+    def _segments(self) -> list[TrainedSegment]:
         """The trained ones, in the order in which they are reduced."""
-        return [segment for unit in self._trained for segment in unit.segments if segment.update is not None]
+        return [segment for unit in self._trained for segment in unit.trained]
 
     def _reduce(self, unit: LiveUnit) -> None:
-        for segment in unit.segments:
-            if segment.update is not None:
-                self._collect(segment)
+        for segment in unit.trained:
+            self._collect(segment)
 
-    def _collect(self, segment: FlatSegment) -> None:
-        if segment.update is None:
-            raise AssertionError(f"segment {segment.number} is frozen")
+    def _collect(self, segment: TrainedSegment) -> None:
         send = segment.update.reduce.when == "every" or (self._last and self._late is None)
         if send:
             self._finish(IN_FLIGHT - 1)  # before another buffer is taken to land in
@@ -255,12 +252,12 @@ class Gradients:
         if send:
             self._send(segment)
 
-    def _land(self, segment: FlatSegment) -> None:
+    def _land(self, segment: TrainedSegment) -> None:
         if self.ledger is not None:
             self.ledger.check(segment)
         segment.collect_gradients()
 
-    def _send(self, segment: FlatSegment) -> None:
+    def _send(self, segment: TrainedSegment) -> None:
         self._finish(IN_FLIGHT - 1)
         self._sending.append(_Sending(segment, segment.start_reduce(self.before)))
 
@@ -273,7 +270,7 @@ class Gradients:
     # --- the step -------------------------------------------------------------------------------------
 
     @property
-    def unreduced(self) -> list[FlatSegment]:
+    def unreduced(self) -> list[TrainedSegment]:
         """Segments with gradients that were put there since the last backward, and that others of the axis
         may have none for."""
         if self._late is not None:
@@ -281,7 +278,7 @@ class Gradients:
         found = (segment for segment in self._segments() if segment.ranks > 1)
         return [segment for segment in found if segment.loose and not segment.waits]
 
-    def flush(self, without: Sequence[FlatSegment] = ()) -> None:
+    def flush(self, without: Sequence[TrainedSegment] = ()) -> None:
         """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""
         self._finish(0)
         if self._late is not None:
@@ -296,14 +293,14 @@ class Gradients:
                 self._send(segment)
         self._finish(0)
 
-    def land_in_place(self, segments: Iterable[FlatSegment]) -> None:
+    def land_in_place(self, segments: Iterable[TrainedSegment]) -> None:
         """Give segments that have landed nothing their buffers, zero, and let every gradient be added there:
         for backwards that end in no order, or in several parts."""
         for segment in segments:
             segment.collect_gradients()
             segment.open_gradients()
 
-    def reduce(self, segments: Iterable[FlatSegment]) -> None:
+    def reduce(self, segments: Iterable[TrainedSegment]) -> None:
         """Reduce what has landed of segments, now."""
         for segment in segments:
             self._land(segment)

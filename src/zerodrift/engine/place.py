@@ -29,6 +29,7 @@ from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.attached import left_by_others
 from zerodrift.engine.buffers import GradientBuffers
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import TrainedSegment, make
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model import recipe
@@ -84,7 +85,7 @@ def place(
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        segment = FlatSegment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
+        segment = make(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
         filler = SegmentFiller(segment)
         pairs = list(zip(rows, held, strict=True))
         _give_all([pair for pair in pairs if pair[0].name not in sources.rows], filler, comm)
@@ -104,7 +105,9 @@ def place(
             filler.exchange(comm)
     place_buffers(plan, model, comm, buffers)
     masters = {
-        filler.segment.number: filler.initial() for filler in fillers if filler.segment.update is not None
+        filler.segment.number: filler.initial()
+        for filler in fillers
+        if isinstance(filler.segment, TrainedSegment)
     }
     return segments, _units(plan, model, segments), masters
 
@@ -168,7 +171,7 @@ class SegmentFiller:
     def __init__(self, segment: FlatSegment) -> None:
         self.segment = segment
         self.storage = segment.storage
-        kind = segment.update.master if segment.update is not None else Master.SAME
+        kind = segment.update.master if isinstance(segment, TrainedSegment) else Master.SAME
         self._split = kind is Master.SPLIT
         self.master: torch.Tensor | None = None
         """fp32 values, or the low halves of a split master."""

@@ -18,7 +18,7 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import AxisName
-from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.errors import NonFiniteError, RankError
 from zerodrift.kernels import squares
 from zerodrift.policy.nouns import LossScale
@@ -229,7 +229,7 @@ def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives,
     return list(dict.fromkeys(name for names in stages for name in names))[:limit]
 
 
-def parts_of(segments: Iterable[FlatSegment]) -> Iterator[tuple[str, torch.Tensor]]:
+def parts_of(segments: Iterable[TrainedSegment]) -> Iterator[tuple[str, torch.Tensor]]:
     """(parameter, what this rank has of its reduced gradient), also where that is nothing."""
     for segment in segments:
         if segment.reduced is None:

@@ -24,7 +24,7 @@ from zerodrift.comm.fold import Sum
 from zerodrift.engine import saved
 from zerodrift.engine.forward_inputs import BEFORE_ALL
 from zerodrift.engine.grads import Gradients
-from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.plan.schedule import reduce_order
 from zerodrift.plan.stages import of_piece, pieces, shared_with_another
@@ -101,7 +101,7 @@ class ScheduledUnits:
         whole = [
             unit for unit in self._units[piece] if self._ended[unit.number] % self._uses[unit.number] == 0
         ]
-        every = [segment for segment in self._segments(whole) if _every(segment)]
+        every = [segment for segment in self._segments(whole) if segment.update.reduce.when == "every"]
         self._gradients.reduce(every)
         left = {
             segment.number
@@ -125,12 +125,8 @@ class ScheduledUnits:
             if segment.reduced is not None and shared_with_another(self._part, segment.spec):
                 comm.all_reduce(segment.reduced, segment.reduced, "ends", Sum(segment.reduced.dtype))
 
-    def _segments(self, units: list[LiveUnit] | Iterator[LiveUnit]) -> list[FlatSegment]:
+    def _segments(self, units: list[LiveUnit] | Iterator[LiveUnit]) -> list[TrainedSegment]:
         """The trained ones, in the order in which they are reduced."""
         by_name = {unit.spec.name: unit for unit in units}
         order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in by_name.values()])]
-        return [segment for unit in order for segment in unit.segments if segment.update is not None]
-
-
-def _every(segment: FlatSegment) -> bool:
-    return segment.update is not None and segment.update.reduce.when == "every"
+        return [segment for unit in order for segment in unit.trained]

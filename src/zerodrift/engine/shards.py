@@ -21,6 +21,7 @@ from zerodrift.comm.mesh import Mesh
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.attached import settle
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.plan.table import Row
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class FlatShard:
 
     def __init__(self, segment: FlatSegment, updater: Updater | None, copy: tuple[int, int]) -> None:
         self.segment = segment
-        self._updater = None if segment.update is None else updater
-        self._storage = segment.storage if segment.update is None else segment.owned
+        self._updater = updater if isinstance(segment, TrainedSegment) else None
+        self._storage = segment.owned
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
         self.held = tuple(_spans(segment, start, start + self.numel, start))
         """All that this rank holds."""
@@ -220,7 +221,7 @@ def sync_storage(engine: Engine) -> None:
 
 def _copy(segment: FlatSegment, mesh: Mesh) -> tuple[int, int]:
     """(which, of how many): ranks that hold the same piece."""
-    sliced = segment.sharded if segment.update is None else bool(segment.update.axis)
+    sliced = bool(segment.update.axis) if isinstance(segment, TrainedSegment) else segment.sharded
     replica, replicas = mesh.rank("replicate"), mesh.size("replicate")
     if sliced:
         return replica, replicas

@@ -16,6 +16,7 @@ import torch
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import trained
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import squares
 from zerodrift.optim.statistics import COLUMNS
@@ -44,11 +45,10 @@ def collect(engine: Engine) -> UpdateReport:
     if engine.updater is None or engine.global_steps == 0:
         raise UnsupportedError("update_statistics", "must follow an update", got="none yet")
     held = engine.updater.statistics
-    trained = [segment for segment in engine.segments if segment.update is not None]
-    rows = [(segment, row) for segment in trained for row in segment.rows]
+    rows = [(segment, row) for segment in trained(engine.segments) for row in segment.rows]
     sums = [_sums(segment, row, held[segment.number].blocks) for segment, row in rows]
     table = torch.stack(sums) if sums else torch.zeros(0, COUNTS + 2 * PLACES, dtype=torch.int64)
-    sharded = torch.tensor([bool(segment.update and segment.update.axis) for segment, _ in rows])
+    sharded = torch.tensor([bool(segment.update.axis) for segment, _ in rows])
     divided = torch.tensor([row.parts > 1 for _, row in rows])
     if engine.mesh.size("shard") > 1 and sharded.any():
         # All rows of a plan have their masters alike, whole or sharded.

@@ -146,7 +146,7 @@ class Traversal:
         self._back_place = {unit.number: place for place, unit in enumerate(self._back)}
         self._inside = {unit.number: self._units_inside(unit) for unit in self._back}
         self._nested = {other.number for inside in self._inside.values() for other in inside}
-        trained = [place for place, unit in enumerate(self._back) if unit.trains]
+        trained = [place for place, unit in enumerate(self._back) if unit.trained]
         self._until = trained[-1] + 1 if trained else 0
         """Units of `_back` after it have no gradient."""
 
@@ -263,7 +263,7 @@ class Traversal:
 
     def _is_to_come(self, unit: LiveUnit) -> bool:
         """Whether this backward, or one that a forward is still owed, will come to the unit out of turn."""
-        if self._reached is None or not unit.trains:
+        if self._reached is None or not unit.trained:
             return unit.uses > 0
         return unit.number in self._reached
 

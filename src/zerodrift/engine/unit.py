@@ -47,6 +47,7 @@ from zerodrift.engine import saved
 from zerodrift.engine.forward_inputs import BEFORE_ALL, ForwardInputs
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import trained
 from zerodrift.engine.traversal import Backward, Traversal, will_be_recomputed
 from zerodrift.errors import ModelError
 from zerodrift.plan.table import Unit
@@ -103,7 +104,7 @@ class LiveUnit:
         """Hooks of the module, by number."""
         self._begins: Callable[[], None]
         self._gathers = any(segment.gathers for segment in segments)
-        self.trains = any(segment.update is not None for segment in segments)
+        self.trained = trained(segments)
 
     def __repr__(self) -> str:
         return f"LiveUnit({self.spec.name or 'root'})"
@@ -162,7 +163,7 @@ class LiveUnit:
         Private in torch (2.13 to 2.15). Under `torch.autograd.grad` it is an error to ask for a leaf that is
         differentiated by, and nothing is added to that one.
         """
-        for node in (end for segment in self.segments for end in segment.ends):
+        for node in (end for segment in self.trained for end in segment.ends):
             try:
                 if torch._C._will_engine_execute_node(node):
                     return True
@@ -277,7 +278,7 @@ class LiveUnit:
             self.gather()  # somebody looks at what a node has saved
 
     def _open_gradients(self, backward: Backward) -> None:
-        for segment in self.segments if backward.counts else ():
+        for segment in self.trained if backward.counts else ():
             segment.open_gradients()
 
     def backward_is_over(self, backward: Backward) -> None:

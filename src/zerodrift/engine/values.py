@@ -18,6 +18,7 @@ import torch
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.attached import settle
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 from zerodrift.plan.table import Row
 
@@ -166,14 +167,14 @@ class Values:
     def _owned_master(self, segment: FlatSegment) -> torch.Tensor:
         """A copy in fp32 of what this rank holds: storage, where there is no master."""
         updater = self._engine.updater
-        if segment.update is None or updater is None:
+        if not isinstance(segment, TrainedSegment) or updater is None:
             return segment.storage.to(torch.float32, copy=True)
         return updater.master(segment.number)
 
     def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
         updater = self._engine.updater
         with torch.no_grad():
-            if segment.update is None or updater is None:
+            if not isinstance(segment, TrainedSegment) or updater is None:
                 segment.storage.copy_(segment.slice_of(whole) if segment.sharded else whole)
                 segment.changed()
                 return
@@ -291,9 +292,9 @@ class Values:
             raise ModelError(name, "must be a parameter of the model", got="no such name", do=todo)
         return self._engine.segments[row.segment], row
 
-    def _trained_row(self, name: str) -> tuple[FlatSegment, Row]:
+    def _trained_row(self, name: str) -> tuple[TrainedSegment, Row]:
         segment, row = self._row(name)
-        if segment.update is None:
+        if not isinstance(segment, TrainedSegment):
             raise ModelError(name, "must be trained", got="a frozen parameter")
         return segment, row
 

@@ -175,8 +175,7 @@ class MuonUpdater:
 
 
 def _is_muon(piece: Owned) -> bool:
-    update = piece.spec.columns.update
-    return update is not None and update.optimizer == optimizers.MUON.name
+    return piece.update.optimizer == optimizers.MUON.name
 
 
 def _numbers(group: Mapping[str, Any]) -> MuonHyper:

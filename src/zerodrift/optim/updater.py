@@ -19,6 +19,7 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics
 from zerodrift.plan.table import Plan, Row, Segment
+from zerodrift.policy.nouns import Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Owned:
     number: int
     """Index into `Plan.segments`."""
     spec: Segment
+    update: Update
+    """The columns of its update."""
     rows: tuple[Row, ...]
     storage: torch.Tensor
     """Flat, in the storage dtype; written by every update."""
@@ -52,10 +55,7 @@ class Owned:
 
 def scheme_of(piece: Owned) -> Scheme:
     """The columns that an update of a piece obeys."""
-    columns, rule = piece.spec.columns, piece.spec.columns.update
-    if rule is None:
-        raise AssertionError("a frozen segment has no update")
-    return Scheme(columns.storage.dtype, rule.master, rule.state)
+    return Scheme(piece.spec.columns.storage.dtype, piece.update.master, piece.update.state)
 
 
 def rooms(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:

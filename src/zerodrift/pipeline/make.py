@@ -18,6 +18,7 @@ from torch import nn
 from zerodrift.comm.mesh import Mesh
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.place import ValueSource, ValueSources
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.pipeline.cut import Causal, Cut, check_names, prune
 from zerodrift.pipeline.run import PipelineEngine
@@ -51,7 +52,7 @@ def pipeline_engine(
 def _require_trained(plan: Plan) -> None:
     """Every rank needs an optimizer, and something to travel back."""
     for rank in range(plan.mesh.pipeline):
-        if all(row.columns.update is None for row in part(plan, rank).rows):
+        if all(not row.trained for row in part(plan, rank).rows):
             raise UnsupportedError(
                 "pipeline",
                 "must train something on every stage",
@@ -116,7 +117,7 @@ def _make_equal(engine: Engine) -> None:
         if not shared_with_another(engine.part, segment.spec):
             continue
         engine.comm.broadcast(segment.storage, 0, "ends")
-        if segment.update is not None and updater is not None:
+        if isinstance(segment, TrainedSegment) and updater is not None:
             master = updater.master(segment.number)
             engine.comm.broadcast(master, 0, "ends")
             if not segment.spec.lead:

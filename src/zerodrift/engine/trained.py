@@ -1,0 +1,333 @@
+"""A segment that is trained: its gradients on their way to a sum, and what of storage this rank updates.
+
+`grads.py` tells it when to collect and reduce. The optimizer's side (master, state) is in `optim`.
+
+[Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
+`param.grad_dtype` makes autograd cast. The first of a parameter is copied there when its unit's backward
+is over, which costs less than a buffer of zeros to add to; from then on `param.grad` is preset to a view
+of the buffer, so autograd adds in place, and so does whoever writes `param.grad` late. A gradient that was
+put elsewhere (the user cleared or replaced `param.grad`) is folded in at the next collection: nothing that
+reaches `param.grad` is lost. Between a backward and the step, what was collected is shown there without its
+values; see `ungathered.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.comm.collectives import Collectives, Handle
+from zerodrift.comm.fold import Sum
+from zerodrift.engine.buffers import GradientBuffers
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.ungathered import CollectedGradient
+from zerodrift.optim.split import round_away
+from zerodrift.optim.updater import Owned
+from zerodrift.plan.table import Row, Segment
+from zerodrift.policy.nouns import Master, Update
+
+
+class TrainedSegment(FlatSegment):
+    """The tensors of one trained segment of the plan on this rank."""
+
+    def __init__(
+        self,
+        update: Update,
+        number: int,
+        spec: Segment,
+        rows: list[Row],
+        parameters: list[nn.Parameter],
+        comm: Collectives,
+        pools: GradientBuffers,
+        unit: str = "",
+    ) -> None:
+        super().__init__(number, spec, rows, parameters, comm, unit)
+        self.update = update
+        whole = not update.accumulate.axis
+        self._landing_pool = pools.sums if whole else pools.spare
+        self._sum_pool = pools.spare if whole else pools.sums
+        self.landing: torch.Tensor | None = None
+        """See [Note: landing]: `[padded]` in the accumulate dtype while gradients are on their way."""
+        self.reduced: torch.Tensor | None = None
+        """This rank's slice of the sum over ranks and micro-batches: `[padded / ranks]`."""
+        self._whole: torch.Tensor | None = None
+        """Stage 0: the buffer that `reduced` is a slice of, to be gathered in place."""
+        self._grads: list[torch.Tensor] = []
+        """Of `landing`, one per parameter."""
+        self._opened: set[int] = set()
+        """Parameters, by number, whose `grad` was preset to that."""
+        self._collected: list[CollectedGradient] = []
+        """What stands in `param.grad` while the engine has the gradients, one per parameter."""
+        self._shows_collected = False
+        self.ends: list[Any] = []
+        """Where the gradients of the parameters arrive in any graph."""
+
+    def _expect_gradients(self) -> None:
+        for parameter in self.parameters:
+            # Sticks to the parameter: autograd casts what it leaves to this dtype before adding.
+            parameter.grad_dtype = self.update.accumulate.dtype.torch
+        self.ends = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
+
+    # --- storage and master -----------------------------------------------------------------------------
+
+    def at_rest(self, values: torch.Tensor) -> torch.Tensor:
+        """Rounded as the master scheme rounds."""
+        return round_away(values) if self.update.master is Master.SPLIT else super().at_rest(values)
+
+    @property
+    def apart(self) -> bool:
+        return self._resident and self.update.master is not Master.SAME
+
+    @property
+    def _is_compared(self) -> bool:
+        return True
+
+    # --- the gradient -----------------------------------------------------------------------------------
+
+    def open_gradients(self) -> None:
+        """Preset every `param.grad` to its place in the landing buffer, where there is one already."""
+        for number, (parameter, grad) in enumerate(zip(self.parameters, self._grads, strict=False)):
+            if parameter.grad is None:
+                parameter.grad = grad
+                self._opened.add(number)
+
+    @property
+    def loose(self) -> str:
+        """The first parameter with a gradient that was not collected; "" where there is none."""
+        given = self._given()
+        if not any(grad is not None for grad in given):
+            return ""
+        return next(row.name for row, grad in zip(self.rows, given, strict=True) if grad is not None)
+
+    def _given(self) -> list[torch.Tensor | None]:
+        """What is in `param.grad` of each, where that is not what the engine has."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [parameter.grad for parameter in self.parameters]
+        return [None if type(grad) is CollectedGradient else grad for grad in found]
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients have landed that were not reduced."""
+        return self.landing is not None and self.landing is not self.reduced
+
+    def collect_gradients(self) -> None:
+        """Bring what autograd left into the landing buffer and take `param.grad` away.
+
+        A parameter without a gradient counts as zero, so every rank reduces the same segments whatever its
+        data did.
+        """
+        arrived = self._given()
+        with torch.no_grad():
+            if self.landing is None:
+                self._land_first(arrived)
+            else:
+                for number, (grad, home) in enumerate(zip(arrived, self._grads, strict=True)):
+                    if grad is None or grad is home or grad.data_ptr() == home.data_ptr():
+                        continue
+                    if number in self._opened:
+                        home.copy_(_dense(grad))  # `create_graph` puts old + new in the old one's place
+                    else:
+                        home.add_(_dense(grad))
+        super().drop_gradients()
+        self._opened.clear()
+        if self._shows_collected:
+            self.show_collected()
+
+    def show_collected(self) -> None:
+        """Say of every gradient that the engine has it, until `hide_collected`."""
+        self._shows_collected = True
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self._collected:
+                pairs = zip(self.parameters, self.rows, strict=True)
+                self._collected = [CollectedGradient.of(parameter, row.name) for parameter, row in pairs]
+            for parameter, collected in zip(self.parameters, self._collected, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = collected
+
+    def hide_collected(self) -> str:
+        """Say nothing any more. Returns the first parameter of which somebody has taken it away; "" where
+        nobody has."""
+        if not self._shows_collected:
+            return ""
+        self._shows_collected = False
+        cleared = ""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, row in zip(self.parameters, self.rows, strict=True):
+                found = parameter.grad
+                if found is None or (type(found) is CollectedGradient and found.cleared):
+                    cleared = cleared or row.name
+                if type(found) is CollectedGradient:
+                    parameter.grad, found.cleared = None, False
+        return cleared
+
+    def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
+        """Copy the first gradients into a buffer; zero what got none, and the gaps between parameters."""
+        dtype = self.update.accumulate.dtype.torch
+        landing = self._landing_pool.take(self.spec.padded, dtype, self.full.device)
+        self._grads = [self.view(landing, row) for row in self.rows]
+        pairs = list(zip(self._grads, arrived, strict=True))
+        here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
+        empty = [home for home, grad in pairs if grad is None] + [landing[gap] for gap in self._gaps]
+        if here:
+            torch._foreach_copy_([home for home, _ in here], [grad for _, grad in here])
+        if empty:
+            torch._foreach_zero_(empty)
+        self.landing = landing
+
+    @functools.cached_property
+    def _gaps(self) -> list[slice]:
+        """What of the buffer belongs to no parameter."""
+        starts = [row.offset + row.numel for row in self.rows]
+        ends = [*(row.offset for row in self.rows[1:]), self.spec.padded]
+        return [
+            slice(start, end)
+            for start, end in zip([0, *starts], [self._first, *ends], strict=True)
+            if start < end
+        ]
+
+    @property
+    def _first(self) -> int:
+        return self.rows[0].offset if self.rows else 0
+
+    def start_reduce(self, before: float) -> Handle:
+        """Begin to add this rank's slice of the ranks' sum to `reduced`. The landing buffer stays until
+        `finish_reduce`. `before` divides what travels."""
+        if self.landing is None:
+            raise AssertionError(f"segment {self.number} has no gradient to reduce")
+        if self.ranks == 1:
+            return Handle()
+        # What arrives while this travels must not be added to what travels.
+        self._grads = []
+        flat, reduce = self.landing, self.update.reduce
+        with torch.no_grad():
+            if before != 1.0:
+                flat.div_(before)
+            if reduce.wire.torch is not flat.dtype:
+                flat = flat.to(reduce.wire.torch)
+        reduced = self._place_of_sum(flat, self.landing) if self.reduced is None else self.reduced
+        how = Sum(reduce.sum.torch, add=self.reduced is not None)
+        self.reduced = reduced
+        return self._comm.start_reduce_scatter(reduced, flat, self.axis, how, self._of)
+
+    def _place_of_sum(self, flat: torch.Tensor, landing: torch.Tensor) -> torch.Tensor:
+        """Where the sum goes: a slice of its own, or at stage 0 its place among what will be gathered."""
+        if not self.update.axis and flat is landing:
+            self._whole = landing
+            return self.slice_of(landing)
+        return self._sum_pool.take(self.spec.padded // self.ranks, landing.dtype, flat.device)
+
+    def finish_reduce(self) -> None:
+        """The reduction is done: the landing buffer is given back, or is itself what was reduced."""
+        if self.ranks == 1:
+            self.reduced = self.landing
+            return
+        if self.landing is not None and self.landing is not self._whole:
+            self._landing_pool.give(self.landing)
+        self.landing = None
+        self._grads = []
+
+    def sum_over_replicas(self, before: float) -> None:
+        """Add the slices of the other replicas, once per step."""
+        if self.reduced is None:
+            raise AssertionError(f"segment {self.number} has nothing to sum over replicas")
+        self._add_replicas(self.reduced, before)
+
+    def over_replicas(self, gradient: torch.Tensor, before: float) -> torch.Tensor:
+        """What a reduced gradient will be once replicas are summed: a copy, where there are any."""
+        if self._comm.mesh.size("replicate") == 1:
+            return gradient
+        summed = gradient.clone()
+        self._add_replicas(summed, before)
+        return summed
+
+    def _add_replicas(self, flat: torch.Tensor, before: float) -> None:
+        reduce = self.update.reduce
+        with torch.no_grad():
+            if before != 1.0 and self.ranks == 1:
+                flat.div_(before)
+            wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
+        self._comm.all_reduce(flat, wire, "replicate", Sum(reduce.sum.torch), self._of)
+
+    def whole_gradient(self) -> torch.Tensor:
+        """The reduced gradient on every rank, `[padded]` in the accumulate dtype."""
+        if self.reduced is None:
+            raise AssertionError(f"segment {self.number} has no reduced gradient")
+        if self.ranks == 1:
+            return self.reduced
+        whole = self._whole
+        if whole is None:
+            whole = self._landing_pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
+        self._comm.all_gather(whole, self.reduced, self.axis, self._of)
+        return whole
+
+    def give_back(self, whole: torch.Tensor) -> None:
+        """The buffer of `whole_gradient` is not needed any more."""
+        if whole is not self.reduced and whole is not self._whole:
+            self._landing_pool.give(whole)
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient, landed or reduced."""
+        self._shows_collected = False
+        super().drop_gradients()
+        if self.reduced is not None and self._whole is None and self.reduced is not self.landing:
+            self._sum_pool.give(self.reduced)
+        for flat in (self.landing, self._whole):
+            if flat is not None:
+                self._landing_pool.give(flat)
+        self.landing = self.reduced = self._whole = None
+        self._grads = []
+        self._opened.clear()
+
+    # --- after the update -------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """The part of storage that this rank's optimizer writes."""
+        if self.update.axis and not self.sharded and self.ranks > 1:
+            return self.slice_of(self.storage)
+        return self.storage
+
+    def owned_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """What `owned` is of storage, of another `[padded]` buffer."""
+        return flat if self.owned.numel() == flat.numel() else self.slice_of(flat)
+
+    def piece(self, initial: torch.Tensor) -> Owned:
+        """What the optimizer gets; `initial` is the first master of `owned`."""
+        whole = self.owned.numel() == self.spec.padded
+        start = 0 if whole else self.rank * self.owned.numel()
+        rows = tuple(self.rows)
+        return Owned(self.number, self.spec, self.update, rows, self.owned, initial, start, self._part)
+
+    def sync_storage(self) -> Handle:
+        if self.ranks == 1 or self.sharded or not self.update.axis:
+            return Handle()
+        return self._comm.start_all_gather(self.storage, self.owned, self.axis, self._of)
+
+
+def make(
+    number: int,
+    spec: Segment,
+    rows: list[Row],
+    parameters: list[nn.Parameter],
+    comm: Collectives,
+    pools: GradientBuffers,
+    unit: str = "",
+) -> FlatSegment:
+    """A segment of the plan, trained or frozen."""
+    update = spec.columns.update
+    if update is None:
+        return FlatSegment(number, spec, rows, parameters, comm, unit)
+    return TrainedSegment(update, number, spec, rows, parameters, comm, pools, unit)
+
+
+def trained(segments: Iterable[FlatSegment]) -> list[TrainedSegment]:
+    """Those that are."""
+    return [segment for segment in segments if isinstance(segment, TrainedSegment)]
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
