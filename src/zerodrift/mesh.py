@@ -110,7 +110,7 @@ def _fit(world_size: int, replicate: int, shard: int, pipeline: int) -> MeshShap
     if replicate and shard and replicate * shard != data:
         raise MeshError(
             "sharding.replicate",
-            f"must multiply with `zero_optimization.mics_shard_size` to the {data} data-parallel ranks",
+            f"must multiply with `zero_optimization.mics_shard_size` to {data}, the data-parallel ranks",
             got=f"{replicate} x {shard}",
             do="Give one of the two.",
         )

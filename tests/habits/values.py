@@ -599,17 +599,17 @@ HABITS = (
     ),
     Habit(
         gradients_that_are_scaled_where_there_are_some,
-        refused="`into.weight`: its gradient must be asked of the engine",
+        refused="`into.weight`: its gradient must be read from the engine",
         why=COLLECTED,
     ),
     Habit(
         gradients_that_are_dropped_after_a_backward,
-        refused="`head.weight`: its gradient must be forgotten by the engine",
+        refused="`head.weight`: its gradient must be cleared through the engine",
         why=COLLECTED,
     ),
     Habit(
         gradients_that_are_zeroed_after_a_backward,
-        refused="its gradient must be forgotten by the engine",
+        refused="its gradient must be cleared through the engine",
         why=COLLECTED,
     ),
     Habit(two_engines),

@@ -514,9 +514,9 @@ def test_equal_plans_agree_without_writing_rows() -> None:
 @pytest.mark.parametrize(
     ("theirs", "shown"),
     [
-        (["w fp32", "x bf16"], ["from row 1 on: x fp32 on rank 0, x bf16 on rank 2."]),
+        (["w fp32", "x bf16"], ["different ones from row 1 on: x fp32 on rank 0, x bf16 on rank 2."]),
         (["w fp32"], ["from row 1 on: x fp32 on rank 0, nothing on rank 2."]),
-        (["w fp32", "x fp32"], ["others on ranks 0 and 2, outside of their 2 rows, which agree."]),
+        (["w fp32", "x fp32"], ["different ones on ranks 0 and 2, though their 2 rows agree."]),
     ],
 )
 def test_different_plans_are_an_error_everywhere_with_the_first_row(

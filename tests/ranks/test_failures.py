@@ -211,7 +211,7 @@ def different_plans() -> str:
 def test_different_plans_fail_fast_on_both_ranks_with_the_first_row_that_differs() -> None:
     texts = run_ranks(different_plans, 2)
     assert texts[0] == texts[1]
-    rows = re.search(r"others from row \d+ on: (.*) on rank 0, (.*) on rank 1\. Give", texts[0])
+    rows = re.search(r"different ones from row \d+ on: (.*) on rank 0, (.*) on rank 1\. Give", texts[0])
     assert rows is not None and rows[1] != rows[2]
 
 

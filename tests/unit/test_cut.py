@@ -73,5 +73,7 @@ def test_what_another_piece_has_refuses_to_run() -> None:
 def test_a_wrong_path_of_layers_is_named() -> None:
     wrong = Parts("blocks", before=PARTS.before, after=PARTS.after)
     model = GPT(6)
-    with pytest.raises(ModelError, match=r"`layers`: must be the path .*; got 'blocks', which GPT does not have\."):
+    with pytest.raises(
+        ModelError, match=r"`layers`: must be the path .*; got 'blocks', which GPT does not have\."
+    ):
         prune(model, names(model)[0], wrong)

@@ -269,8 +269,8 @@ def test_a_key_written_twice(tmp_path: Path) -> None:
     twice = '{"bf16": {"enabled": true, "enabled": false}, "fp16": {"enabled": true}, "fp16": {}}'
     for name in ("a.json", "a.yaml"):
         message = said(write(tmp_path, name, twice))
-        assert "`fp16`: must be written once; got it twice" in message
-        assert "`bf16.enabled`: must be written once; got it twice" in message
+        assert "`fp16`: must be written once; got two of them" in message
+        assert "`bf16.enabled`: must be written once; got two of them" in message
     assert load(write(tmp_path, "b.json", '{"bf16": {"enabled": true}}')).bf16 is not None
 
 

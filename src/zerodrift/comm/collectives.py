@@ -377,10 +377,10 @@ def _copy(place: torch.Tensor, shard: torch.Tensor) -> None:
 
 def _difference(other: int, here: Sequence[str], there: Sequence[str]) -> RankError:
     """What two ranks whose digests differ do not agree on."""
-    got = f"others on ranks 0 and {other}, outside of their {len(here)} rows, which agree"
+    got = f"different ones on ranks 0 and {other}, though their {len(here)} rows agree"
     for number, (mine, theirs) in enumerate(itertools.zip_longest(here, there, fillvalue="nothing")):
         if mine != theirs:
-            got = f"others from row {number} on: {mine} on rank 0, {theirs} on rank {other}"
+            got = f"different ones from row {number} on: {mine} on rank 0, {theirs} on rank {other}"
             break
     do = "Give every rank the same config, model and world size."
     return RankError("plan", "must be the same on every rank", got=got, do=do)

@@ -92,9 +92,7 @@ class _Copier:
 
     def _block(self, block: Mapping[Any, Any], path: str, depth: int) -> Tree:
         for key in block.repeated if isinstance(block, WrittenBlock) else ():
-            self._problems.add(
-                join(path, key), "must be written once", got="it twice", do="Keep one of the two."
-            )
+            self._problems.add(join(path, key), "must be written once", got="two of them", do="Keep one.")
         made: Tree = {}
         for key, value in block.items():
             if self._left < 0:

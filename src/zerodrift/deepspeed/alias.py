@@ -35,7 +35,7 @@ def activate() -> None:
         raise UnsupportedError(
             "activate",
             "must be called before DeepSpeed is imported",
-            got=f"it from {there.__file__}",
+            got=f"DeepSpeed from {there.__file__}",
             do="Call it at the top of the script.",
         )
     sys.meta_path.insert(0, _Finder())

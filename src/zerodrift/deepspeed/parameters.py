@@ -93,7 +93,9 @@ def unmark(parameter: nn.Parameter) -> None:
 
 def gone(name: str) -> UnsupportedError:
     """For what is used after its engine."""
-    return UnsupportedError(name, "must be used while its engine is there", got="none", do="Keep the engine.")
+    return UnsupportedError(
+        name, "must be used while its engine exists", got="one that is gone", do="Keep the engine."
+    )
 
 
 def engine_parameter(parameter: torch.Tensor) -> EngineParameter | None:

@@ -119,7 +119,7 @@ def check(
     problems = Problems()
     alive, gone = left_by_others(model)
     if alive:
-        problems.add("model", "must not have another engine", got="one that is alive", do=_DESTROY)
+        problems.add("model", "must not have another engine", got="one that is still alive", do=_DESTROY)
     for row in plan.rows:
         parameter = parameters.get(row.name)
         if parameter is None:
@@ -148,7 +148,7 @@ def check(
 
 _PLAN = "Plan from the module that is trained."
 _SPREAD = "Set `backend: fsdp2`, or build the model without tensor parallelism."
-_DESTROY = "Call its `destroy` before."
+_DESTROY = "Call its `destroy` first."
 _KEEP = "Call `destroy` inside `engine.gathered()`, or build the model anew and load what was saved."
 _BUILD = "Build the model on a real device, or inside `zerodrift.empty()`."
 

@@ -59,7 +59,7 @@ def taken_away(name: str) -> UnsupportedError:
     """A gradient that somebody believes to be forgotten."""
     return UnsupportedError(
         name,
-        "its gradient must be forgotten by the engine, which has collected it",
+        "its gradient must be cleared through the engine, which has collected it",
         got="`param.grad` set to None or zero between `backward` and `step`, as by `zero_grad`",
         do="Call `engine.zero_grad()`, or for one parameter `engine.set_full_gradient(name, zeros)`.",
     )

@@ -105,11 +105,11 @@ class CollectedGradient(torch.Tensor):
             return args[1] if args[0] is found else args[0]
         raise ModelError(
             found.path,
-            "its gradient must be asked of the engine after a backward, which has collected it",
+            "its gradient must be read from the engine after a backward, which has collected it",
             got=f"`{name}` of `param.grad`",
             do=(
                 "Clip with `gradient_clipping` in the config, read with `engine.full_gradient`, change "
-                "with `engine.set_full_gradient`, forget with `engine.zero_grad`."
+                "with `engine.set_full_gradient`, clear with `engine.zero_grad`."
             ),
         )
 

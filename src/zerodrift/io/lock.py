@@ -64,7 +64,7 @@ class Lock:
                 raise CheckpointError(folder, "must have one writer", got=other, do=todo)
             _break(path, other)
         must = "must be free within 8 attempts"
-        raise CheckpointError(path, must, got="it taken each time", do="Try again.")
+        raise CheckpointError(path, must, got="a lock that was taken each time", do="Try again.")
 
     def touch(self) -> None:
         """Say that the owner is alive."""

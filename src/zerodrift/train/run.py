@@ -226,7 +226,7 @@ def _require_decided(policy: Policy) -> None:
     if policy.optimizer is None:
         problems.add("config.optimizer", "must be given: a block with `type` and `params`", got="none")
     if not policy.batch.micro:
-        must = "must be given, or `train_batch_size`: nobody else decides it here"
+        must = "must be given, or `train_batch_size`: nothing else decides it here"
         problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
     problems.raise_as(ConfigError)
 

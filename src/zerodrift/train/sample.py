@@ -102,7 +102,7 @@ def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Gene
         raise NonFiniteError(
             "logits",
             "must be finite",
-            got="others",
+            got="NaN or infinity",
             do="The model has diverged: sample an earlier one.",
         )
     if options.temperature <= 0:

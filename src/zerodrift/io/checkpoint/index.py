@@ -168,7 +168,10 @@ def _tensors(metadata: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
             place = places[name, start]
             if place.get("transform_descriptors"):
                 raise CheckpointError(
-                    short(folder), f"must hold {short(repr(name))} as it is", got="it transformed", do=OTHER
+                    short(folder),
+                    f"must hold {short(repr(name))} as it is",
+                    got="a transformed one",
+                    do=OTHER,
                 )
             file, offset, length = str(place["relative_path"]), int(place["offset"]), int(place["length"])
             chunks.append(Chunk(str(name), numel, start, count, dtype, file, offset, length))
