@@ -212,6 +212,36 @@ def test_deferred_weight_gradients() -> None:
     assert run_ranks(late, 2) == [[], []]
 
 
+def penalised() -> list[str]:
+    """Parameters whose gradient is not that of fp64 where the loss has a gradient in it."""
+
+    def loss(call: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        out = call(x)
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        made: torch.Tensor = out + grad.square().sum()
+        return made
+
+    ranks = torch.distributed.get_world_size()
+    plain = Network().double()
+    for rank in range(ranks):
+        (loss(plain, batch(0, rank, 0).double()) / ranks).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    wrong = []
+    for stage in (1, 3):
+        engine = engine_of(config(stage, "ep2"))
+        for _ in range(MICRO):
+            engine.backward(loss(engine, batch(0, engine.mesh.rank("data"), 0)))
+        found = gradients(engine)
+        wrong += [f"{stage} {name}" for name, value in found.items() if error(value, expected[name]) > 1e-5]
+        engine.destroy()
+    return wrong
+
+
+def test_a_gradient_in_the_loss_goes_through_exchanges_twice() -> None:
+    assert run_ranks(penalised, 2) == [[], []]
+
+
 def overflow(rank: int) -> tuple[list[bool], list[tuple[str, ...]], list[float]]:
     """fp16: a gradient of one rank's experts is not finite in the first step."""
     engine = engine_of(

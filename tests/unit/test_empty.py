@@ -220,3 +220,78 @@ def test_clones_casts_and_wider_declarations() -> None:
         wide = nn.Linear(6, 6, dtype=torch.bfloat16)
     assert wide.weight.dtype is torch.float32
     assert not torch.equal(play(wide.weight), play(wide.weight).bfloat16().float())
+
+
+class Scan(nn.Module):
+    """Follows the device of its parameters, as state space models of `transformers` do."""
+
+    def __init__(self, size: int = 6, states: int = 4) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.empty(size, states))
+        self.step = nn.Parameter(torch.empty(size))
+        self.scale = nn.Parameter(torch.empty(size))
+        self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        size, states = self.decay.shape
+        rates = torch.arange(1, states + 1, dtype=torch.float32, device=self.decay.device)[None, :]
+        self.decay.copy_(torch.log(rates.expand(size, -1).contiguous()))
+        drawn = torch.exp(torch.rand(len(self.step), device=self.step.device) * 4 - 7).clamp(min=1e-4)
+        self.step.copy_(drawn + torch.log(-torch.expm1(-drawn)))
+        self.scale[1:].copy_(torch.linspace(0, 1, len(self.scale), device=self.scale.device)[1:])
+        self.scale[0] = 3.0
+
+
+def test_what_a_module_computes_where_its_parameters_are_is_computed_again() -> None:
+    plain = Scan()
+    with empty():
+        model = Scan()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(play(model.decay), plain.decay)
+    assert torch.equal(play(model.scale), plain.scale)
+    torch.manual_seed(recipe.key("x", 0))
+    drawn = torch.exp(torch.rand(6) * 4 - 7).clamp(min=1e-4)  # once, though it is used twice
+    assert torch.equal(play(model.step), drawn + torch.log(-torch.expm1(-drawn)))
+
+
+class Odd(nn.Module):
+    def __init__(self, fill: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(4))
+        with torch.no_grad():
+            fill(self.one, self.other)
+
+
+def shares_random_numbers(one: nn.Parameter, other: nn.Parameter) -> None:
+    drawn = torch.rand(4, device=one.device)
+    one.copy_(drawn + 1)
+    other.copy_(-drawn)
+
+
+def reads_the_other(one: nn.Parameter, other: nn.Parameter) -> None:
+    one.uniform_()
+    other.copy_(one * 2)
+
+
+def writes_in_place(one: nn.Parameter, other: nn.Parameter) -> None:
+    one.fill_(1)
+    made = torch.zeros(4, device=one.device)
+    kept = made[1:]
+    made += 1
+    other[1:].copy_(kept)
+
+
+@pytest.mark.parametrize(
+    ("fill", "told"),
+    [
+        (shares_random_numbers, "random numbers that another parameter has too"),
+        (reads_the_other, "a tensor that has no memory"),
+        (writes_in_place, "a tensor that has no memory"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_said(fill: Callable[..., None], told: str) -> None:
+    with empty():
+        model = Odd(fill)
+    assert recipe.missing(model.one) == ""
+    assert recipe.missing(model.other) == f"`copy_` with {told}"

@@ -100,6 +100,31 @@ def test_a_weight_has_plain_torchs_gradient_late_or_at_once(case: str) -> None:
     torch.testing.assert_close(module.weight.grad, expected[1], rtol=1e-6, atol=1e-6)
 
 
+def penalty(module: Through, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A gradient that is part of a forward: of the input, and of the weight."""
+    x = x.clone().requires_grad_()
+    out = module(x).tanh().square().sum()
+    asked = [each for each in (x, module.weight) if each.requires_grad]
+    grads = torch.autograd.grad(out, asked, create_graph=True)
+    (out + sum(grad.square().sum() for grad in grads)).backward()
+    assert x.grad is not None
+    return x.grad, module.weight.grad
+
+
+@pytest.mark.parametrize("case", [*LEFT, *LATE])
+def test_a_gradient_of_a_gradient_is_plain_torchs(case: str) -> None:
+    shape, way = {**LEFT, **LATE}[case]
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    expected = penalty(Through(way, shape), x)
+    module = Through(way, shape)
+    queue = defer_weight_grads(module)
+    found = penalty(module, x)
+    queue.drain()
+    assert module.weight.grad is not None
+    for mine, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+
+
 class Own(nn.Parameter):
     """Whose operations are one more each in the graph."""
 

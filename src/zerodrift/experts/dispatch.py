@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.errors import ModelError
@@ -202,7 +201,6 @@ class _Copies(torch.autograd.Function):
         return tokens.index_select(0, token)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (slot,) = ctx.saved_tensors
         count, k, width = ctx.shape
@@ -223,9 +221,8 @@ class _Travel(torch.autograd.Function):
         return comm.all_to_all(rows.contiguous(), send, receive, "expert")
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, ctx.comm.all_to_all(grad.contiguous(), ctx.receive, ctx.send, "expert"), None, None
+        return None, _Travel.apply(ctx.comm, grad, ctx.receive, ctx.send), None, None
 
 
 _CALL = "Call it so, or leave it out of `experts.parameters`."

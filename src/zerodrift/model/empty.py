@@ -12,7 +12,9 @@ strides, ties and attributes that it would have had.
 with the views it wrote to, by the memory they share. Functions of `torch.nn.init` do nothing when told that
 a tensor is on the meta device, so it is the question that is recorded, with the arguments of whoever asks.
 A tensor that was computed rather than written (`torch.randn(3) * 0.1`) leaves no record: a small one keeps
-its memory and its values, a large one has none unless a checkpoint has them.
+its memory and its values, a large one has none unless a checkpoint has them. One that was computed on the
+meta device, where a module asks for the device of its parameters, has no values to keep: how it was computed
+is kept instead, and done when the parameter that it was written to is filled.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.model.recipe import ATTRIBUTE, InitRecipe, Operation, Window
+from zerodrift.model.recipe import ATTRIBUTE, Computed, InitRecipe, Operation, Window
 
 SMALL = 1 << 16
 """Elements up to which a parameter that was computed keeps its memory."""
@@ -86,6 +88,11 @@ class _Recorder(TorchFunctionMode):
         """By memory. The reference keeps no memory, only its number from being given again."""
         self._made: dict[int, tuple[nn.Parameter, InitRecipe]] = {}
         """Parameters without memory, by identity."""
+        self._computed: dict[int, tuple[torch.Tensor, int, Computed]] = {}
+        """Other tensors without memory, by identity: (one, held so that no id comes again; its version;
+        how it was made)."""
+        self._random: dict[Computed, InitRecipe] = {}
+        """What numbers were drawn for, and what it was written to."""
         self._own = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,6 +115,8 @@ class _Recorder(TorchFunctionMode):
                 self._hold(out, replace(source, operations=list(source.operations), window=_window(out)))
         else:
             self._write(func, _written(name, args, kwargs), args, kwargs)
+        if type(out) is torch.Tensor and out.device.type == "meta":
+            self._compute(func, out, args, kwargs)
         return out
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -174,6 +183,39 @@ class _Recorder(TorchFunctionMode):
             recipe.version = parameter._version
             setattr(parameter, ATTRIBUTE, recipe)
 
+    # --- what is computed without memory ----------------------------------------------------------------
+
+    def _compute(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
+        """Keep how a tensor without memory was made, if all of it can be made again."""
+        self._own = True
+        try:
+            call = Computed(func, self._made_of(args), self._made_of(kwargs))
+        except _LostError:
+            self._computed.pop(id(out), None)
+        else:
+            self._computed[id(out)] = (out, out._version, call)
+        finally:
+            self._own = False
+
+    def _made_of(self, value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(self._made_of(item) for item in value)
+        if type(value) is dict:
+            return {key: self._made_of(item) for key, item in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        found = self._computation(value)
+        if found is not None:
+            return found
+        if value.is_meta or value.numel() > SMALL:
+            raise _LostError
+        return value.detach().clone()
+
+    def _computation(self, tensor: torch.Tensor) -> Computed | None:
+        """How a tensor without memory was made, unless it was written to since."""
+        there, version, call = self._computed.get(id(tensor), (None, -1, None))
+        return call if there is tensor and tensor._version == version else None
+
     # --- what is known of memory ------------------------------------------------------------------------
 
     def _find(self, tensor: Any) -> InitRecipe | None:
@@ -225,10 +267,19 @@ class _Recorder(TorchFunctionMode):
         if self._find(value) is recipe:
             return _window(value)
         if value.is_meta:
-            raise _LostError("a tensor that has no memory")
+            return self._computed_for(value, recipe)
         if value.numel() > SMALL:
             raise _LostError(f"a tensor of {value.numel():,} computed values")
         return value.detach().clone()
+
+    def _computed_for(self, value: torch.Tensor, recipe: InitRecipe) -> Computed:
+        found = self._computation(value)
+        if found is None:
+            raise _LostError("a tensor that has no memory")
+        # Each parameter draws its own numbers: what two share would be drawn twice.
+        if any(self._random.setdefault(each, recipe) is not recipe for each in found.drawn()):
+            raise _LostError("random numbers that another parameter has too")
+        return found
 
     def _answer(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the meta device; a function of `torch.nn.init` that asks is written down."""

@@ -36,18 +36,88 @@ class Window:
         return flat.as_strided(self.size, self.stride, self.offset)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A tensor without memory that a parameter was written from: the call that made it."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    """As they were, with what was computed before in the place of tensors without memory."""
+    kwargs: Mapping[str, Any]
+
+    def value(self, done: dict[Computed, Any]) -> Any:
+        """The tensor, on the CPU; `done` is what has been made already, so that numbers are drawn once."""
+        if self not in done:
+            args, kwargs = _replaced((self.args, dict(self.kwargs)), lambda value: _on_cpu(value, done))
+            done[self] = self.call(*args, **kwargs)
+        return done[self]
+
+    def drawn(self) -> list[Computed]:
+        """Those of the calls behind it that draw numbers."""
+        calls = [self] if getattr(self.call, "__name__", "") in _DRAWN else []
+
+        def look(value: Any) -> Any:
+            if isinstance(value, Computed):
+                calls.extend(value.drawn())
+            return value
+
+        _replaced((self.args, dict(self.kwargs)), look)
+        return calls
+
+
+_DRAWN = frozenset(
+    (
+        *(
+            "rand",
+            "rand_like",
+            "randn",
+            "randn_like",
+            "randint",
+            "randint_like",
+            "randperm",
+            "normal",
+            "normal_",
+        ),
+        *("uniform_", "bernoulli", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_"),
+        *("random_", "multinomial", "poisson", "dropout", "trunc_normal_"),
+    )
+)
+"""Functions that draw numbers."""
+
+
+def _on_cpu(value: Any, done: dict[Computed, Any]) -> Any:
+    import torch
+
+    if isinstance(value, Computed):
+        return value.value(done)
+    if isinstance(value, torch.device) and value.type == "meta":
+        return torch.device("cpu")
+    return "cpu" if isinstance(value, str) and value == "meta" else value
+
+
+def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested tuples, lists and dicts with everything in them changed."""
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(item, change) for item in value)
+    if type(value) is dict:
+        return {key: _replaced(item, change) for key, item in value.items()}
+    return change(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One call that wrote the parameter."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
-    """As they were, with a Window wherever the parameter's memory was."""
+    """As they were, with a Window wherever the parameter's memory was, and what was computed for it."""
     kwargs: Mapping[str, Any]
 
-    def play(self, flat: torch.Tensor) -> None:
+    def play(self, flat: torch.Tensor, done: dict[Computed, Any]) -> None:
         def real(value: Any) -> Any:
-            return value.of(flat) if isinstance(value, Window) else value
+            if isinstance(value, Window):
+                return value.of(flat)
+            return value.value(done) if isinstance(value, Computed) else value
 
         self.call(*map(real, self.args), **{key: real(value) for key, value in self.kwargs.items()})
 
@@ -95,8 +165,9 @@ def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
     try:
         generator.manual_seed(key(name, seed))
         with torch.no_grad():
+            done: dict[Computed, Any] = {}
             for operation in recipe.operations:
-                operation.play(flat)
+                operation.play(flat, done)
     finally:
         generator.set_state(before)
     return recipe.window.of(flat)

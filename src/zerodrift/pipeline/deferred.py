@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from zerodrift.errors import ModelError
@@ -398,7 +397,6 @@ class _Product(torch.autograd.Function):
         return how.call.run(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight, offsets = ctx.saved_tensors
         how: _How = ctx.how
@@ -412,6 +410,8 @@ class _Product(torch.autograd.Function):
         if ctx.bias_shape is not None and ctx.needs_input_grad[3]:
             of_bias = grad.sum_to_size(ctx.bias_shape)
         wanted = how.asked()
+        if wanted == "late" and torch.is_grad_enabled():
+            wanted = "now"  # with `create_graph`: this gradient is itself part of a graph
         if wanted == "late":
             how.queue.put(how.call.parameter, form, (x, grad), how.call.place)
         return None, of_x, form(weight.dtype) if wanted == "now" else None, of_bias, None
