@@ -184,7 +184,7 @@ def run(
 
 
 def second_moments(engine: Any) -> torch.Tensor:
-    states = (engine.full_state(row.name)["exp_avg_sq"] for row in engine.plan.rows)
+    states = (engine.parameter(row.name).state["exp_avg_sq"] for row in engine.plan.rows)
     return torch.cat([state.flatten() for state in states])
 
 

@@ -132,7 +132,7 @@ def zerodrift(folder: Path, dtype: torch.dtype, train: bool = False) -> tuple[in
 
     def values() -> Held:
         for row in engine.plan.rows:
-            yield row.name, engine.full_master(row.name)
+            yield row.name, engine.parameter(row.name).master
 
     return sum(reader.count for reader in readers), values
 

@@ -118,7 +118,7 @@ def torch_step(options: argparse.Namespace, schedule: str) -> Step:
 
 
 def zerodrift_step(options: argparse.Namespace, schedule: str, weights: str) -> Step:
-    from zerodrift import Parts, initialize_pipeline
+    from zerodrift import Parts, initialize
 
     block = {"stages": STAGES, "schedule": schedule, "micro_batches": options.micro_batches}
     if weights:
@@ -132,12 +132,12 @@ def zerodrift_step(options: argparse.Namespace, schedule: str, weights: str) -> 
         "pipeline": block,
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
     }
-    engine = initialize_pipeline(
-        make_model(options), config, parts=Parts("layers", before, after), device="cpu", quiet=True
+    engine = initialize(
+        make_model(options), config=config, parts=Parts("layers", before, after), device="cpu", quiet=True
     )
 
     def step(tokens: torch.Tensor) -> float:
-        return engine.step(tokens.chunk(options.micro_batches)).loss
+        return engine.train_batch(tokens.chunk(options.micro_batches)).loss
 
     step.digest = engine.plan.digest  # type: ignore[attr-defined]
     return step

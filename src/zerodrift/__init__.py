@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from zerodrift.config.load import load
     from zerodrift.config.schema import Config
+    from zerodrift.engine.batches import BatchResult
     from zerodrift.engine.engine import Engine
     from zerodrift.engine.progress import StepResult
     from zerodrift.errors import (
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from zerodrift.model.sources import describe
     from zerodrift.model.spec import ModelSpec
     from zerodrift.pipeline.cut import Parts
-    from zerodrift.pipeline.run import BatchResult, PipelineEngine
+    from zerodrift.pipeline.deprecated import PipelineEngine
     from zerodrift.plan.build import build
     from zerodrift.plan.cost import Cost, cost
     from zerodrift.plan.table import Plan
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from zerodrift.policy.resolve import mesh_for, resolve
 
 _HOMES = {
-    "BatchResult": "pipeline.run",
+    "BatchResult": "engine.batches",
     "CheckpointError": "errors",
     "Checkpoints": "io.checkpoint.checkpoints",
     "Config": "config.schema",
@@ -66,7 +67,7 @@ _HOMES = {
     "ModelSpec": "model.spec",
     "NonFiniteError": "errors",
     "Parts": "pipeline.cut",
-    "PipelineEngine": "pipeline.run",
+    "PipelineEngine": "pipeline.deprecated",
     "Plan": "plan.table",
     "Policy": "policy.nouns",
     "PrecisionError": "errors",

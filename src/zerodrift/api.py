@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zerodrift.comm.mesh import Mesh
     from zerodrift.engine.engine import Engine
+    from zerodrift.engine.place import ValueSources
     from zerodrift.io.initial import InitialValues
     from zerodrift.io.safetensors.export import Exported
     from zerodrift.io.safetensors.weights import LoadedWeights
     from zerodrift.pipeline.cut import Parts
-    from zerodrift.pipeline.run import PipelineEngine
-    from zerodrift.plan.timeline import Timeline
+    from zerodrift.pipeline.deprecated import PipelineEngine
 
 
 def make_plan(
@@ -74,7 +75,7 @@ def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
 
 
 def load_weights(
-    engine: Engine | PipelineEngine,
+    engine: Engine,
     path: str | os.PathLike[str],
     strict: bool | Sequence[str] = True,
     *,
@@ -84,11 +85,11 @@ def load_weights(
     ranks."""
     from zerodrift.io.safetensors.reload import load_weights as replace
 
-    return replace(_own(engine), path, strict, quiet=quiet)
+    return replace(engine, path, strict, quiet=quiet)
 
 
 def export(
-    engine: Engine | PipelineEngine,
+    engine: Engine,
     folder: str | os.PathLike[str],
     *,
     dtype: str | None = None,
@@ -100,23 +101,14 @@ def export(
     replaces them, but for pinned parameters."""
     from zerodrift.io.safetensors.export import export as write
 
-    return write(_own(engine), folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
+    return write(engine, folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-def save_16bit(
-    engine: Engine | PipelineEngine, folder: str | os.PathLike[str], *, overwrite: bool = False
-) -> Exported:
+def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Exported:
     """The same as one file in 16 bits; pinned parameters stay fp32."""
     from zerodrift.io.safetensors.export import save_16bit as write
 
-    return write(_own(engine), folder, overwrite=overwrite)
-
-
-def _own(engine: Engine | PipelineEngine) -> Engine:
-    """The engine over what this rank holds."""
-    from zerodrift.pipeline.run import PipelineEngine
-
-    return engine.stage if isinstance(engine, PipelineEngine) else engine
+    return write(engine, folder, overwrite=overwrite)
 
 
 def initialize(
@@ -124,6 +116,7 @@ def initialize(
     optimizer: torch.optim.Optimizer | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config = "zerodrift.yaml",
     *,
+    parts: Parts | None = None,
     weights: str | os.PathLike[str] | None = None,
     strict: bool | Sequence[str] = True,
     schedule: Any = None,
@@ -141,103 +134,111 @@ def initialize(
     `weights` is a folder of a `transformers` model, a `.safetensors` file or an index: every rank reads its
     own slices. Names that the files lack or have too many of are an error unless `strict` is False or has a
     glob for them. A model built inside `empty()` needs no memory of its own before.
+
+    Where the config's `pipeline` block has several stages, the model is cut over ranks, each of which builds
+    all of it, best inside `empty()`: a causal language model of `transformers` as it is, any other module
+    with a list of layers by `parts`. `engine.train_batch` trains a pipeline, and a model without one.
     """
     from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start
-    from zerodrift.engine.engine import Engine
     from zerodrift.io.initial import InitialValues
 
     loaded = load(config, overrides)
-    if loaded.pipeline is not None and loaded.pipeline.stages > 1:
-        raise UnsupportedError(
-            "pipeline.stages",
-            "must be 1 for `initialize`",
-            got=loaded.pipeline.stages,
-            do=(
-                "Call `zerodrift.initialize_pipeline`, whose engine takes the micro-batches of a step "
-                "together."
-            ),
-        )
     tensor = ranks_of(model)
+    if loaded.pipeline is not None and loaded.pipeline.stages > 1:
+        _require_cuttable(tensor, optimizer)
     mesh = start(lambda world: mesh_for(loaded, world, tensor), device)
     try:
         if mesh.rank() == 0:
             versions.warn()
         first = InitialValues.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
-        if plan.policy.backend == "fsdp2":
-            from zerodrift.backends.fsdp2 import FsdpEngine
-
-            make: Callable[..., Any] = FsdpEngine
-        else:
-            make = Engine
         with _told(first, plan, shown=mesh.rank() == 0 and not quiet):
-            return make(plan, model, mesh, optimizer, schedule, first.sources(plan))
+            return _engine(plan, model, mesh, optimizer, schedule, first.sources(plan), parts)
     except BaseException:
         mesh.stop()
         raise
+
+
+def _require_cuttable(tensor_ranks: int, optimizer: torch.optim.Optimizer | None) -> None:
+    if tensor_ranks > 1:
+        raise UnsupportedError(
+            "model",
+            "must not be spread over ranks layer by layer in a pipeline",
+            got=f"tensor parallelism over {tensor_ranks} ranks",
+            do="Use one of the two.",
+        )
+    if optimizer is not None:
+        raise UnsupportedError(
+            "optimizer",
+            "must be a block of the config with a pipeline, whose ranks each build their part of it",
+            got=f"a {type(optimizer).__name__}",
+            do="Write `optimizer: {type: AdamW, params: {...}}`.",
+        )
+
+
+def _engine(
+    plan: Plan,
+    model: nn.Module,
+    mesh: Mesh,
+    optimizer: torch.optim.Optimizer | None,
+    schedule: Any,
+    sources: ValueSources,
+    parts: Parts | None,
+) -> Engine:
+    """The engine over what executes the plan."""
+    from zerodrift.engine.engine import Engine
+
+    if plan.policy.pipeline is not None:
+        from zerodrift.pipeline.make import pipeline_engine
+
+        return pipeline_engine(plan, model, mesh, sources, parts, schedule)
+    if plan.policy.backend == "fsdp2":
+        from zerodrift.backends.fsdp2 import FullyShardExecutor
+
+        execute: Any = FullyShardExecutor
+    else:
+        from zerodrift.engine.native import NativeExecutor
+
+        execute = NativeExecutor
+    loss_of = None if parts is None else parts.whole
+    return Engine(plan, mesh, lambda comm: execute(plan, model, comm, optimizer, sources), schedule, loss_of)
 
 
 def initialize_pipeline(
     model: nn.Module,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config = "zerodrift.yaml",
-    *,
-    parts: Parts | None = None,
-    weights: str | os.PathLike[str] | None = None,
-    strict: bool | Sequence[str] = True,
-    schedule: Any = None,
-    device: str | torch.device | None = None,
-    auto: AutoValues | None = None,
-    quiet: bool = False,
+    **arguments: Any,
 ) -> PipelineEngine:
-    """An engine that trains `model` cut over ranks as the config's `pipeline` block says.
+    """Deprecated: `initialize(model, config=config, ...)` does the same."""
+    from zerodrift.engine.deprecated import deprecated
+    from zerodrift.pipeline.deprecated import PipelineEngine
 
-    `model` is a causal language model of `transformers`, or any module with a list of layers, which `parts`
-    names. Every rank builds all of it; built inside `empty()` it takes no memory, and each rank fills its own
-    pieces. The rest is as in `initialize`; the optimizer is the config's.
-    """
-    from zerodrift.comm.collectives import Collectives
-    from zerodrift.comm.mesh import start
-    from zerodrift.io.initial import InitialValues
-    from zerodrift.pipeline.make import pipeline_engine
-    from zerodrift.pipeline.schedules import timeline
-
+    deprecated("initialize_pipeline(model, config)", "zerodrift.initialize(model, config=config)")
     loaded = load(config)
-    if ranks_of(model) > 1:
-        raise UnsupportedError(
-            "model",
-            "must not be spread over ranks layer by layer in a pipeline",
-            got=f"tensor parallelism over {ranks_of(model)} ranks",
-            do="Use one of the two.",
+    if loaded.pipeline is None or loaded.pipeline.stages == 1:
+        raise ConfigError(
+            "pipeline.stages",
+            "must be above 1 for `initialize_pipeline`",
+            got="none",
+            do="Write `pipeline: {stages: 2}`, or call `zerodrift.initialize`.",
         )
-    mesh = start(lambda world: mesh_for(loaded, world), device)
-    try:
-        if mesh.rank() == 0:
-            versions.warn()
-        first = InitialValues.begin(model, weights, strict, Collectives(mesh))
-        plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
-        if plan.policy.pipeline is None:
-            raise ConfigError(
-                "pipeline.stages",
-                "must be above 1 for `initialize_pipeline`",
-                got="none",
-                do="Write `pipeline: {stages: 2}`, or call `zerodrift.initialize`.",
-            )
-        with _told(first, plan, timeline(plan), shown=mesh.rank() == 0 and not quiet):
-            return pipeline_engine(plan, model, mesh, first.sources(plan), parts, schedule)
-    except BaseException:
-        mesh.stop()
-        raise
+    return PipelineEngine(initialize(model, None, loaded, **arguments))
 
 
 @contextlib.contextmanager
-def _told(first: InitialValues, plan: Plan, order: Timeline | None = None, *, shown: bool) -> Iterator[None]:
+def _told(first: InitialValues, plan: Plan, *, shown: bool) -> Iterator[None]:
     """Around the making of an engine: the plan before, what was read of weights after."""
     from zerodrift.plan.cost import cost
     from zerodrift.report.rows import grouped
     from zerodrift.report.terminal import plan_text
 
     if shown:
+        order = None
+        if plan.policy.pipeline is not None:
+            from zerodrift.pipeline.schedules import timeline
+
+            order = timeline(plan)
         print(plan_text(plan, cost(plan), grouped(plan), order, color=sys.stdout.isatty()))
     first.show(shown)
     yield

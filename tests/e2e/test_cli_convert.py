@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         engine.backward(engine(batch(step)))
         engine.step()
     zd.Checkpoints(engine, tmp_path / "run", quiet=True).save()
-    masters = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    masters = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
     engine.destroy()
     return tmp_path / "run", masters
 

@@ -56,7 +56,7 @@ class Driven:
         return self.engine.gathered(names, write)
 
     def gradient(self, name: str) -> Tensor:
-        return self.engine.full_gradient(name)
+        return self.engine.parameter(name).gradient
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -65,7 +65,7 @@ class Driven:
         return found
 
     def masters(self) -> dict[str, Tensor]:
-        return {name: self.engine.full_master(name) for name in self._names}
+        return {name: self.engine.parameter(name).master for name in self._names}
 
     def close(self) -> None:
         self.engine.destroy()

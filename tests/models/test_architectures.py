@@ -95,7 +95,7 @@ def _look(engine: Engine, architecture: Architecture, report: Report) -> None:
     engine.eval()
     length = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     report.generated.append(engine.module.generate(prompt, **length))
-    assert not any(segment.is_full for segment in engine.segments if segment.gathers)
+    assert not any(segment.is_full for segment in engine.executor.segments if segment.gathers)
     engine.train()
     batch = tokens(0, engine.mesh.rank())
     loss = engine(input_ids=batch, labels=batch).loss

@@ -13,7 +13,7 @@ from tests.numerics.networks import GPT
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift import MeshShape, Plan, build, load, resolve
-from zerodrift.api import initialize_pipeline
+from zerodrift.api import initialize
 from zerodrift.dtypes import DType
 from zerodrift.engine import compute
 from zerodrift.errors import ModelError
@@ -196,10 +196,10 @@ def losses_of_pieces() -> tuple[list[float], list[str], list[str]]:
 
     torch.set_num_threads(1)
     written = config(0, "bf16", 2, precision={"rules": ONE_PIECE}, pipeline={"stages": 2, "micro_batches": 2})
-    engine = initialize_pipeline(ARCHITECTURES["llama"].model(), written, device="cpu", quiet=True)
-    casting = [path for piece in engine.pieces for path in sorted(hooked(piece.module))]
+    engine = initialize(ARCHITECTURES["llama"].model(), config=written, device="cpu", quiet=True)
+    casting = [path for piece in engine.executor.forwards for path in sorted(hooked(piece.module))]
     planned = [each.path for each in engine.plan.boundaries]
-    losses = engine.step(micro_batches()).losses
+    losses = engine.train_batch(micro_batches()).losses
     engine.destroy()
     return losses, casting, planned
 

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, since, tokens
-from zerodrift.api import initialize_pipeline
+from zerodrift.api import initialize
 from zerodrift.engine.engine import Engine
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
@@ -89,7 +89,7 @@ def gradients(name: str, mode: str, stage: int) -> Report:
             engine.backward(loss)
             losses.append(loss.item())
         for key, value in expected.items():
-            report.errors.setdefault(key, []).append(error(engine.full_gradient(key), value))
+            report.errors.setdefault(key, []).append(error(engine.parameter(key).gradient, value))
         report.norms.append(engine.step().grad_norm)
         report.losses.append([*losses, *steps(engine, 0, 2)])
         engine.destroy()
@@ -140,12 +140,12 @@ def in_a_pipeline(name: str, stage: int) -> list[tuple[str, dict[str, float], fl
     for schedule in SCHEDULES:
         block = {"stages": 2, "schedule": schedule, "micro_batches": COUNT}
         config = {**written(name, 2, stage, "fp32", COUNT), "pipeline": block}
-        engine = initialize_pipeline(deep(name), config, device="cpu", quiet=True)
+        engine = initialize(deep(name), config=config, device="cpu", quiet=True)
         batches = [tokens(micro, engine.mesh.rank("data")) for micro in range(COUNT)]
         engine.accumulate([{"input_ids": ids, "labels": ids} for ids in batches])
-        rows = [row.name for row in engine.stage.part.rows]
-        errors = {row: error(engine.stage.full_gradient(row), expected[row]) for row in rows}
-        found.append((schedule, errors, engine.update().grad_norm))
+        rows = [row.name for row in engine.plan.rows]
+        errors = {row: error(engine.parameter(row).gradient, expected[row]) for row in rows}
+        found.append((schedule, errors, engine.step().grad_norm))
         engine.destroy()
     return found
 
@@ -172,8 +172,8 @@ def test_stages_of_a_pipeline_have_experts_on_several_ranks(name: str, stage: in
 
 
 def masters(engine: Engine) -> dict[str, torch.Tensor]:
-    found = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
-    moments = [(row.name, engine.full_state(row.name)) for row in engine.plan.rows]
+    found = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
+    moments = [(row.name, dict(engine.parameter(row.name).state)) for row in engine.plan.rows]
     return {**found, **{f"{name} {key}": value for name, state in moments for key, value in state.items()}}
 
 
@@ -228,7 +228,7 @@ def through_files(name: str, folder: str) -> list[str]:
         model = ARCHITECTURES[name].model()
     engine = make(written(name, 2, 3, "bf16"), model, weights=f"{folder}/export")
     want = {row.name: loaded[row.name] for row in engine.plan.rows}
-    wrong += [f"loaded {key}" for key in differs(want, {key: engine.full_master(key) for key in want})]
+    wrong += [f"loaded {key}" for key in differs(want, {key: engine.parameter(key).master for key in want})]
     engine.destroy()
     return wrong
 

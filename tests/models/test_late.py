@@ -29,7 +29,7 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
     for micro in range(MICRO_BATCHES):
         ids = tokens(micro, engine.mesh.rank())
         engine.backward(engine(input_ids=ids, labels=ids).loss)
-    return {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    return {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
 
 
 def late_against_eager(name: str, stage: int) -> tuple[list[str], list[str]]:
@@ -39,11 +39,10 @@ def late_against_eager(name: str, stage: int) -> tuple[list[str], list[str]]:
     found = []
     for late in (False, True):
         engine = make(config(stage, "fp32", MICRO_BATCHES, precision={"rules": rules}), architecture.model())
-        if late:
-            defer_weight_grads(engine)
+        queue = defer_weight_grads(engine) if late else None
         found.append(gradients(engine))
-        if late and engine.gradients.ledger is not None:
-            arrived = engine.gradients.ledger.arrivals()
+        if queue is not None:
+            arrived = queue.arrivals()
             at_once = {
                 row.name
                 for row in engine.plan.rows

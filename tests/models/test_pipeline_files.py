@@ -34,11 +34,11 @@ def written(name: str, stage: int, mode: str, schedule: str = "", experts: int =
     return config(stage, mode, COUNT, precision=precision, **block, **spread)
 
 
-def pipeline(name: str, *how: Any, weights: Path | None = None) -> zd.PipelineEngine:
+def pipeline(name: str, *how: Any, weights: Path | None = None) -> zd.Engine:
     torch.set_num_threads(1)
     with zd.empty():
         model = deep(name)
-    return zd.initialize_pipeline(model, written(name, *how), weights=weights, device="cpu", quiet=True)
+    return zd.initialize(model, config=written(name, *how), weights=weights, device="cpu", quiet=True)
 
 
 def batches(rank: int) -> list[dict[str, torch.Tensor]]:
@@ -60,24 +60,24 @@ def there_and_back(name: str, mode: str, folder: str, experts: int) -> None:
     """Train in a pipeline and export; into another pipeline that runs, and out again."""
     root = Path(folder)
     first = pipeline(name, 3, mode, "zbv", experts)
-    first.step(batches(first.mesh.rank("data")))
-    masters = {row.name: first.full_master(row.name) for row in first.plan.rows}
+    first.train_batch(batches(first.mesh.rank("data")))
+    masters = {row.name: first.parameter(row.name).master for row in first.plan.rows}
     zd.export(first, root / "fp32", dtype="fp32", max_shard_size=SIZE)
     zd.export(first, root / "plan", max_shard_size=SIZE)
     zd.save_16bit(first, root / "half")
     first.destroy()
 
     other = pipeline(name, 0, mode, "1f1b", experts)
-    other.step(batches(other.mesh.rank("data")))
-    moments = {row.name: other.full_state(row.name) for row in other.plan.rows}
+    other.train_batch(batches(other.mesh.rank("data")))
+    moments = {row.name: dict(other.parameter(row.name).state) for row in other.plan.rows}
     done = zd.load_weights(other, root / "fp32", quiet=True)
     assert not done.missing and not done.unexpected
     for key, value in masters.items():
-        assert torch.equal(other.full_master(key), value), key
-        for kind, moment in other.full_state(key).items():
+        assert torch.equal(other.parameter(key).master, value), key
+        for kind, moment in other.parameter(key).state.items():
             assert torch.equal(moment, moments[key][kind]), (key, kind)
     zd.export(other, root / "again", dtype="fp32", max_shard_size=SIZE)
-    other.step(batches(other.mesh.rank("data")))  # and goes on
+    other.train_batch(batches(other.mesh.rank("data")))  # and goes on
     other.destroy()
 
 
@@ -130,19 +130,19 @@ def _count(module: Any, *_: Any) -> None:
     module.calls.add_(1)
 
 
-def own(schedule: str, model: torch.nn.Module | None = None) -> zd.PipelineEngine:
+def own(schedule: str, model: torch.nn.Module | None = None) -> zd.Engine:
     torch.set_num_threads(1)
     block = {"stages": 2, "schedule": schedule, "micro_batches": COUNT}
     model = Counting() if model is None else model
     # Reduced once: the one order of sums that no schedule changes.
     written = config(3, "fp32", COUNT, pipeline=block, precision={"reduce": {"when": "last"}})
-    return zd.initialize_pipeline(model, written, parts=PARTS, device="cpu", quiet=True)
+    return zd.initialize(model, config=written, parts=PARTS, device="cpu", quiet=True)
 
 
 def own_trained(folder: str) -> None:
     for schedule in ("interleaved", "zbv"):
         engine = own(schedule)
-        engine.step(data(0, engine.mesh.rank("data")))
+        engine.train_batch(data(0, engine.mesh.rank("data")))
         zd.export(engine, Path(folder) / schedule)
         engine.destroy()
     engine = own("1f1b")
@@ -214,7 +214,7 @@ def broken(folder: str) -> list[str]:
         found.append(_said(lambda: zd.load_weights(engine, root / "model", quiet=True)))
         SafetensorsReader.read = fill  # type: ignore[method-assign]
     zd.load_weights(engine, root / "model", quiet=True)
-    engine.step(data(0, engine.mesh.rank("data")))
+    engine.train_batch(data(0, engine.mesh.rank("data")))
     engine.destroy()
     return found
 

@@ -22,13 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.architectures import ARCHITECTURES, SIZES, tokens
 from tests.ranks.ways import WAYS
-from zerodrift.api import empty, initialize_pipeline
+from zerodrift.api import empty, initialize
 from zerodrift.config.load import load
+from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
 from zerodrift.pipeline.cut import CAUSAL, OLDER, TESTED_SINCE, Causal, prune
-from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.plan.build import build
 from zerodrift.plan.stages import names_of, travelling, width
 from zerodrift.policy.resolve import resolve
@@ -63,7 +63,7 @@ def reference(name: str, ranks: int) -> dict[str, torch.Tensor]:
 
 def pipeline(
     name: str, mode: str, stage: int, schedule: str, weights: str | None, made: nn.Module | None = None
-) -> PipelineEngine:
+) -> Engine:
     torch.set_num_threads(1)
     block: dict[str, Any] = {"stages": 2, "schedule": schedule, "micro_batches": COUNT}
     if weights is not None:
@@ -71,7 +71,7 @@ def pipeline(
     architecture = ARCHITECTURES[name]
     rules = [{"match": architecture.routers, "pin": "fp32"}] if architecture.routers else []
     written = config(stage, mode, COUNT, precision={"rules": rules}, pipeline=block)
-    return initialize_pipeline(model(name) if made is None else made, written, device="cpu", quiet=True)
+    return initialize(model(name) if made is None else made, config=written, device="cpu", quiet=True)
 
 
 def micro_batches(rank: int) -> list[dict[str, torch.Tensor]]:
@@ -86,15 +86,15 @@ def gradients(
     for schedule, weights in ways:
         engine = pipeline(name, mode, stage, schedule, weights)
         engine.accumulate(micro_batches(engine.mesh.rank("data")))
-        ledger = engine.stage.gradients.ledger
+        ledger = engine.executor.gradients.ledger
         assert ledger is not None
         arrived = ledger.arrivals()
         counts = {
             row.name: [each[row.name].count if row.name in each else 0 for each in arrived]
-            for row in engine.stage.part.rows
+            for row in engine.part.rows
         }
         found[f"{schedule} {weights}"] = (
-            {row.name: engine.full_gradient(row.name) for row in engine.plan.rows},
+            {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows},
             counts,
         )
         engine.destroy()
@@ -108,7 +108,7 @@ def alone(name: str, mode: str) -> dict[str, torch.Tensor]:
     engine = make(config(0, mode, COUNT, precision={"rules": rules}), model(name))
     for batch in micro_batches(0):
         engine.backward(engine(**batch).loss)
-    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
     engine.destroy()
     return found
 
@@ -159,9 +159,11 @@ def passed_on(mode: str) -> list[tuple[int, int]]:
         found.append((output.nbytes, travelling(engine.plan).size * values * tokens(0).numel()))
 
     handles = [
-        piece.register_forward_hook(record, with_kwargs=True) for piece in engine.pieces if piece.number < 3
+        piece.register_forward_hook(record, with_kwargs=True)
+        for piece in engine.executor.forwards
+        if piece.number < 3
     ]
-    engine.step(micro_batches(0))
+    engine.train_batch(micro_batches(0))
     for handle in handles:
         handle.remove()
     engine.destroy()
@@ -190,18 +192,18 @@ def recomputed(name: str, mode: str, ways: list[tuple[str, str | None]]) -> list
                 made.gradient_checkpointing_enable({"use_reentrant": False})
             engine = pipeline(name, mode, 0, schedule, weights, made)
             calls: list[int] = []
-            for part in engine.stage.module.modules():
+            for part in engine.module.modules():
                 if type(part).__name__.endswith("Attention"):
                     part.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-            engine.step(micro_batches(0))
+            engine.train_batch(micro_batches(0))
             calls.clear()
             losses = engine.accumulate(micro_batches(0))
             runs.append(len(calls))
-            ledger = engine.stage.gradients.ledger
+            ledger = engine.executor.gradients.ledger
             assert ledger is not None
-            gradients = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+            gradients = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
             found.append((losses, ledger.arrivals(), gradients))
-            engine.update()
+            engine.step()
             engine.destroy()
         here, (plain, other) = f"{schedule} {weights}", found
         wrong += [f"{here} runs {runs}"] if runs[1] < 2 * runs[0] else []
@@ -240,7 +242,9 @@ def over_data(name: str) -> dict[str, dict[str, torch.Tensor]]:
     for stage, schedule, weights in ((3, "zbv", "queue"), (2, "interleaved-zero-bubble", "autograd")):
         engine = pipeline(name, "fp32", stage, schedule, weights)
         engine.accumulate(micro_batches(engine.mesh.rank("data")))
-        found[f"{stage} {schedule}"] = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+        found[f"{stage} {schedule}"] = {
+            row.name: engine.parameter(row.name).gradient for row in engine.plan.rows
+        }
         engine.destroy()
     return found
 
@@ -451,11 +455,9 @@ def trained_kinds(pipe: bool) -> dict[str, list[Any]]:
             here: list[Any] = []
             if pipe:
                 schedule = {"stages": 2, "schedule": "zbv" if stage else "1f1b", "micro_batches": COUNT}
-                engine = initialize_pipeline(
-                    made, {**written, "pipeline": schedule}, device="cpu", quiet=True
-                )
+                engine = initialize(made, config={**written, "pipeline": schedule}, device="cpu", quiet=True)
                 for _ in range(2):
-                    result = engine.step(batches)
+                    result = engine.train_batch(batches)
                     here += [*result.losses, result.step.grad_norm]
                 engine.destroy()
             else:
@@ -485,13 +487,17 @@ def filled(name: str, folder: str) -> dict[str, torch.Tensor]:
     with empty():
         made = model(name)
     block = {"stages": 2, "schedule": "1f1b", "micro_batches": COUNT}
-    engine = initialize_pipeline(
-        made, config(3, "bf16", COUNT, pipeline=block), weights=folder or None, device="cpu", quiet=True
+    engine = initialize(
+        made,
+        config=config(3, "bf16", COUNT, pipeline=block),
+        weights=folder or None,
+        device="cpu",
+        quiet=True,
     )
-    here = {name for row in engine.stage.part.rows for name in row.names}
+    here = {name for row in engine.part.rows for name in row.names}
     elsewhere = [row.name for row in engine.plan.rows if not here & set(row.names)]
-    found = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
-    result = engine.step(micro_batches(engine.mesh.rank("data")))
+    found = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
+    result = engine.train_batch(micro_batches(engine.mesh.rank("data")))
     engine.destroy()
     assert all(dict(made.named_parameters())[key].is_meta for key in elsewhere)
     assert result.step.updated
@@ -504,7 +510,7 @@ def filled_alone(name: str, folder: str) -> dict[str, torch.Tensor]:
     with empty():
         made = model(name)
     engine = make(config(3, "bf16", COUNT), made, weights=folder or None)
-    found = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    found = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
     engine.destroy()
     return found
 
@@ -531,10 +537,10 @@ def over_experts(name: str) -> list[tuple[dict[str, torch.Tensor], float | None]
         if weights is not None:
             block["weight_grads"] = weights
         written = config(stage, "fp32", COUNT, pipeline=block, experts={"ranks": 2})
-        engine = initialize_pipeline(model(name), written, device="cpu", quiet=True)
+        engine = initialize(model(name), config=written, device="cpu", quiet=True)
         engine.accumulate(micro_batches(engine.mesh.rank("data")))
-        gradients = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
-        found.append((gradients, engine.update().grad_norm))
+        gradients = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
+        found.append((gradients, engine.step().grad_norm))
         engine.destroy()
     return found
 

@@ -56,7 +56,7 @@ def compare(name: str, folder: Path, stages: tuple[int, ...]) -> Report:
         written = config(stage, "bf16", precision={"rules": rules})
         engine = initialize(model, config=written, weights=folder, device="cpu", quiet=True)
         for row in engine.plan.rows:
-            if not torch.equal(engine.full_master(row.name), state[row.name].float()):
+            if not torch.equal(engine.parameter(row.name).master, state[row.name].float()):
                 report.wrong.append(f"stage {stage}: {row.name}")
         for buffer, values in engine.module.named_buffers():
             if not torch.equal(values, want.get_buffer(buffer)):
@@ -96,7 +96,7 @@ def test_a_model_with_memory_loads_the_same(tmp_path: Path) -> None:
     model = MODELS["qwen3-moe"].build()
     engine = single(model, tmp_path)
     for name, parameter in want.named_parameters():
-        assert torch.equal(engine.full_master(name), parameter.detach().float()), name
+        assert torch.equal(engine.parameter(name).master, parameter.detach().float()), name
     assert model._weight_conversions  # what `save_pretrained` asks, so that it writes experts by themselves
 
 
@@ -115,7 +115,7 @@ def test_conversions_that_say_what_they_did_as_transformers_5_0_does(
         model = MODELS["qwen3-moe"].build()
     engine = single(model, tmp_path)
     for name, parameter in want.named_parameters():
-        assert torch.equal(engine.full_master(name), parameter.detach().float()), name
+        assert torch.equal(engine.parameter(name).master, parameter.detach().float()), name
     used = [each for each in model._weight_conversions if isinstance(each, loading.WeightConverter)]
     assert {pattern for each in used for pattern in each.target_patterns} == {
         "mlp.experts.gate_up_proj",
@@ -133,7 +133,7 @@ def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:
         bare = MODELS["qwen3-moe"].build()
     engine = single(bare, tmp_path)
     for name, parameter in model.named_parameters():
-        assert torch.equal(engine.full_master(name), parameter.detach().float()), name
+        assert torch.equal(engine.parameter(name).master, parameter.detach().float()), name
 
 
 def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: P
         model = MODELS["llama"].build()
     engine = single(model, tmp_path)
     for name, parameter in want.named_parameters():
-        assert torch.equal(engine.full_master(name), parameter.detach().float()), name
+        assert torch.equal(engine.parameter(name).master, parameter.detach().float()), name
 
 
 def test_an_operation_that_is_no_move_is_refused_by_name(
@@ -179,7 +179,7 @@ def test_models_without_memory_start_from_their_own_distribution(name: str) -> N
         assert buffer == other and torch.equal(ours, theirs)
     engine = initialize(model, config=config(3, "bf16"), device="cpu", quiet=True)
     for row in engine.plan.rows:
-        ours, theirs = engine.full_master(row.name), plain.get_parameter(row.name).detach()
+        ours, theirs = engine.parameter(row.name).master, plain.get_parameter(row.name).detach()
         assert ours.shape == theirs.shape
         if row.numel > 500 or theirs.std() == 0:
             assert abs(ours.std() - theirs.std()) <= 0.15 * theirs.std(), row.name
@@ -208,4 +208,4 @@ def test_what_an_architecture_keeps_in_fp32_is_built_so(tmp_path: Path) -> None:
     split = [row for row in trained if row.columns.update.master is Master.SPLIT]
     assert split
     for row in split:
-        assert torch.equal(engine.full_master(row.name), want.get_parameter(row.name).detach().float())
+        assert torch.equal(engine.parameter(row.name).master, want.get_parameter(row.name).detach().float())

@@ -85,8 +85,8 @@ def finish(engine: Engine, run: Run) -> None:
         run.weights = {name: value.detach().clone() for name, value in values.items()}
     for row in engine.plan.rows:
         if row.columns.update is not None:
-            run.masters[row.name] = engine.full_master(row.name)
-            run.states[row.name] = engine.full_state(row.name)
+            run.masters[row.name] = engine.parameter(row.name).master
+            run.states[row.name] = dict(engine.parameter(row.name).state)
 
 
 def same(runs: Sequence[Run]) -> list[str]:

@@ -92,7 +92,7 @@ def errors(case: Case, stages: tuple[int, ...]) -> dict[int, tuple[float, float]
         reference = reference or true_sum(engine, case)
         for micro in range(case.micro_batches):
             engine.backward(engine(data(engine.mesh.rank(), micro)))
-        mine = {name: engine.full_gradient(name).double() for name in reference}
+        mine = {name: engine.parameter(name).gradient.double() for name in reference}
         engine.destroy()
         found[stage] = _relative(mine, reference)
     return found

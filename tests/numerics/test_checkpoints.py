@@ -384,12 +384,14 @@ def weights_alone(folder: str) -> Any:
         checkpoints.load()
     assert engine.global_steps == 0
     loaded = checkpoints.load(parts="weights")
-    problems = [n for n, master in run.masters.items() if not torch.equal(engine.full_master(n), master)]
+    problems = [n for n, master in run.masters.items() if not torch.equal(engine.parameter(n).master, master)]
     problems += ["steps"] if engine.global_steps else []
     train(engine, 1)
     assert "optimizer" in {difference.what for difference in loaded.differences}
     checkpoints.load(allow=("optimizer",))
-    problems += [n for n, master in run.masters.items() if not torch.equal(engine.full_master(n), master)]
+    problems += [
+        n for n, master in run.masters.items() if not torch.equal(engine.parameter(n).master, master)
+    ]
     problems += ["no steps"] if engine.global_steps != 3 else []
     engine.destroy()
     return problems
@@ -410,14 +412,14 @@ def frozen_then_trained(folder: str) -> Any:
 
     engine = build(True)
     train(engine, 2)
-    expected = {name: engine.full_master(name) for name in ("layers.0.mlp.up.weight", "norm.weight")}
+    expected = {name: engine.parameter(name).master for name in ("layers.0.mlp.up.weight", "norm.weight")}
     Checkpoints(engine, folder, quiet=True).save()
     engine.destroy()
     engine = build(False)
     loaded = Checkpoints(engine, folder, quiet=True).load()
-    problems = [name for name in expected if not torch.equal(engine.full_master(name), expected[name])]
-    problems += ["moments"] if engine.full_state("layers.0.mlp.up.weight")["exp_avg"].any() else []
-    problems += [] if engine.full_state("norm.weight")["exp_avg"].any() else ["no moments"]
+    problems = [name for name in expected if not torch.equal(engine.parameter(name).master, expected[name])]
+    problems += ["moments"] if engine.parameter("layers.0.mlp.up.weight").state["exp_avg"].any() else []
+    problems += [] if engine.parameter("norm.weight").state["exp_avg"].any() else ["no moments"]
     said = [str(difference) for difference in loaded.differences]
     problems += [] if any("begin to be trained" in text for text in said) else said
     engine.destroy()

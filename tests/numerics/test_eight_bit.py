@@ -67,10 +67,10 @@ def interrupted() -> tuple[Run, Run, bool]:
         train(engine, 5)
         if touch:
             for row in engine.plan.rows:
-                for key, value in engine.full_state(row.name).items():
-                    engine.set_full_state(row.name, key, value)
-                    assert torch.equal(engine.full_state(row.name)[key], value)
-        held = engine.full_state("layers.0.mlp.up.weight")["exp_avg_sq"].flatten()
+                for key, value in engine.parameter(row.name).state.items():
+                    engine.parameter(row.name).state[key] = value
+                    assert torch.equal(engine.parameter(row.name).state[key], value)
+        held = engine.parameter("layers.0.mlp.up.weight").state["exp_avg_sq"].flatten()
         coded = held.view(-1, 256).unique().numel() < held.numel() // 2
         runs.append(train(engine, 5))
         engine.destroy()
@@ -96,13 +96,13 @@ def written() -> list[tuple[torch.Tensor, torch.Tensor]]:
     for key, code in (("exp_avg", Code.SIGNED), ("exp_avg_sq", Code.UNSIGNED)):
         wish = torch.randn(64 * 32, generator=torch.Generator().manual_seed(1))
         wish = wish if code is Code.SIGNED else wish.square()
-        engine.set_full_state(name, key, wish.view(64, 32))
-        held = engine.full_state(name)[key].flatten()
+        engine.parameter(name).state[key] = wish.view(64, 32)
+        held = engine.parameter(name).state[key].flatten()
         _, scales = encode(code, wish)
         assert torch.equal(held.view(-1, 256).abs().amax(1), scales)
         assert 0 < (held - wish).abs().max() < 0.1 * wish.abs().max()
-        engine.set_full_state(name, key, held.view(64, 32))
-        found.append((held, engine.full_state(name)[key].flatten()))
+        engine.parameter(name).state[key] = held.view(64, 32)
+        found.append((held, engine.parameter(name).state[key].flatten()))
     engine.destroy()
     return found
 

@@ -67,7 +67,7 @@ def all_stages(mesh: str) -> tuple[dict[str, float], float, list[str]]:
         assert norm is not None
         norms.append(norm)
         # What the first update has seen, over all replicas.
-        found = {name: engine.full_state(name)["exp_avg"] / 0.1 for name in expected}
+        found = {name: engine.parameter(name).state["exp_avg"] / 0.1 for name in expected}
         runs.append(train(engine, 2, MICRO, data=batch))
         engine.destroy()
     errors = {name: error(found[name], expected[name]) for name in expected}
@@ -324,18 +324,20 @@ def values(stage: int) -> list[str]:
     """What is read back is what was written, whole, and a copy of the model runs."""
     engine = engine_of(config(stage, "ep2 x 2"))
     before = Network().state_dict()
-    assert sum(segment.storage.nbytes for segment in engine.segments) == cost(engine.plan).rest.storage
-    wrong = [n for n, value in before.items() if not torch.equal(engine.full_master(n), value)]
+    assert (
+        sum(segment.storage.nbytes for segment in engine.executor.segments) == cost(engine.plan).rest.storage
+    )
+    wrong = [n for n, value in before.items() if not torch.equal(engine.parameter(n).master, value)]
     train(engine, 1, MICRO, data=batch)
     name = "layers.1.experts.up"
     new = torch.randn(before[name].shape, generator=torch.Generator().manual_seed(9))
-    engine.set_full_master(name, new)
-    wrong += [] if torch.equal(engine.full_master(name), new) else ["master"]
-    engine.set_full_state(name, "exp_avg", 2 * new)
-    wrong += [] if torch.equal(engine.full_state(name)["exp_avg"], 2 * new) else ["state"]
+    engine.parameter(name).master = new
+    wrong += [] if torch.equal(engine.parameter(name).master, new) else ["master"]
+    engine.parameter(name).state["exp_avg"] = 2 * new
+    wrong += [] if torch.equal(engine.parameter(name).state["exp_avg"], 2 * new) else ["state"]
     accumulate(engine, MICRO)
-    engine.set_full_gradient(name, new)
-    wrong += [] if error(engine.full_gradient(name), new) < 1e-6 else ["gradient"]
+    engine.parameter(name).gradient = new
+    wrong += [] if error(engine.parameter(name).gradient, new) < 1e-6 else ["gradient"]
     engine.zero_grad()
     rank = engine.mesh.rank("expert")
     with engine.gathered([name], write=True) as shown:
@@ -343,7 +345,7 @@ def values(stage: int) -> list[str]:
         wrong += [] if torch.equal(own, new[2 * rank : 2 * rank + 2]) else ["gathered"]
         if engine.mesh.rank() < 2:
             shown[name].add_(1.0)
-    wrong += [] if torch.equal(engine.full_master(name), new + 1.0) else ["written"]
+    wrong += [] if torch.equal(engine.parameter(name).master, new + 1.0) else ["written"]
     with engine.gathered(), torch.no_grad():
         x = batch(0, engine.mesh.rank("data"), 0)
         twin = copy.deepcopy(engine.module)

@@ -194,7 +194,7 @@ def full_gradients(engine: Engine, step: int, data: Any = batch) -> dict[str, to
         engine.backward(engine(data(step, engine.mesh.rank(), micro)))
         if micro < MICRO_BATCHES - 1:
             engine.step()
-    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
     assert engine.step().updated
     return found
 
@@ -325,14 +325,12 @@ def test_any_order_of_arrivals_sums_to_the_reference(stage: int, mixed: bool) ->
                 engine.step()
         wanted = [arrival(way) for way in first], [arrival(way) for way in second]
         for name, total, counts in zip(("low", "wide"), reference, wanted, strict=True):
-            found = engine.full_gradient(name).double() * 3
+            found = engine.parameter(name).gradient.double() * 3
             if exact:
                 assert torch.equal((found * 16).round(), total * 16), (first, second)
             else:
                 torch.testing.assert_close(found, total, rtol=0, atol=6 * 2.0**-24 * 8)
-            ledger = engine.gradients.ledger
-            assert ledger is not None
-            seen = [found[name].count if name in found else 0 for found in ledger.arrivals()]
+            seen = [found[name].count if name in found else 0 for found in queue.arrivals()]
             assert seen == counts, (name, first, second)
         engine.zero_grad()
     engine.destroy()
@@ -369,5 +367,7 @@ def test_a_backward_that_keeps_its_graph_adds_once() -> None:
         (plain(batch(0, 0, micro)) / 2).backward()
         engine.backward(engine(batch(0, 0, micro)), create_graph=True)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(engine.full_gradient(name), parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(
+            engine.parameter(name).gradient, parameter.grad, rtol=1e-5, atol=1e-7, msg=name
+        )
     engine.destroy()

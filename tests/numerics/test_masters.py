@@ -59,7 +59,7 @@ def with_copies(stage: int, state: str, away: bool, steps: int) -> Run:
         engine.updater._update_slice = update_away
         for of in engine.updater._slices.values():
             show_away(of)
-        for segment in engine.segments:
+        for segment in engine.executor.segments:
             segment.sync_storage().wait()
             segment.changed()
     run = train(engine, steps)
@@ -110,10 +110,10 @@ def looked_at() -> dict[int, tuple[dict[str, torch.Tensor], list[str]]]:
     for stage in STAGES:
         engine = engine_of(stage, "split", "fp32")
         names = [row.name for row in engine.plan.rows]
-        before = {name: engine.full_master(name) for name in names}
+        before = {name: engine.parameter(name).master for name in names}
         with engine.gathered(write=True) as values:
             visible = {name: value.detach().clone() for name, value in values.items()}
-        changed = [name for name in names if not torch.equal(engine.full_master(name), before[name])]
+        changed = [name for name in names if not torch.equal(engine.parameter(name).master, before[name])]
         found[stage] = (visible, changed)
         engine.destroy()
     return found

@@ -222,7 +222,7 @@ class Poll:
         self.looks += 1
         full = [
             unit.spec.name
-            for unit in self.engine.units
+            for unit in self.engine.executor.units
             if not unit.is_root and any(_is_there(segment) for segment in unit.segments)
         ]
         self.gathered = max(self.gathered, len(full))
@@ -293,9 +293,11 @@ def one_step(stage: int, mode: str, kind: str, micro_batches: int) -> Step:
     for step in range(2):
         for micro in range(micro_batches):
             engine.backward(engine(batch(step, engine.mesh.rank(), micro, samples=1)))
-            left = sum(any(_is_there(s) for s in unit.segments) for unit in engine.units if not unit.is_root)
+            left = sum(
+                any(_is_there(s) for s in unit.segments) for unit in engine.executor.units if not unit.is_root
+            )
             engine.step()
-    assert not any(_is_there(segment) for segment in engine.segments)
+    assert not any(_is_there(segment) for segment in engine.executor.segments)
     found = Step(poll.gathered, poll.peak, cost(engine.plan).peak.total, poll.looks, left, poll.history)
     engine.destroy()
     return found

@@ -112,9 +112,9 @@ def run(stage: int, device: str, rest: dict[str, Any], own: bool = False) -> Run
         found.losses.append(hash(engine.update_statistics()))
     # What is set from outside reaches the images too, and comes back.
     name = engine.plan.rows[0].name
-    engine.set_full_master(name, engine.full_master(name) * 1.5)
-    for key, value in engine.full_state(name).items():
-        engine.set_full_state(name, key, value * 0.5)
+    engine.parameter(name).master = engine.parameter(name).master * 1.5
+    for key, value in engine.parameter(name).state.items():
+        engine.parameter(name).state[key] = value * 0.5
     again = train(engine, 2, 2)
     engine.destroy()
     return replace(again, losses=found.losses + again.losses, norms=found.norms + again.norms)

@@ -90,7 +90,7 @@ def watched(stage: int, mode: str, rules: Rules, model: nn.Module, paths: list[s
 
 
 def masters(engine: Engine, names: list[str]) -> dict[str, Tensor]:
-    return {name: engine.full_master(name) for name in names}
+    return {name: engine.parameter(name).master for name in names}
 
 
 # --- routers --------------------------------------------------------------------------------------------
@@ -196,16 +196,16 @@ def columns_of(mode: str) -> list[Columns]:
             other = _watch_dtypes(engine, "layers.0.attention.qkv.weight")
             engine.backward(engine(batch(0, engine.mesh.rank())))
             for name, dtypes in ((ROUTERS[0], pinned), ("layers.0.attention.qkv.weight", other)):
-                segment = engine.segments[engine.plan.row(name).segment]
+                segment = engine.executor.segments[engine.plan.row(name).segment]
                 assert segment.reduced is not None
                 dtypes |= {"reduced": segment.reduced.dtype, "storage": segment.storage.dtype}
             engine.step()
         wires = Counter((e.op, str(e.dtype), e.numel) for e in log if e.op in MOVED)
         planned = Counter((c.op, str(c.dtype), c.numel) for c in collectives(engine.plan) if c.op in MOVED)
         for name, dtypes in ((ROUTERS[0], pinned), ("layers.0.attention.qkv.weight", other)):
-            state = engine.full_state(name)
+            state = dict(engine.parameter(name).state)
             dtypes["state fits 16 bits"] = all(_fits(value, torch.bfloat16) for value in state.values())
-            dtypes["master fits 16 bits"] = _fits(engine.full_master(name), LOW[mode])
+            dtypes["master fits 16 bits"] = _fits(engine.parameter(name).master, LOW[mode])
         found.append(Columns(wires, planned, pinned, other))
         engine.destroy()
     return found
@@ -371,7 +371,7 @@ def single_parameters(mode: str) -> list[Any]:
         generator = torch.Generator().manual_seed(engine.mesh.rank())
         losses = []
         for _ in range(STEPS):
-            held = engine.full_master("layers.1.a_log")
+            held = engine.parameter("layers.1.a_log").master
             loss = engine(torch.randn(8, 16, generator=generator))
             engine.backward(loss)
             engine.step()
@@ -463,7 +463,7 @@ def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
         count = loss.item() / FINE
         assert count >= 4 and abs(count - round(count)) < 1e-6, name
         engine.backward(loss)
-        gradient = engine.full_gradient("router.weight" if name == "a module's" else "gate")
+        gradient = engine.parameter("router.weight" if name == "a module's" else "gate").gradient
         assert gradient.abs().sum() > 0, name
         with engine.gathered():
             copied = copy.deepcopy(engine.module)

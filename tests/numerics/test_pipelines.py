@@ -14,10 +14,10 @@ from tests.numerics.networks import GPT, VOCABULARY, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from tests.ranks.ways import WAYS
-from zerodrift.api import initialize_pipeline
+from zerodrift.api import initialize
+from zerodrift.engine.engine import Engine
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.pipeline.cut import Parts
-from zerodrift.pipeline.run import PipelineEngine
 from zerodrift.pipeline.schedules import timeline
 
 LAYERS, COUNT, STEPS = 4, 4, 2
@@ -38,28 +38,28 @@ PARTS = Parts(
 
 def pipeline(
     written: dict[str, Any], schedule: str, weights: str | None, model: nn.Module, **block: Any
-) -> PipelineEngine:
+) -> Engine:
     torch.set_num_threads(1)
     block = {"stages": 2, "schedule": schedule, "micro_batches": COUNT, **block}
     if weights is not None:
         block["weight_grads"] = weights
-    return initialize_pipeline(model, {**written, "pipeline": block}, parts=PARTS, device="cpu", quiet=True)
+    return initialize(model, config={**written, "pipeline": block}, parts=PARTS, device="cpu", quiet=True)
 
 
 def data(step: int, rank: int) -> list[torch.Tensor]:
     return [batch(step, rank, micro) for micro in range(COUNT)]
 
 
-def trained(engine: PipelineEngine) -> dict[str, Any]:
+def trained(engine: Engine) -> dict[str, Any]:
     rank = engine.mesh.rank("data")
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
-        result = engine.step(data(step, rank))
+        result = engine.train_batch(data(step, rank))
         found["losses"] += result.losses
         found["norms"].append(result.step.grad_norm)
     found["evaluated"] = engine.evaluate(data(7, rank)[:3])
-    found["masters"] = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
-    found["states"] = {row.name: engine.full_state(row.name) for row in engine.plan.rows}
+    found["masters"] = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
+    found["states"] = {row.name: dict(engine.parameter(row.name).state) for row in engine.plan.rows}
     return found
 
 
@@ -78,8 +78,8 @@ def whole(stage: int, mode: str, tied: bool) -> dict[str, Any]:
         found["norms"].append(result.grad_norm)
     with torch.no_grad():
         found["evaluated"] = sum(engine(tokens).item() for tokens in data(7, rank)[:3]) / 3
-    found["masters"] = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
-    found["states"] = {row.name: engine.full_state(row.name) for row in engine.plan.rows}
+    found["masters"] = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
+    found["states"] = {row.name: dict(engine.parameter(row.name).state) for row in engine.plan.rows}
     engine.destroy()
     return found
 
@@ -154,8 +154,8 @@ def test_two_pipelines_train_the_bits_of_two_data_ranks_at_every_stage() -> None
 def state_of(engine: Any, plan: Any) -> dict[str, Any]:
     """Every master and moment, full."""
     return {
-        "masters": {row.name: engine.full_master(row.name) for row in plan.rows},
-        "states": {row.name: engine.full_state(row.name) for row in plan.rows},
+        "masters": {row.name: engine.parameter(row.name).master for row in plan.rows},
+        "states": {row.name: dict(engine.parameter(row.name).state) for row in plan.rows},
         "losses": [],
         "norms": [],
         "evaluated": 0,
@@ -166,19 +166,19 @@ def saves(folder: str) -> dict[str, Any]:
     """Two steps, a save, one more step."""
     engine = pipeline(config(0, "bf16", COUNT), "1f1b", None, GPT(LAYERS))
     for step in range(2):
-        engine.step(data(step, 0))
-    Checkpoints(engine.stage, folder, quiet=True).save()
+        engine.train_batch(data(step, 0))
+    Checkpoints(engine, folder, quiet=True).save()
     found = state_of(engine, engine.plan)
-    found["losses"] = list(engine.step(data(2, 0)).losses)
+    found["losses"] = list(engine.train_batch(data(2, 0)).losses)
     engine.destroy()
     return found
 
 
 def loads(folder: str, schedule: str, stage: int) -> dict[str, Any]:
     engine = pipeline(config(stage, "bf16", COUNT), schedule, None, GPT(LAYERS, seed=5))
-    Checkpoints(engine.stage, folder, quiet=True).load()
+    Checkpoints(engine, folder, quiet=True).load()
     found = state_of(engine, engine.plan)
-    found["losses"] = list(engine.step(data(2, engine.mesh.rank("data"))).losses)
+    found["losses"] = list(engine.train_batch(data(2, engine.mesh.rank("data"))).losses)
     engine.destroy()
     return found
 

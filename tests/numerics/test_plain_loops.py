@@ -103,8 +103,8 @@ def run_engine(engine: Engine, steps: int = STEPS, micro_batches: int = 1) -> Tr
     names = [name for name, _ in engine.module.named_parameters()]
     with engine.gathered() as values:
         run.weights = {name: values[name].detach().clone() for name in names}
-    run.masters = {name: engine.full_master(name) for name in names}
-    run.states = {name: engine.full_state(name) for name in names}
+    run.masters = {name: engine.parameter(name).master for name in names}
+    run.states = {name: dict(engine.parameter(name).state) for name in names}
     engine.destroy()
     return run
 

@@ -22,12 +22,12 @@ def gradients(stage: int, replicate: int, extra: dict[str, Any]) -> Found:
     engine = make(config(stage, "fp32", 1, **blocks), GPT(layers=1))
     engine.backward(engine(batch(0, engine.mesh.rank())))
     names = [row.name for row in engine.plan.rows]
-    read = {name: engine.full_gradient(name) for name in names}
+    read = {name: engine.parameter(name).gradient for name in names}
     for name in names[::2]:
-        engine.set_full_gradient(name, 2 * read[name])
-    again = {name: engine.full_gradient(name) for name in names}
+        engine.parameter(name).gradient = 2 * read[name]
+    again = {name: engine.parameter(name).gradient for name in names}
     engine.step()
-    masters = {name: engine.full_master(name) for name in names}
+    masters = {name: engine.parameter(name).master for name in names}
     engine.destroy()
     return read, again, masters
 

@@ -126,8 +126,8 @@ def written(stage: int, mode: str, **rest: Any) -> dict[str, Any]:
 
 
 def everything(engine: Any) -> list[torch.Tensor]:
-    values = [engine.full_master(name) for name in NAMES]
-    return values + [tensor for name in NAMES for _, tensor in sorted(engine.full_state(name).items())]
+    values = [engine.parameter(name).master for name in NAMES]
+    return values + [tensor for name in NAMES for _, tensor in sorted(engine.parameter(name).state.items())]
 
 
 NAMES = ("first.weight", "second.weight")
@@ -205,13 +205,13 @@ def unscaled(mode: str, scale: float) -> list[Any]:
         config = written(stage, mode, fp16={"loss_scale": scale}, optimizer=sgd, gradient_clipping=0.5)
         del config["scheduler"]
         engine = make(config, Two())
-        before = engine.full_master(NAMES[0])
+        before = engine.parameter(NAMES[0]).master
         x = torch.full((1, 300), 2.0**-5)
         loss = engine(x, torch.zeros(1, 300))
         engine.backward(loss)
-        gradient = engine.full_gradient(NAMES[0])
+        gradient = engine.parameter(NAMES[0]).gradient
         result = engine.step()
-        moved = before - engine.full_master(NAMES[0])
+        moved = before - engine.parameter(NAMES[0]).master
         found.append((result.grad_norm, gradient.unique().tolist(), moved.norm().item(), loss.item()))
         engine.destroy()
     return found

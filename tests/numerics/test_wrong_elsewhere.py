@@ -64,7 +64,7 @@ def updated(engine: Engine, gradients: Sequence[float]) -> list[float]:
         engine.backward(engine(row(gradient)))
         result = engine.step()
     assert result.updated
-    return (-engine.full_master(NAME)).flatten().tolist()
+    return (-engine.parameter(NAME).master).flatten().tolist()
 
 
 # --- accumulation and the mean over ranks ---------------------------------------------------------------
@@ -186,9 +186,9 @@ def three_backwards(mode: str) -> list[tuple[list[float], list[float]]]:
         engine = make(written(stage, mode), Probe())
         for gradient in (1.0, 0.5, 1.5):
             engine.backward(engine(row(gradient)))
-        gradients = engine.full_gradient(NAME).flatten().tolist()
+        gradients = engine.parameter(NAME).gradient.flatten().tolist()
         engine.step()
-        found.append((gradients, (-engine.full_master(NAME)).flatten().tolist()))
+        found.append((gradients, (-engine.parameter(NAME).master).flatten().tolist()))
         engine.destroy()
     return found
 
@@ -212,7 +212,7 @@ def scaled(mode: str) -> list[tuple[list[float], list[float], float]]:
         engine = make(written(stage, mode, fp16={"loss_scale": 1024}), Probe())
         engine.backward(engine(row(2.0**-13), 2.0**-13))
         result = engine.step()
-        tiny = (-engine.full_master(NAME)).flatten().tolist()
+        tiny = (-engine.parameter(NAME).master).flatten().tolist()
         found.append((ones, tiny, result.loss_scale))
         engine.destroy()
     return found
@@ -235,7 +235,7 @@ def clipped(mode: str, clip: float) -> list[tuple[float | None, list[float], flo
         engine.backward(engine(row(1.0, 16), 1 / 16))
         result = engine.step()
         assert engine.grad_norm == result.grad_norm
-        found.append((result.grad_norm, engine.full_master(NAME).flatten().tolist(), result.loss_scale))
+        found.append((result.grad_norm, engine.parameter(NAME).master.flatten().tolist(), result.loss_scale))
         engine.destroy()
     return found
 
@@ -269,10 +269,10 @@ def overflow(mode: str, place: int) -> list[Any]:
             data[0, place] = 32768.0
         engine.backward(engine(data, 1 / 16))
         first = engine.step()
-        still = engine.full_master(NAME).abs().max().item()
+        still = engine.parameter(NAME).master.abs().max().item()
         engine.backward(engine(row(1.0, 1024), 1 / 16))
         second = engine.step()
-        weights = set(engine.full_master(NAME).flatten().tolist())
+        weights = set(engine.parameter(NAME).master.flatten().tolist())
         counts = (engine.skipped_steps, engine.global_steps)
         found.append((first.skipped, first.bad, still, second.skipped, second.loss_scale, weights, counts))
         engine.destroy()
@@ -303,13 +303,13 @@ def infinite(mode: str, value: float) -> list[Any]:
         result = engine.step()
         norm = result.grad_norm
         assert norm is not None
-        moved = engine.full_master(NAME).abs().max().item()
+        moved = engine.parameter(NAME).master.abs().max().item()
         counts = (engine.skipped_steps, engine.global_steps, engine.schedule.last_batch_iteration)
         found.append((math.isfinite(norm), result.skipped, result.updated, result.bad, moved, counts))
         engine.backward(engine(data))
         with pytest.raises(NonFiniteError, match=NAME):
             engine.step(error_if_nonfinite=True)
-        assert engine.full_master(NAME).abs().max().item() == 0.0
+        assert engine.parameter(NAME).master.abs().max().item() == 0.0
         engine.destroy()
     return found
 
@@ -330,7 +330,7 @@ def checked(check: bool) -> str:
     except NonFiniteError as error:
         return str(error)
     finally:
-        assert engine.full_master(NAME).abs().max().item() == 0.0
+        assert engine.parameter(NAME).master.abs().max().item() == 0.0
         engine.destroy()
 
 
@@ -352,7 +352,7 @@ def masters(mode: str, master: str | None) -> list[str]:
         more = {"precision": {"master": master}} if master else {}
         engine = make(written(stage, mode, **more), model)
         for name, value in given.items():
-            if not torch.equal(engine.full_master(name), value):
+            if not torch.equal(engine.parameter(name).master, value):
                 wrong.append(f"stage {stage}: {name}")
         with engine.gathered([NORM]) as values:
             shown = values[NORM]
@@ -382,11 +382,11 @@ def first_update(mode: str) -> list[Any]:
         model = Probe()
         nn.init.ones_(model.linear.weight)
         engine = make(written(stage, mode, optimizer=adamw), model)
-        before = (set(engine.full_master(NAME).flatten().tolist()), engine.full_state(NAME))
+        before = (set(engine.parameter(NAME).master.flatten().tolist()), dict(engine.parameter(NAME).state))
         assert engine.global_steps == 0 and not engine.optimizer.state
         engine.backward(engine(row(0.5)))
         engine.step()
-        found.append((before, engine.full_master(NAME), engine.full_state(NAME)))
+        found.append((before, engine.parameter(NAME).master, dict(engine.parameter(NAME).state)))
         engine.destroy()
     return found
 

@@ -36,7 +36,7 @@ def differs(engine: Engine, plain: nn.Module, factor: float = 1.0) -> list[str]:
         if row.columns.update is None:
             continue
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * factor
-        if not torch.equal(engine.full_gradient(name), expected):
+        if not torch.equal(engine.parameter(name).gradient, expected):
             wrong.append(name)
     return wrong
 

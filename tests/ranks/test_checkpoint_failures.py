@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.ranks.plain import weights
 from zerodrift.api import make_plan
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError
 from zerodrift.io.checkpoint import folder as checkpoint_folder
 from zerodrift.io.checkpoint import writing as checkpoint_writing
@@ -338,8 +340,8 @@ def kill_at(event: str, word: str) -> None:
 
 
 def dies(folder: str, who: int, event: str, word: str, load: bool) -> Any:
-    mesh = start(make_plan(config(3, "bf16"), GPT(), 2).mesh, "cpu", TIMEOUT)
-    engine = Engine(make_plan(config(3, "bf16"), GPT(), 2), GPT(), mesh)
+    plan = make_plan(config(3, "bf16"), GPT(), 2)
+    engine = Engine(plan, start(plan.mesh, "cpu", TIMEOUT), partial(NativeExecutor, plan, GPT()))
     checkpoints = Checkpoints(engine, folder, quiet=True)
     if load:
         checkpoints.load(NEW)
@@ -347,7 +349,7 @@ def dies(folder: str, who: int, event: str, word: str, load: bool) -> Any:
         checkpoints.resume()
     train(engine, 1)
     engine.comm.barrier()
-    if mesh.rank() == who:
+    if engine.mesh.rank() == who:
         kill_at(event, word)
     began = time.monotonic()
     try:

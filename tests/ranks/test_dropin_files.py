@@ -111,7 +111,7 @@ def without_frozen(root: str) -> None:
     engine.save_checkpoint(root, "lean", exclude_frozen_parameters=True)
     engine.save_checkpoint(root, "whole", save_latest=False)
     expected = [step(engine, 1), step(engine, 2)]
-    masters = {name: engine.running.full_master(name) for name in ("embed.weight", *frozen)}
+    masters = {name: engine.running.parameter(name).master for name in ("embed.weight", *frozen)}
     with pytest.raises(CheckpointError, match=r"must hold every parameter of the model.*norm1.weight"):
         engine.load_checkpoint(root, "lean")
     path, _ = engine.load_checkpoint(root, "lean", load_module_strict=False)
@@ -124,8 +124,8 @@ def without_frozen(root: str) -> None:
     other = engine_for(case, 2)
     other.load_checkpoint(root, "lean", load_module_strict=False)
     for name in frozen:
-        assert not other.running.full_master(name).any(), "left as it was"
-    assert torch.equal(other.running.full_master("embed.weight"), masters["embed.weight"]) is False
+        assert not other.running.parameter(name).master.any(), "left as it was"
+    assert torch.equal(other.running.parameter("embed.weight").master, masters["embed.weight"]) is False
     with other.running.gathered(write=True) as values:
         for name in frozen:
             values[name].copy_(masters[name])
@@ -170,23 +170,23 @@ def another_head(root: str) -> None:
     engine.backward(engine(x))
     engine.step()
     engine.save_checkpoint(root)
-    body = engine.running.full_master("body.weight")
-    moments = engine.running.full_state("body.weight")
+    body = engine.running.parameter("body.weight").master
+    moments = dict(engine.running.parameter("body.weight").state)
     engine.destroy()
 
     engine = headed("fresh")
-    fresh = engine.running.full_master("fresh.weight")
+    fresh = engine.running.parameter("fresh.weight").master
     with pytest.raises(CheckpointError, match=r"`fresh.weight`"):
         engine.load_checkpoint(root)
-    assert not torch.equal(engine.running.full_master("body.weight"), body)
+    assert not torch.equal(engine.running.parameter("body.weight").master, body)
     engine.load_checkpoint(root, load_module_strict=False)
-    assert torch.equal(engine.running.full_master("body.weight"), body)
-    assert torch.equal(engine.running.full_master("fresh.weight"), fresh)
-    assert torch.equal(engine.running.full_state("body.weight")["exp_avg"], moments["exp_avg"])
-    assert not engine.running.full_state("fresh.weight")["exp_avg"].any()
+    assert torch.equal(engine.running.parameter("body.weight").master, body)
+    assert torch.equal(engine.running.parameter("fresh.weight").master, fresh)
+    assert torch.equal(engine.running.parameter("body.weight").state["exp_avg"], moments["exp_avg"])
+    assert not engine.running.parameter("fresh.weight").state["exp_avg"].any()
     engine.backward(engine(x))
     engine.step()
-    assert not torch.equal(engine.running.full_master("fresh.weight"), fresh)
+    assert not torch.equal(engine.running.parameter("fresh.weight").master, fresh)
     engine.destroy()
 
     engine = headed("old", width=3)

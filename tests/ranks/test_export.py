@@ -68,7 +68,7 @@ def _compare(engine: Engine, folder: Path) -> None:
     assert "head.weight" not in plan, "tied: saved once"
     with engine.gathered() as shown:
         for name, row in rows.items():
-            master = engine.full_master(name)
+            master = engine.parameter(name).master
             pinned = row.columns.pinned
             assert pinned == (".router." in name)
             assert plan[name].dtype is (torch.float32 if pinned else torch.bfloat16)

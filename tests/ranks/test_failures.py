@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.ranks.plain import run_all, weights
 from zerodrift.api import make_plan
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import RankError
 
 TIMEOUT = 3.0
@@ -103,7 +105,7 @@ def after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> Any:
             step(engine, number, own)
         found = weights(engine)
         problems += [f"own {own}: {name}" for name in found if not torch.equal(found[name], expected[name])]
-        full = [unit for unit in engine.units if stage == 3 and unit.is_full]
+        full = [unit for unit in engine.executor.units if stage == 3 and unit.is_full]
         problems += [f"{unit} was left gathered" for unit in full]
         engine.destroy()
     return problems
@@ -146,7 +148,7 @@ def impatient(
     """An engine whose collectives wait for `timeout` at most."""
     model = model if model is not None else GPT(layers=3)
     plan = make_plan(config(stage, mode), model, world)
-    return Engine(plan, model, start(plan.mesh, "cpu", timeout))
+    return Engine(plan, start(plan.mesh, "cpu", timeout), partial(NativeExecutor, plan, model))
 
 
 def waits(engine: Engine, steps: int = 3) -> tuple[str, float]:

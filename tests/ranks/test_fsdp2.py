@@ -46,7 +46,7 @@ def parameters() -> None:
     step(engine)
     for group in engine.optimizer.param_groups:
         assert all(isinstance(parameter, DTensor) for parameter in group["params"])
-    assert {str(value.dtype) for value in engine.full_state("norm.weight").values()} == {"torch.float32"}
+    assert {str(value.dtype) for value in engine.parameter("norm.weight").state.values()} == {"torch.float32"}
     assert engine.updater.resting(0) == (None, (torch.float32,))
     assert model.embed.weight.grad is None
 
@@ -79,7 +79,7 @@ def pinned_and_tied() -> list[list[float]]:
         )
         engine = make(written, Wide())
         if backend == "fsdp2":
-            assert ("embed", "head") in [unit.spec.paths for unit in engine.units]
+            assert ("embed", "head") in [unit.spec.paths for unit in engine.executor.units]
         found.append([step(engine, number) for number in range(3)])
         engine.destroy()
     return found
@@ -106,7 +106,7 @@ def containers() -> list[tuple[str, ...]]:
     precision = {"rules": [{"match": "*.experts.*", "pin": "fp32"}]}
     engine = make(fsdp2(3, "bf16", precision=precision), model)
     step(engine)
-    return [unit.spec.paths for unit in engine.units]
+    return [unit.spec.paths for unit in engine.executor.units]
 
 
 def test_a_container_is_no_group_but_its_children_are() -> None:
@@ -165,30 +165,30 @@ def test_frozen_parameters() -> None:
 def written() -> None:
     engine = make(fsdp2(3, "bf16", 2), GPT(layers=1))
     rank = engine.mesh.rank()
-    before = engine.full_master("layers.0.mlp.up.weight")
+    before = engine.parameter("layers.0.mlp.up.weight").master
     with engine.gathered(write=True) as values:
         assert values["layers.0.mlp.up.weight"].dtype is torch.bfloat16
         engine.module.norm.weight.data.fill_(2.0 + rank)  # rank 0's is everybody's
         values["layers.0.mlp.up.weight"][0, 0] = 5.0
         engine.module.layers[0].mlp.down.bias = nn.Parameter(torch.full((WIDTH,), 3.0))
-    after = engine.full_master("layers.0.mlp.up.weight")
+    after = engine.parameter("layers.0.mlp.up.weight").master
     assert after[0, 0] == 5.0 and torch.equal(after.flatten()[1:], before.flatten()[1:])
-    assert torch.equal(engine.full_master("norm.weight"), torch.full((WIDTH,), 2.0))
-    assert torch.equal(engine.full_master("layers.0.mlp.down.bias"), torch.full((WIDTH,), 3.0))
+    assert torch.equal(engine.parameter("norm.weight").master, torch.full((WIDTH,), 2.0))
+    assert torch.equal(engine.parameter("layers.0.mlp.down.bias").master, torch.full((WIDTH,), 3.0))
     assert isinstance(engine.module.norm.weight, DTensor)
 
-    engine.set_full_master("norm.bias", torch.linspace(0, 1, WIDTH))
-    assert torch.equal(engine.full_master("norm.bias"), torch.linspace(0, 1, WIDTH))
+    engine.parameter("norm.bias").master = torch.linspace(0, 1, WIDTH)
+    assert torch.equal(engine.parameter("norm.bias").master, torch.linspace(0, 1, WIDTH))
     loss = engine(batch(0, rank))
     engine.backward(loss)
-    gradient = engine.full_gradient("norm.bias")
-    engine.set_full_gradient("norm.bias", 2 * gradient)
-    assert torch.equal(engine.full_gradient("norm.bias"), 2 * gradient)
+    gradient = engine.parameter("norm.bias").gradient
+    engine.parameter("norm.bias").gradient = 2 * gradient
+    assert torch.equal(engine.parameter("norm.bias").gradient, 2 * gradient)
     engine.backward(engine(batch(1, rank)))
     assert engine.step().updated
-    moments = engine.full_state("norm.bias")
-    engine.set_full_state("norm.bias", "exp_avg", moments["exp_avg"] + 1)
-    assert torch.equal(engine.full_state("norm.bias")["exp_avg"], moments["exp_avg"] + 1)
+    moments = dict(engine.parameter("norm.bias").state)
+    engine.parameter("norm.bias").state["exp_avg"] = moments["exp_avg"] + 1
+    assert torch.equal(engine.parameter("norm.bias").state["exp_avg"], moments["exp_avg"] + 1)
 
 
 def test_values_in_and_out() -> None:
@@ -206,9 +206,9 @@ def loaded(assign: bool) -> None:
         shown = dict(engine.module.named_parameters())
         assert torch.equal(shown["norm.weight"], other.norm.weight)
     for name, value in other.named_parameters():
-        assert torch.equal(engine.full_master(name), value), name
+        assert torch.equal(engine.parameter(name).master, value), name
     step(engine)
-    assert not torch.equal(engine.full_master("embed.weight"), other.embed.weight)
+    assert not torch.equal(engine.parameter("embed.weight").master, other.embed.weight)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -260,7 +260,7 @@ def switched_off(backend: str, stage: int) -> list[list[torch.Tensor]]:
             if micro == 0:
                 engine.step()
         names = ("norm.weight", "layers.0.norm1.weight", "head.weight")
-        found.append([engine.full_gradient(name).clone() for name in names])
+        found.append([engine.parameter(name).gradient.clone() for name in names])
         assert engine.step().updated
         engine.destroy()
     return found
@@ -282,7 +282,7 @@ def pieces() -> list[tuple[str, int, int]]:
     """(name, start, elements) of what this rank reads."""
     engine = make(fsdp2(sharding={"replicate": 2}, zero_optimization={"stage": 3}), _Uneven())
     shards = Shards(engine)
-    masters = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    masters = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
     found = []
     for part in shards.weights():
         whole = masters[part.name]
@@ -296,7 +296,7 @@ def pieces() -> list[tuple[str, int, int]]:
     shards.sync_storage()
     for row in engine.plan.rows:
         wanted = torch.arange(row.numel).view(row.shape).float()
-        assert torch.equal(engine.full_master(row.name), wanted), row.name
+        assert torch.equal(engine.parameter(row.name).master, wanted), row.name
     return found
 
 
@@ -378,9 +378,9 @@ def held() -> None:
         with torch.no_grad():
             engine(batch(0))
         step(engine, 1)
-        full = [m.full for unit in engine.units for m in unit.members]
+        full = [m.full for unit in engine.executor.units for m in unit.members]
         assert {parameter.untyped_storage().nbytes() for parameter in full} == {0}
-        assert all(m.sharded.grad is None and m.full.grad is None for m in engine.members.values())
+        assert all(m.sharded.grad is None and m.full.grad is None for m in engine.executor.members.values())
         engine.destroy()
 
 
@@ -569,7 +569,7 @@ def used_twice() -> list[str]:
             wanted = uses[0].grad.float() + uses[1].grad.float()
             engine = make(fsdp2(stage, "bf16"), Alone(block))
             engine.backward(engine(x))
-            if not torch.equal(engine.full_gradient("block.weight"), wanted):
+            if not torch.equal(engine.parameter("block.weight").gradient, wanted):
                 found.append(f"stage {stage}, {again or 'no'} recomputation")
             engine.destroy()
     return found

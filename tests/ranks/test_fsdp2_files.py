@@ -29,7 +29,7 @@ def saved(backend: str, folder: str, rest: dict[str, Any]) -> list[float]:
     engine = make(written(backend, **rest), GPT(layers=1, moe=True))
     train(engine, 2, 2)
     Checkpoints(engine, folder).save()
-    masters = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    masters = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
     if engine.mesh.rank() == 0:
         torch.save(masters, f"{folder}.masters")
     losses = train(engine, 2, 2).losses
@@ -62,8 +62,8 @@ def spread(folder: str) -> None:
         engine = make({**written("fsdp2"), **rest}, GPT(layers=1, moe=True, seed=5))
         Checkpoints(engine, folder).load()
         for name, master in torch.load(f"{folder}.masters").items():
-            assert torch.equal(engine.full_master(name), master), name
-        moments = engine.full_state("embed.weight")
+            assert torch.equal(engine.parameter(name).master, master), name
+        moments = dict(engine.parameter("embed.weight").state)
         assert moments["exp_avg_sq"].gt(0).any()
         train(engine, 1, 2)
         engine.destroy()
@@ -80,12 +80,12 @@ def streamed(folder: str) -> None:
         model = GPT(layers=1, moe=True)
     engine = make(written("fsdp2"), model, weights=f"{folder}/model.safetensors")
     for name, value in source.named_parameters():
-        assert torch.equal(engine.full_master(name), value.detach()), name
+        assert torch.equal(engine.parameter(name).master, value.detach()), name
     train(engine, 1, 2)
     load_weights(engine, f"{folder}/model.safetensors", quiet=True)
     for name, value in source.named_parameters():
-        assert torch.equal(engine.full_master(name), value.detach()), name
-    assert engine.full_state("embed.weight")["exp_avg_sq"].gt(0).any()
+        assert torch.equal(engine.parameter(name).master, value.detach()), name
+    assert engine.parameter("embed.weight").state["exp_avg_sq"].gt(0).any()
 
 
 def test_weights_stream_into_shards(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def first_values() -> None:
                 torch.nn.Linear(6, 10), torch.nn.LayerNorm(10), torch.nn.Linear(10, 3)
             )
         engine = make(config(3, "fp32", backend=backend), model)
-        found.append({row.name: engine.full_master(row.name) for row in engine.plan.rows})
+        found.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
         engine.destroy()
     native, fsdp2 = found
     assert all(torch.equal(native[name], fsdp2[name]) for name in native)

@@ -84,7 +84,7 @@ def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
     given = {name: value.detach().clone() for name, value in model.named_parameters()}
     assert any((value.bfloat16().float() != value).any() for value in given.values())
     engine = make(written, model)
-    inexact = [name for name in given if not torch.equal(engine.full_master(name), given[name])]
+    inexact = [name for name in given if not torch.equal(engine.parameter(name).master, given[name])]
     seen = step(engine)
     return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), inexact
 
@@ -109,9 +109,9 @@ def updated(backend: str) -> dict[str, float]:
     """How far a step is from torch's AdamW in fp64 on the same gradient, in ulps of fp32 at the weight."""
     engine = make({**config(3, "bf16", gradient_clipping=0.0), "backend": backend}, GPT(tied=False, layers=1))
     settings = engine.optimizer.param_groups[0]
-    before = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    before = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
     engine.backward(engine(batch(0, engine.mesh.rank("data"))))
-    gradients = {name: engine.full_gradient(name) for name in before}
+    gradients = {name: engine.parameter(name).gradient for name in before}
     assert engine.step().updated
     worst = 0.0
     fractions = []
@@ -121,7 +121,7 @@ def updated(backend: str) -> dict[str, float]:
         torch.optim.AdamW(
             [wanted], lr=settings["lr"], betas=settings["betas"], weight_decay=settings["weight_decay"]
         ).step()
-        after = engine.full_master(name)
+        after = engine.parameter(name).master
         spacing = torch.finfo(torch.float32).eps * start.abs().clamp_min(settings["lr"]).double()
         worst = max(worst, float(((after.double() - wanted.detach()).abs() / spacing).max()))
         fractions.append(float((after.bfloat16().float() != after).float().mean()))
@@ -225,7 +225,7 @@ def looked_away(backend: str) -> bool:
                 engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
                 engine.step()
         assert "update" not in vars(engine.updater) and "step" not in vars(engine.updater)
-        runs.append({row.name: engine.full_master(row.name) for row in engine.plan.rows})
+        runs.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
         engine.destroy()
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
@@ -242,8 +242,8 @@ def piecewise(schedule: str, weights: str | None, keep: str) -> tuple[str, list[
     rules = {"rules": [{"match": "layers.1.mlp.router.weight", "pin": "fp32"}]}
     written = config(3, "bf16", COUNT, precision=rules, sharding={"keep_gathered": keep})
     engine = pipeline(written, schedule, weights, GPT(LAYERS, moe=True))
-    with observe(engine.stage) as seen:
-        engine.step(data(0, engine.mesh.rank("data")))
+    with observe(engine) as seen:
+        engine.train_batch(data(0, engine.mesh.rank("data")))
     whole = merged(engine.comm.all_gather_object(seen))
     engine.destroy()
     cells = compare.table(engine.plan, whole)

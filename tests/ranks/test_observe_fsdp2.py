@@ -86,7 +86,7 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
     engine: Any = make(config(3, "bf16", backend="fsdp2", precision=pins), GPT(tied=False))
     weight = "layers.0.mlp.up.weight"
     module = engine.module.get_submodule("layers.0.mlp.up")
-    group = next(unit for unit in engine.units if engine.members[weight] in unit.members)
+    group = next(unit for unit in engine.executor.units if engine.executor.members[weight] in unit.members)
     if what == "compute":
         module.forward = lambda x: torch.nn.functional.linear(
             x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()
@@ -113,7 +113,7 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
         engine.backward(engine(batch(0, engine.mesh.rank("data"))))
         engine.step()
         if what == "state":
-            moments = engine.optimizer.state[engine.members[weight].sharded]
+            moments = engine.optimizer.state[engine.executor.members[weight].sharded]
             moments["exp_avg"] = moments["exp_avg"].bfloat16()
     merged(engine.comm.all_gather_object(seen))
     try:

@@ -14,9 +14,9 @@ from tests.numerics.runs import config
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
 from tests.ranks.harness import run_ranks
 from tests.ranks.ways import WAYS
-from zerodrift.api import initialize_pipeline
+from zerodrift.api import initialize
+from zerodrift.engine.engine import Engine
 from zerodrift.errors import ZerodriftError
-from zerodrift.pipeline.run import PipelineEngine
 
 FEW: list[tuple[str, str | None]] = [
     ("1f1b", None),
@@ -57,34 +57,34 @@ class Seen:
     """Of the first product of this rank's MLPs, recomputations included, per layer and micro-batch."""
 
 
-def engine_of(
-    how: str, stage: int, schedule: str, weights: str | None, keep: str, mode: str
-) -> PipelineEngine:
+def engine_of(how: str, stage: int, schedule: str, weights: str | None, keep: str, mode: str) -> Engine:
     torch.set_num_threads(1)
     block: dict[str, Any] = {"stages": 2, "schedule": schedule, "micro_batches": COUNT}
     if weights is not None:
         block["weight_grads"] = weights
     written = config(stage, mode, COUNT, pipeline=block, sharding={"keep_gathered": keep})
     parts = replace(PARTS, each=HOW[how])
-    return initialize_pipeline(GPT(LAYERS, tied=False), written, parts=parts, device="cpu", quiet=True)
+    return initialize(GPT(LAYERS, tied=False), config=written, parts=parts, device="cpu", quiet=True)
 
 
 def seen(how: str, *what: Any) -> Seen:
     engine = engine_of(how, *what)
     rank = engine.mesh.rank("data")
-    engine.step(data(0, rank))
+    engine.train_batch(data(0, rank))
     calls: list[int] = []
-    layers = [layer for piece in engine.pieces for layer in piece.module.layers if hasattr(layer, "mlp")]
+    layers = [
+        layer for piece in engine.executor.forwards for layer in piece.module.layers if hasattr(layer, "mlp")
+    ]
     handles = [layer.mlp.up.register_forward_pre_hook(lambda *_: calls.append(1)) for layer in layers]
     losses = engine.accumulate(data(1, rank))
     for handle in handles:
         handle.remove()
-    ledger = engine.stage.gradients.ledger
+    ledger = engine.executor.gradients.ledger
     assert ledger is not None
-    gradients = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    gradients = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
     held = {id(layer) for layer in layers}
     found = Seen(losses, gradients, ledger.arrivals(), len(calls) // (COUNT * len(held)))
-    engine.update()
+    engine.step()
     engine.destroy()
     return found
 
@@ -150,7 +150,7 @@ HOW["reentrant"] = reentrant
 def refused(schedule: str) -> str:
     engine = engine_of("reentrant", 0, schedule, None, "step", "fp32")
     try:
-        engine.step(data(0, 0))
+        engine.train_batch(data(0, 0))
     except ZerodriftError as error:
         return str(error)
     finally:
@@ -181,7 +181,7 @@ def compiled(schedule: str) -> str:
         except ZerodriftError as error:
             return str(error)
         losses = engine.accumulate(data(0, 0))
-        found.append((losses, {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}))
+        found.append((losses, {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}))
         engine.destroy()
     same = all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
     return "same" if same and found[0][0] == found[1][0] else "not the same"

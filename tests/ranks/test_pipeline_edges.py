@@ -19,10 +19,10 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.test_failures import Boom
 from tests.ranks.ways import WAYS
 from tests.unit.test_late_products import Own
-from zerodrift.api import initialize_pipeline
+from zerodrift.api import initialize
+from zerodrift.engine.engine import Engine
 from zerodrift.pipeline.batches import checksum
 from zerodrift.pipeline.cut import Parts
-from zerodrift.pipeline.run import PipelineEngine
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -61,24 +61,24 @@ def other_data() -> list[str]:
     other = engine.mesh.rank("pipeline") == 1 and engine.mesh.rank("data") == 0
     tokens = data(0, engine.mesh.rank("data"))
     found = [
-        said(lambda: engine.step(changed(tokens) if other else tokens)),
+        said(lambda: engine.train_batch(changed(tokens) if other else tokens)),
         said(lambda: engine.evaluate(changed(tokens) if other else tokens)),
-        said(lambda: engine.step(tokens[::-1] if other else tokens)),
-        said(lambda: engine.step(tokens, [2.0 if other else 1.0] * COUNT)),
-        said(lambda: engine.step(tokens, [1.0, float("nan"), 1.0, 1.0])),
-        said(lambda: engine.step(tokens, ["x"] * COUNT)),  # type: ignore[list-item]
-        said(lambda: engine.step(tokens)),  # and goes on
+        said(lambda: engine.train_batch(tokens[::-1] if other else tokens)),
+        said(lambda: engine.train_batch(tokens, [2.0 if other else 1.0] * COUNT)),
+        said(lambda: engine.train_batch(tokens, [1.0, float("nan"), 1.0, 1.0])),
+        said(lambda: engine.train_batch(tokens, ["x"] * COUNT)),  # type: ignore[list-item]
+        said(lambda: engine.train_batch(tokens)),  # and goes on
     ]
     engine.destroy()
-    engine = initialize_pipeline(
+    engine = initialize(
         GPT(LAYERS),
-        config(0, "fp32", COUNT, pipeline={"stages": 2, "micro_batches": COUNT}),
+        config=config(0, "fp32", COUNT, pipeline={"stages": 2, "micro_batches": COUNT}),
         parts=IN_A_BATCH,
         device="cpu",
         quiet=True,
     )
     batches = [{"tokens": each, "scale": 1.0 + other} for each in tokens]
-    found.append(said(lambda: engine.step(batches)))
+    found.append(said(lambda: engine.train_batch(batches)))
     engine.destroy()
     return found
 
@@ -145,10 +145,10 @@ def hooked_everywhere() -> dict[str, dict[str, torch.Tensor]]:
             if later:
                 engine.accumulate(data(0, 0))
                 engine.zero_grad()
-                hooks_on(engine.stage.module)
+                hooks_on(engine.module)
             engine.accumulate(data(0, 0))
             found[f"{schedule} {weights} {later}"] = {
-                row.name: engine.full_gradient(row.name) for row in engine.plan.rows
+                row.name: engine.parameter(row.name).gradient for row in engine.plan.rows
             }
             engine.destroy()
     return found
@@ -191,7 +191,7 @@ def classes_everywhere() -> dict[str, dict[str, torch.Tensor]]:
         engine = pipeline(written, schedule, weights, of_classes())
         engine.accumulate(data(0, 0))
         found[f"{schedule} {weights}"] = {
-            row.name: engine.full_gradient(row.name) for row in engine.plan.rows
+            row.name: engine.parameter(row.name).gradient for row in engine.plan.rows
         }
         engine.destroy()
     return found
@@ -202,7 +202,7 @@ def classes_alone() -> tuple[dict[str, torch.Tensor], list[str]]:
     engine = make(config(0, "bf16", COUNT, precision={"rules": PINNED}), of_classes())
     for tokens in data(0, 0):
         engine.backward(engine(tokens))
-    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
     pinned = [row.name for row in engine.plan.rows if row.columns.pinned]
     engine.destroy()
     return found, pinned
@@ -240,12 +240,12 @@ class Shortens(nn.Module):
 STACK = Parts("", before=lambda model, x: x, after=lambda model, hidden, x: hidden.square().mean())
 
 
-def stack(layer: Callable[[], nn.Module], parts: Parts = STACK, count: int = 2) -> PipelineEngine:
+def stack(layer: Callable[[], nn.Module], parts: Parts = STACK, count: int = 2) -> Engine:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(layer(), layer())
     written = config(0, "fp32", count, pipeline={"stages": 2, "micro_batches": count})
-    return initialize_pipeline(model, written, parts=parts, device="cpu", quiet=True)
+    return initialize(model, config=written, parts=parts, device="cpu", quiet=True)
 
 
 def block() -> nn.Module:
@@ -255,11 +255,11 @@ def block() -> nn.Module:
 def sends() -> list[str]:
     found = []
     engine = stack(Shortens)
-    found.append(said(lambda: engine.step([torch.ones(2, 8), -torch.ones(2, 8)])))
+    found.append(said(lambda: engine.train_batch([torch.ones(2, 8), -torch.ones(2, 8)])))
     engine.destroy()
     bad = Parts("", before=lambda model, x: x, each=lambda layer, x, b: {"x": layer(x)}, after=STACK.after)  # type: ignore[arg-type]
     engine = stack(block, bad)
-    found.append(said(lambda: engine.step([torch.ones(2, 8)] * 2)))
+    found.append(said(lambda: engine.train_batch([torch.ones(2, 8)] * 2)))
     engine.destroy()
     return found
 
@@ -277,11 +277,11 @@ def test_a_piece_checks_what_it_sends() -> None:
 
 def means() -> tuple[float, float, float, list[str]]:
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS))
-    plain = engine.step(data(0, 0))
+    plain = engine.train_batch(data(0, 0))
     weights = [0.5, 1.0, 1.5, 3.0]
-    weighted = engine.step(data(1, 0), weights)
+    weighted = engine.train_batch(data(1, 0), weights)
     expected = sum(w * loss for w, loss in zip(weights, weighted.losses, strict=True)) / COUNT
-    tree = engine.stage.module
+    tree = engine.module
     engine.destroy()
     left = [
         name
@@ -301,8 +301,8 @@ def bf16_norms_left() -> list[str]:
     """Boundaries of a precision that a rule pins, under a schedule that puts weight gradients off."""
     rules = [{"match": "*norm*", "pin": "fp32"}]
     engine = pipeline(config(0, "bf16", COUNT, precision={"rules": rules}), "zbv", "queue", GPT(LAYERS))
-    tree = engine.stage.module
-    engine.step(data(0, 0))
+    tree = engine.module
+    engine.train_batch(data(0, 0))
     engine.destroy()
     return [
         name for name, module in tree.named_modules() if module._forward_hooks or module._forward_pre_hooks
@@ -331,16 +331,16 @@ class Dropping(nn.Module):
 
 def dropped() -> tuple[list[torch.Tensor], bool, torch.Tensor]:
     engine = stack(Dropping)
-    layer = next(module for module in engine.stage.module.modules() if isinstance(module, Dropping))
+    layer = next(module for module in engine.module.modules() if isinstance(module, Dropping))
     torch.manual_seed(7)
     for _ in range(2):
-        engine.step([torch.ones(2, 8)] * 2)
+        engine.train_batch([torch.ones(2, 8)] * 2)
     drawn = torch.rand(4)
     masks = layer.masks[1:]  # the first learns shapes
     engine.destroy()
     engine = stack(block)
     torch.manual_seed(7)
-    engine.step([torch.ones(2, 8)] * 2)
+    engine.train_batch([torch.ones(2, 8)] * 2)
     same = torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(7)))
     engine.destroy()
     return masks, same, drawn
@@ -375,14 +375,14 @@ def boom() -> None:
 
 def ends(folder: str) -> tuple[str, bool]:
     engine = stack(Raises)
-    engine.step([torch.ones(2, 8)] * 2)
-    layer = next(module for module in engine.stage.module.modules() if isinstance(module, Raises))
+    engine.train_batch([torch.ones(2, 8)] * 2)
+    layer = next(module for module in engine.module.modules() if isinstance(module, Raises))
     text = os.path.join(folder, f"{engine.mesh.rank()}")
     streams = [os.dup(2), os.open(text, os.O_CREAT | os.O_WRONLY)]
     os.dup2(streams[1], 2)
     if engine.mesh.rank() == 1:
         layer.armed = boom
-    found = said(lambda: engine.step([torch.ones(2, 8)] * 2))
+    found = said(lambda: engine.train_batch([torch.ones(2, 8)] * 2))
     os.dup2(streams[0], 2)
     with open(text, encoding="utf-8") as file:
         return found, "chedule" in file.read()
@@ -406,9 +406,9 @@ def ends_after_a_kill() -> str:
     torch.manual_seed(0)
     model = nn.Sequential(Raises(), Raises(), Raises())
     written = config(0, "fp32", 3, pipeline={"stages": 3, "micro_batches": 3})
-    engine = initialize_pipeline(model, written, parts=STACK, device="cpu", quiet=True)
-    engine.step([torch.ones(2, 8)] * 3)
+    engine = initialize(model, config=written, parts=STACK, device="cpu", quiet=True)
+    engine.train_batch([torch.ones(2, 8)] * 3)
     rank = engine.mesh.rank()
     if rank == 1:
         model[1].armed = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    return said(lambda: engine.step([torch.ones(2, 8)] * 3))
+    return said(lambda: engine.train_batch([torch.ones(2, 8)] * 3))

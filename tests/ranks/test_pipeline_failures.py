@@ -19,9 +19,9 @@ from tests.ranks.test_failures import Bomb, Boom
 from zerodrift.comm import alarm
 from zerodrift.comm.alarm import Alarm
 from zerodrift.comm.mesh import start
+from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError
 from zerodrift.mesh import MeshShape
-from zerodrift.pipeline.run import PipelineEngine
 
 SOON = 15.0
 """Seconds within which all must have ended; groups wait for ten minutes."""
@@ -51,11 +51,13 @@ def one_raises(schedule: str, where: str, rank: int, later: bool) -> list[tuple[
     engine = pipeline(config(0, "fp32", COUNT), schedule, None, model, **stages)
     tokens = data(0, engine.mesh.rank("data"))
     if later:
-        engine.step(tokens)
+        engine.train_batch(tokens)
     if engine.mesh.rank() == rank:
         bomb.armed = where
-    found = [until_it_ends(lambda: engine.evaluate(tokens) if where == "evaluate" else engine.step(tokens))]
-    found.append(until_it_ends(lambda: engine.step(tokens)))
+    found = [
+        until_it_ends(lambda: engine.evaluate(tokens) if where == "evaluate" else engine.train_batch(tokens))
+    ]
+    found.append(until_it_ends(lambda: engine.train_batch(tokens)))
     engine.destroy()
     assert no_watch()
     return found
@@ -98,10 +100,10 @@ def test_all_ranks_end_and_say_why(schedule: str, where: str, rank: int, later: 
 def no_loss_on_the_last() -> tuple[str, float]:
     """Found by the engine itself, on one rank alone."""
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS, tied=False))
-    engine.step(data(0, 0))
+    engine.train_batch(data(0, 0))
     if engine.mesh.rank() == 1:
-        engine.pieces[-1].batches = []
-        engine.pieces[-1]._checked = lambda loss: (_ for _ in ()).throw(Boom("no loss"))  # type: ignore
+        engine.executor.forwards[-1].batches = []
+        engine.executor.forwards[-1]._checked = lambda loss: (_ for _ in ()).throw(Boom("no loss"))  # type: ignore
     found = until_it_ends(lambda: engine.evaluate(data(0, 0)))
     engine.destroy()
     return found
@@ -154,9 +156,9 @@ def quiet_run() -> int:
         return read(store, key)
 
     alarm._read = counted
-    engine: PipelineEngine = pipeline(config(0, "fp32", COUNT), "zbv", None, GPT(LAYERS, tied=False))
+    engine: Engine = pipeline(config(0, "fp32", COUNT), "zbv", None, GPT(LAYERS, tied=False))
     for step in range(3):
-        engine.step(data(step, 0))
+        engine.train_batch(data(step, 0))
     engine.destroy()
     alarm._read = read
     assert no_watch()

@@ -14,7 +14,7 @@ from tests.numerics.networks import GPT
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
 from tests.ranks.harness import run_ranks
-from zerodrift.api import initialize_pipeline
+from zerodrift.api import initialize
 from zerodrift.errors import ZerodriftError
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.deferred import WeightQueue
@@ -31,10 +31,10 @@ def orders() -> list[bool]:
     found = []
     for schedule in SCHEDULES:
         engine = pipeline(config(0, "fp32", COUNT), schedule, None, GPT(LAYERS))
-        engine.step(data(0, 0))
+        engine.train_batch(data(0, 0))
         planned = timeline(engine.plan)
         assert planned is not None
-        found.append(tuple(engine.actions) == planned.ranks[engine.mesh.rank("pipeline")])
+        found.append(tuple(engine.executor.actions) == planned.ranks[engine.mesh.rank("pipeline")])
         engine.destroy()
     return found
 
@@ -47,9 +47,9 @@ def test_the_order_that_a_plan_shows_is_the_order_that_runs() -> None:
 def issued(stage: int, keep: str, schedule: str) -> tuple[Counter[Any], Counter[Any]]:
     written = config(stage, "fp32", COUNT, sharding={"keep_gathered": keep} if stage == 3 else {})
     engine = pipeline(written, schedule, None, GPT(LAYERS))
-    engine.step(data(0, engine.mesh.rank("data")))  # torch learns the shapes
+    engine.train_batch(data(0, engine.mesh.rank("data")))  # torch learns the shapes
     with engine.comm.record() as log:
-        engine.step(data(1, engine.mesh.rank("data")))
+        engine.train_batch(data(1, engine.mesh.rank("data")))
     engine.destroy()
     moved = [entry for entry in log if entry.op != "broadcast"]  # of the losses
     planned = list(collectives(engine.plan, engine.mesh.rank("pipeline")))
@@ -73,8 +73,8 @@ def resharded() -> dict[str, Any]:
     written = config(3, "fp32", COUNT, sharding={"keep_gathered": "micro-batch"})
     engine = pipeline(written, "zbv", "queue", GPT(LAYERS, tied=False))
     engine.accumulate(data(0, engine.mesh.rank("data")))
-    full = any(segment.is_full for segment in engine.stage.segments if segment.gathers)
-    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    full = any(segment.is_full for segment in engine.executor.segments if segment.gathers)
+    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
     engine.destroy()
     return {"full": full, "gradients": found}
 
@@ -109,8 +109,8 @@ def test_weight_gradients_are_right_where_parameters_are_resharded_in_between() 
 def one_micro_batch(weights: str) -> tuple[list[torch.dtype], dict[str, torch.Tensor]]:
     engine = pipeline(config(2, "bf16", 1), "zbv", weights, GPT(LAYERS, tied=False), micro_batches=1)
     engine.accumulate(data(0, engine.mesh.rank("data"))[:1])
-    sums = [segment.reduced.dtype for segment in engine.stage.segments if segment.reduced is not None]
-    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    sums = [segment.reduced.dtype for segment in engine.executor.segments if segment.reduced is not None]
+    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
     engine.destroy()
     return sums, found
 
@@ -118,7 +118,7 @@ def one_micro_batch(weights: str) -> tuple[list[torch.dtype], dict[str, torch.Te
 def plain_bf16() -> dict[str, torch.Tensor]:
     engine = make(config(2, "bf16", 1), GPT(LAYERS, tied=False))
     engine.backward(engine(data(0, engine.mesh.rank("data"))[0]))
-    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
     engine.destroy()
     return found
 
@@ -144,7 +144,7 @@ def learnt() -> tuple[dict[str, torch.Tensor], int]:
     engine = pipeline(config(0, "fp32", COUNT), "interleaved-zero-bubble", "queue", GPT(LAYERS, tied=False))
     engine.accumulate(data(0, 0))
     first = len(put)
-    found = {row.name: engine.full_gradient(row.name) for row in engine.plan.rows}
+    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
     engine.zero_grad()
     engine.accumulate(data(0, 0))
     engine.destroy()
@@ -179,11 +179,11 @@ def calls() -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(Counting(), nn.Dropout(0.0), Counting())
     written = config(0, "fp32", 2, pipeline={"stages": 2, "micro_batches": 2})
-    engine = initialize_pipeline(model, written, parts=STACK, device="cpu", quiet=True)
+    engine = initialize(model, config=written, parts=STACK, device="cpu", quiet=True)
     for _ in range(3):
-        engine.step([torch.randn(2, 8), torch.randn(2, 8)])
-    engine.step([torch.randn(3, 8), torch.randn(3, 8)])  # other shapes are learnt anew
-    found = [float(value) for _, value in engine.pieces[0].module.named_buffers()]
+        engine.train_batch([torch.randn(2, 8), torch.randn(2, 8)])
+    engine.train_batch([torch.randn(3, 8), torch.randn(3, 8)])  # other shapes are learnt anew
+    found = [float(value) for _, value in engine.executor.forwards[0].module.named_buffers()]
     engine.destroy()
     return found
 
@@ -203,9 +203,9 @@ def overflowing(tied: bool) -> list[tuple[float, bool, float | None, tuple[str, 
     for step in range(3):
         engine.accumulate(data(step, engine.mesh.rank("data")))
         if step == 1 and engine.mesh.rank() == 3:
-            last = engine.pieces[-1].module.norm.weight
+            last = engine.executor.forwards[-1].module.norm.weight
             last.grad.fill_(float("inf"))
-        result = engine.update()
+        result = engine.step()
         found.append((result.loss_scale, result.skipped, result.grad_norm, result.bad))
     engine.destroy()
     return found
@@ -225,10 +225,10 @@ def tied() -> dict[str, Any]:
     for step in range(3):
         losses = engine.accumulate(data(step, engine.mesh.rank("data")))
         if step == 0:
-            found["gradient"] = engine.full_gradient("embed.weight")
-        found["norms"].append(engine.update().grad_norm)
+            found["gradient"] = engine.parameter("embed.weight").gradient
+        found["norms"].append(engine.step().grad_norm)
         found["losses"] += losses
-    segments = [s for s in engine.stage.segments if s.spec.copies]
+    segments = [s for s in engine.executor.segments if s.spec.copies]
     found["copy"] = [(s.spec.lead, s.rows[0].names, s.storage.clone()) for s in segments]
     engine.destroy()
     return found
@@ -242,7 +242,7 @@ def tied_alone() -> dict[str, Any]:
             loss = engine(tokens)
             engine.backward(loss)
             if step == 0 and number == COUNT - 1:
-                found["gradient"] = engine.full_gradient("embed.weight")
+                found["gradient"] = engine.parameter("embed.weight").gradient
             found["losses"].append(loss.item())
             result = engine.step()
         found["norms"].append(result.grad_norm)
@@ -276,23 +276,23 @@ def refused(case: str) -> str:
     try:
         match case:
             case "too few":
-                engine.step(tokens[:3])
+                engine.train_batch(tokens[:3])
             case "shapes":
-                engine.step([*tokens[:3], tokens[3][:, :5]])
+                engine.train_batch([*tokens[:3], tokens[3][:, :5]])
             case "stages apart" if engine.mesh.rank() == 1:
-                engine.step([each[:, :5] for each in tokens])
+                engine.train_batch([each[:, :5] for each in tokens])
             case "call":
                 engine(tokens[0])
-            case "stage":
-                engine.stage(tokens[0])
+            case "backward":
+                engine.backward(torch.zeros((), requires_grad=True))
             case "twice":
                 engine.accumulate(tokens)
                 engine.accumulate(tokens)
             case _:
-                engine.step(tokens)
+                engine.train_batch(tokens)
     except ZerodriftError as error:
         if case != "twice":
-            engine.step(tokens)  # and goes on
+            engine.train_batch(tokens)  # and goes on
         return f"{type(error).__name__}: {error}"
     finally:
         engine.destroy()
@@ -302,12 +302,12 @@ def refused(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("too few", "ModelError: `micro_batches`: must be 4, as `pipeline.micro_batches` says; got 3."),
+        ("too few", "ModelError: `micro_batches`: must be 4, as `gradient_accumulation_steps` or "),
         ("shapes", "ModelError: `micro_batches`: must have the same shapes"),
         ("stages apart", "ModelError: `micro_batches`: must be the same on every stage of a pipeline"),
-        ("call", "UnsupportedError: `call`: must not be used on a pipeline"),
-        ("stage", "UnsupportedError: `call`: must not be called on one rank's part of a pipeline"),
-        ("twice", "UnsupportedError: `accumulate`: must be followed by `update`"),
+        ("call", "UnsupportedError: `engine(...)`: must not be called on a pipeline"),
+        ("backward", "UnsupportedError: `backward`: must not be called on a pipeline"),
+        ("twice", "UnsupportedError: `accumulate`: must be given all micro-batches of a step"),
         ("right", ""),
     ],
 )
@@ -319,9 +319,9 @@ def test_what_cannot_run_is_said_on_every_rank_and_costs_nothing(case: str, told
 def four_stages() -> tuple[list[float], float | None, torch.Tensor]:
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS), stages=4)
     losses = list(engine.accumulate(data(0, 0)))
-    gradient = engine.full_gradient("embed.weight")
-    norm = engine.update().grad_norm
-    losses += engine.step(data(1, 0)).losses
+    gradient = engine.parameter("embed.weight").gradient
+    norm = engine.step().grad_norm
+    losses += engine.train_batch(data(1, 0)).losses
     engine.destroy()
     return losses, norm, gradient
 
@@ -335,7 +335,7 @@ def four_alone() -> tuple[list[float], float | None, torch.Tensor]:
             engine.backward(loss)
             losses.append(loss.item())
             if step == 0 and number == COUNT - 1:
-                gradient = engine.full_gradient("embed.weight")
+                gradient = engine.parameter("embed.weight").gradient
             norms.append(engine.step().grad_norm)
     engine.destroy()
     return losses, norms[COUNT - 1], gradient

@@ -150,7 +150,7 @@ def planted() -> str:
     expected = [words(entry) for entry in collectives(engine.plan)]
     with engine.comm.record() as log:
         engine.backward(engine(batch(0)))
-        engine.units[1].gather()
+        engine.executor.units[1].gather()
         engine.step()
     engine.destroy()
     return "same" if log == expected else "different"

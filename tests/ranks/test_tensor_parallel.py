@@ -77,7 +77,7 @@ def run(
             losses.append(loss.item())
             result = engine.step()
         norms.append(result.grad_norm)
-    return losses, norms, {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    return losses, norms, {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
 
 
 CASES = [
@@ -121,30 +121,30 @@ def values() -> None:
     ranks = torch.distributed.get_world_size()
     engine: Any = make(config(3, "bf16", 2, backend="fsdp2"), divided(network(), ranks))
     name, row = "layers.0.mlp.up.weight", "layers.0.mlp.down.weight"
-    assert isinstance(engine.members[name].sharded, DTensor)
-    assert [type(p) for p in engine.members[row].sharded.placements] == [Shard, Shard]
+    assert isinstance(engine.executor.members[name].sharded, DTensor)
+    assert [type(p) for p in engine.executor.members[row].sharded.placements] == [Shard, Shard]
     for each, given in plain.items():
-        assert torch.equal(engine.full_master(each), given.detach()), each
+        assert torch.equal(engine.parameter(each).master, given.detach()), each
     with engine.gathered(write=True) as shown:
         assert shown[row].shape == plain[row].shape
         engine.module.layers[0].mlp.up.weight.data.fill_(1.0 + engine.mesh.rank())  # rank 0's is everybody's
         shown[row][3, 40] = 7.0
-    assert torch.equal(engine.full_master(name), torch.ones(2 * WIDTH, WIDTH))
-    assert engine.full_master(row)[3, 40] == 7.0
+    assert torch.equal(engine.parameter(name).master, torch.ones(2 * WIDTH, WIDTH))
+    assert engine.parameter(row).master[3, 40] == 7.0
     changed = torch.linspace(-1, 1, plain[row].numel()).view(plain[row].shape)
-    engine.set_full_master(row, changed)
-    assert torch.equal(engine.full_master(row), changed)
+    engine.parameter(row).master = changed
+    assert torch.equal(engine.parameter(row).master, changed)
 
     engine.backward(engine(batch(0, engine.mesh.rank("data"))))
-    gradient = engine.full_gradient(row)
+    gradient = engine.parameter(row).gradient
     assert gradient.shape == plain[row].shape and gradient.abs().sum() > 0
-    engine.set_full_gradient(row, 2 * gradient)
-    assert torch.equal(engine.full_gradient(row), 2 * gradient)
+    engine.parameter(row).gradient = 2 * gradient
+    assert torch.equal(engine.parameter(row).gradient, 2 * gradient)
     engine.backward(engine(batch(1, engine.mesh.rank("data"))))
     assert engine.step().updated
-    moments = engine.full_state(row)
-    engine.set_full_state(row, "exp_avg", moments["exp_avg"] + 1)
-    assert torch.equal(engine.full_state(row)["exp_avg"], moments["exp_avg"] + 1)
+    moments = dict(engine.parameter(row).state)
+    engine.parameter(row).state["exp_avg"] = moments["exp_avg"] + 1
+    assert torch.equal(engine.parameter(row).state["exp_avg"], moments["exp_avg"] + 1)
 
     with observe(engine) as seen:
         for micro in range(2):
@@ -170,13 +170,13 @@ def test_values_and_what_is_observed(ranks: int) -> None:
 def poisoned() -> None:
     """A gradient that is not finite on one rank of the axis only skips the step on both."""
     engine: Any = make(config(3, "fp32", 1, backend="fsdp2"), divided(network(), 2))
-    before = engine.full_master("layers.0.mlp.up.weight")
+    before = engine.parameter("layers.0.mlp.up.weight").master
     engine.backward(engine(batch(0)))
     if engine.mesh.rank("tensor") == 1:
-        engine.members["layers.0.mlp.up.weight"].gradient()[5] = float("inf")
+        engine.executor.members["layers.0.mlp.up.weight"].gradient()[5] = float("inf")
     result = engine.step()
     assert result.skipped and result.bad == ("layers.0.mlp.up.weight",)
-    assert torch.equal(engine.full_master("layers.0.mlp.up.weight"), before)
+    assert torch.equal(engine.parameter("layers.0.mlp.up.weight").master, before)
 
 
 def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:

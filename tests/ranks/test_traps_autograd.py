@@ -101,7 +101,7 @@ def checkpointing_a_shared_block_reentrantly(stage: int) -> Any:
             return f"left behind: {left}"
     names = differs(engine, plain, 0.5)
     # The three uses are added up in another order than autograd's: ulps, not lost parts.
-    wrong = [name for name in names if not close(engine.full_gradient(name), plain, name, 0.5)]
+    wrong = [name for name in names if not close(engine.parameter(name).gradient, plain, name, 0.5)]
     engine.destroy()
     return wrong
 
@@ -157,7 +157,7 @@ def a_change_in_place_between_forward_and_backward_is_caught(stage: int) -> Any:
     loss = engine(data())
     with engine.gathered():
         pass
-    for unit in engine.units:
+    for unit in engine.executor.units:
         unit.gather()
         unit.release()
     engine.backward(loss)

@@ -123,7 +123,7 @@ def first_used_in_the_last_micro_batch(stage: int) -> Any:
 def _close(engine: Engine, plain: nn.Module, name: str, factor: float) -> bool:
     grad = plain.get_parameter(name).grad
     assert grad is not None
-    return torch.allclose(engine.full_gradient(name), grad * factor, rtol=1e-6, atol=1e-9)
+    return torch.allclose(engine.parameter(name).gradient, grad * factor, rtol=1e-6, atol=1e-9)
 
 
 # --- frozen -------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def frozen_parameters_and_units(stage: int) -> Any:
     plain(data()).backward()
     wrong = differs(engine, plain)
     sharded = stage == 3 and engine.mesh.size("shard") > 1
-    full = [str(unit) for unit in engine.units if sharded and unit.is_full]
+    full = [str(unit) for unit in engine.executor.units if sharded and unit.is_full]
     engine.step()
     after = weights(engine)
     for row in engine.plan.rows:

@@ -41,7 +41,7 @@ def evaluation_in_every_way(stage: int) -> Any:
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             found += [engine(batch(0)).item(), engine.module(batch(0)).item()]
-        if sharded(engine, stage) and any(unit.is_full for unit in engine.units):
+        if sharded(engine, stage) and any(unit.is_full for unit in engine.executor.units):
             return "units are left gathered"
     found.append(engine(batch(0)).item())  # with gradients on, and never used
     engine.train()
@@ -87,7 +87,7 @@ def calls_of_parts(stage: int) -> Any:
     part, name = engine.module.layers[1].mlp.up, "layers.1.mlp.up"
     if sharded(engine, stage):
         engine.zero_grad()
-        for unit in engine.units:
+        for unit in engine.executor.units:
             unit.forget()
         with pytest.raises(
             ModelError, match=rf"`{name}`: its parameters must be gathered .*`engine.gathered"
@@ -189,7 +189,7 @@ def loading(stage: int) -> Any:
                     problems.append(f"{mode}, assign {assign}: {name} was detached")
             for name, value in other.named_parameters():
                 wide = value if mode == "fp32" or assign else value.to(torch.bfloat16)
-                if not torch.equal(engine.full_master(name).to(wide.dtype), _as(mode, wide)):
+                if not torch.equal(engine.parameter(name).master.to(wide.dtype), _as(mode, wide)):
                     problems.append(f"{mode}, assign {assign}: {name}")
             engine.backward(engine(batch(0)))
             if not engine.step().updated:

@@ -56,7 +56,7 @@ def step(engine: Engine) -> Any:
 
 
 def masters(engine: Engine) -> dict[str, Tensor]:
-    return {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+    return {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -96,11 +96,11 @@ def written_outside(stage: int, mode: str) -> list[str]:
     for write in WRITES:
         engine = engine_of(stage, mode)
         step(engine)
-        before = engine.full_master("head.weight")
+        before = engine.parameter("head.weight").master
         update = engine.plan.row("head.weight").columns.update
         head = engine.module.head
         at = f"{write.__name__} {mode} stage {stage}"
-        if not engine.segments[engine.plan.row("head.weight").segment].is_full:
+        if not engine.executor.segments[engine.plan.row("head.weight").segment].is_full:
             # torch refuses, or the next forward does: nothing is there that could be written to.
             with pytest.raises(
                 (RuntimeError, ModelError), match=r"more than one element|`head.weight`: must be"
@@ -116,12 +116,12 @@ def written_outside(stage: int, mode: str) -> list[str]:
             shown = head.weight.detach().clone()
             with engine.gathered(write=True):
                 pass
-            if not torch.equal(engine.full_master("head.weight"), shown.float()):
+            if not torch.equal(engine.parameter("head.weight").master, shown.float()):
                 wrong.append(f"{at}: what is shown is taken where it is said")
         else:
             write(head)
             shown = head.weight.detach().clone()
-            found = engine.full_master("head.weight")
+            found = engine.parameter("head.weight").master
             kept = before.to(shown.dtype) == shown
             if not torch.equal(found, torch.where(kept, before, shown.float())):
                 wrong.append(f"{at}: the master")
@@ -214,7 +214,7 @@ def failing_writes(stage: int, mode: str) -> list[str]:
             raise ValueError
         with pytest.raises(UnsupportedError, match="must not be called inside"):
             engine.step()
-    if engine.full_master("head.bias").item() != 2.0:
+    if engine.parameter("head.bias").master.item() != 2.0:
         wrong.append("the outer one's")
     if not (step(engine).updated or mode == "fp16"):
         wrong.append("the next step")
@@ -247,7 +247,7 @@ def kept_values(stage: int, mode: str) -> list[str]:
         repr(kept["head.weight"]), kept["head.weight"].float().numpy(), copy.deepcopy(kept["head.weight"])
     with pytest.raises(ModelError, match=r"`head.bias`: must be written inside"), engine.gathered() as values:
         values["head.bias"].fill_(3.0)
-    if (engine.full_master("head.bias") == 3.0).any():
+    if (engine.parameter("head.bias").master == 3.0).any():
         wrong.append(f"stage {stage} {mode}: a write to what is shown was kept")
     step(engine)
     engine.destroy()
@@ -268,7 +268,7 @@ def regularised(stage: int, mode: str) -> list[str]:
         if not inside:
             engine.backward(loss)
         for name, parameter in plain.named_parameters():
-            if not torch.allclose(engine.full_gradient(name), parameter.grad, rtol=1e-5, atol=1e-6):
+            if not torch.allclose(engine.parameter(name).gradient, parameter.grad, rtol=1e-5, atol=1e-6):
                 wrong.append(f"stage {stage}, inside {inside}: {name}")
         engine.step()
         engine.destroy()
@@ -354,9 +354,9 @@ def changed_modules(stage: int) -> list[str]:
     engine.module.dropout = nn.Dropout()
     engine.module.blocks[0] = Wrapped(engine.module.blocks[0])
     engine.module.head = Wrapped(engine.module.head)
-    before = engine.full_master("head.weight")
+    before = engine.parameter("head.weight").master
     step(engine)
-    if torch.equal(before, engine.full_master("head.weight")):
+    if torch.equal(before, engine.parameter("head.weight").master):
         wrong.append("a wrapped head is not trained")
     # A reference policy: what is trained is switched off for a forward.
     head = engine.module.head.inside
@@ -388,7 +388,7 @@ def copies(stage: int, mode: str) -> list[str]:
     wrong = []
     engine = engine_of(stage, mode)
     step(engine)
-    away = not all(segment.is_full for segment in engine.segments)
+    away = not all(segment.is_full for segment in engine.executor.segments)
     ways: dict[str, Callable[[], Any]] = {
         "deepcopy": lambda: copy.deepcopy(engine.module),
         "pickle": lambda: through_a_file(engine.module),
@@ -448,7 +448,7 @@ def again(stage: int, mode: str) -> list[str]:
     if not same(full, _values(second)):
         wrong.append(f"stage {stage} {mode}: what is taken over")
     step(second)
-    away = not all(segment.is_full for segment in second.segments)
+    away = not all(segment.is_full for segment in second.executor.segments)
     second.destroy()
     if away:
         for act in (

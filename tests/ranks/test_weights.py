@@ -77,7 +77,7 @@ def wrong(engine: Engine, want: nn.Module) -> list[str]:
     with engine.gathered() as shown:
         for row in engine.plan.rows:
             values = state[row.name].float()
-            if not torch.equal(engine.full_master(row.name), values):
+            if not torch.equal(engine.parameter(row.name).master, values):
                 found.append(f"master {row.name}")
             split = row.columns.update is not None and row.columns.update.master is Master.SPLIT
             rounded = round_away(values) if split else values
@@ -158,10 +158,10 @@ def load_later(folder: Path) -> list[tuple[list[str], list[str], float]]:
             engine.backward(engine(batch(0, engine.mesh.rank())))
             engine.step()
             name = "layers.0.norm1.weight"
-            before = engine.full_state(name)["exp_avg"]
+            before = engine.parameter(name).state["exp_avg"]
             done = load_weights(engine, folder, quiet=True)
             assert done.bytes == size_of(folder), (stage, scheme)
-            assert torch.equal(engine.full_state(name)["exp_avg"], before)
+            assert torch.equal(engine.parameter(name).state["exp_avg"], before)
             differs = wrong(engine, given())
             loss = engine(batch(1, engine.mesh.rank()))
             engine.backward(loss)
@@ -216,7 +216,7 @@ def first_values() -> dict[str, dict[str, torch.Tensor]]:
         with empty():
             model = Bare()
         engine = initialize(model, config=config(stage, "bf16"), device="cpu", quiet=True)
-        found[f"stage {stage}"] = {row.name: engine.full_master(row.name) for row in engine.plan.rows}
+        found[f"stage {stage}"] = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
         engine.destroy()
     return found
 
@@ -249,7 +249,7 @@ def test_an_optimizer_over_parameters_without_memory_trains_as_over_others(tmp_p
         for step in range(2):
             engine.backward(engine(batch(step)))
             engine.step()
-        runs.append({row.name: engine.full_master(row.name) for row in engine.plan.rows})
+        runs.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
     assert [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])] == []
     names = [name for name, _ in model.named_parameters()]
     want = given().state_dict()

@@ -87,7 +87,7 @@ def test_what_is_whole_is_read_by_all(ours: Path, engine: Any, tmp_path: Path) -
     for read in READERS.values():
         assert read(engine, ours, tmp_path / "out") is not None
     for name, value in values(0).items():
-        assert torch.equal(engine.full_master(name), value)
+        assert torch.equal(engine.parameter(name).master, value)
 
 
 @pytest.mark.parametrize("keep", [-1, True, 1.5, "3", None, float("nan")])

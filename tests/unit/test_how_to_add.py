@@ -110,8 +110,8 @@ for batch in inputs:
     (batch @ plain.T).square().sum().backward()
     trace = 0.9 * trace + plain.grad
     weight = weight - 0.01 * trace.sign()
-assert torch.equal(engine.full_master("weight"), weight)
-assert torch.equal(engine.full_state("weight")["trace"], trace)
+assert torch.equal(engine.parameter("weight").master, weight)
+assert torch.equal(engine.parameter("weight").state["trace"], trace)
 engine.update_statistics()
 assert cost(engine.plan).rest.state == 256 * 4, cost(engine.plan).rest
 assert "Muon or Toy." in render_config()
@@ -259,7 +259,7 @@ with tempfile.TemporaryDirectory() as folder:
         engine.backward(engine(batch).square().sum())
         engine.step()
         expected = plain(expected, batch, 0.5 * 0.5 ** (number // 2))
-        assert torch.equal(engine.full_master("weight"), expected), number
+        assert torch.equal(engine.parameter("weight").master, expected), number
 assert "Halving, WarmupLR" in render_config()
 for params in ({}, {"every": 0}):
     try:

@@ -144,7 +144,7 @@ def test_a_run_of_deepspeeds_goes_on_with_its_schedule(kind: str, tmp_path: Path
     engine = engine_for(kind)
     engine.load_checkpoint(folder)
     for name, value in values(0).items():
-        assert torch.equal(engine.running.full_master(name), value)
+        assert torch.equal(engine.running.parameter(name).master, value)
     assert engine.global_steps == STEPS
     assert go_on(engine, MORE) == pytest.approx(expected, rel=1e-12)
     engine.destroy()
@@ -181,9 +181,9 @@ def test_our_own_goes_on(kind: str, tmp_path: Path) -> None:
 
 def everything(engine: Any) -> dict[str, Any]:
     """A run, as far as a load can change it."""
-    found: dict[str, Any] = {name: engine.full_master(name).tolist() for name in values(0)}
+    found: dict[str, Any] = {name: engine.parameter(name).master.tolist() for name in values(0)}
     found |= {
-        f"moments of {name}": {k: v.tolist() for k, v in engine.full_state(name).items()}
+        f"moments of {name}": {k: v.tolist() for k, v in engine.parameter(name).state.items()}
         for name in values(0)
     }
     found["counters"] = repr(engine.updater.counters())
@@ -287,11 +287,11 @@ def test_a_schedule_of_the_callers_that_refuses_leaves_the_run_as_it_was(tmp_pat
     go_on(engine, 1)
     state = {"steps": 3}
     broken = lay_out(tmp_path / "broken", 2, scheduler=(config("WarmupLR")["scheduler"], state))
-    before = {name: engine.running.full_master(name) for name in values(0)}
+    before = {name: engine.running.parameter(name).master for name in values(0)}
     for options in ({}, {"load_optimizer_states": False}):
         with pytest.raises(CheckpointError, match="`schedule`: must take the saved state"):
             engine.load_checkpoint(broken, **options)
-        after = {name: engine.running.full_master(name) for name in values(0)}
+        after = {name: engine.running.parameter(name).master for name in values(0)}
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert engine.global_steps == 1
     engine.load_checkpoint(folder, load_optimizer_states=False)

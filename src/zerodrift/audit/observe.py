@@ -62,8 +62,8 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
     """What is seen until the context ends; complete when it has. One optimizer step belongs inside.
 
     `operations=False` leaves `compute` and `grad` unseen: what compiled code does inside cannot be watched.
-    Of a pipeline it is the stage that is observed, `PipelineEngine.stage`; weight gradients that wait in a
-    queue are formed in the dtype of accumulation, and their `grad` is not seen.
+    Of a pipeline it is this rank's pieces that are observed; weight gradients that wait in a queue are
+    formed in the dtype of accumulation, and their `grad` is not seen.
     """
     subject = _subject(engine)
     seen = Observed()

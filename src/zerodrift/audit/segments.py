@@ -15,6 +15,7 @@ import torch
 from zerodrift.audit.observed import Column, Observed, name
 from zerodrift.comm.collectives import Recorded
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import trained
 from zerodrift.plan.schedule import collectives
@@ -27,11 +28,12 @@ class Segments:
     """`ObservedEngine` of an engine of the native backend."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._executor = engine, native(engine.executor)
+        segments = self._executor.segments
         self._held: dict[int, FlatSegment] = {}
-        for segment in engine.segments:
+        for segment in segments:
             self._held[segment.full.untyped_storage()._cdata] = segment
-        self._starts = {s.number: [row.offset for row in s.rows] for s in engine.segments}
+        self._starts = {s.number: [row.offset for row in s.rows] for s in segments}
         self._names = {row.name: _name_of_all(engine.plan, row.name) for row in engine.part.rows}
         """A parameter by the plan's name for it, which a stage may know by another."""
 
@@ -43,13 +45,12 @@ class Segments:
         return self._names[segment.rows[number].name] if number >= 0 else None
 
     def forwards(self) -> Sequence[torch.nn.Module]:
-        held = self._engine.scheduled
-        return (self._engine.module,) if held is None else held.forwards
+        return self._executor.forwards
 
     def trained(self) -> Mapping[int, str]:
         return {
             id(parameter): self._names[row.name]
-            for segment in trained(self._engine.segments)
+            for segment in trained(self._executor.segments)
             for row, parameter in zip(segment.rows, segment.parameters, strict=True)
         }
 
@@ -74,7 +75,7 @@ class Segments:
             update(_Read(gradients, see), *rest)
 
         def see(number: int, flat: torch.Tensor) -> None:
-            for row in self._engine.segments[number].rows:
+            for row in self._executor.segments[number].rows:
                 seen.see(self._names[row.name], "accumulate", name(flat.dtype))
 
         updater.update = watched
@@ -85,12 +86,12 @@ class Segments:
 
     def resting(self, seen: Observed) -> None:
         updater = self._engine.updater
-        for segment in self._engine.segments:
+        for segment in self._executor.segments:
             for row in segment.rows:
                 seen.see(self._names[row.name], "storage", name(segment.storage.dtype))
         if updater is None:
             return
-        for segment in trained(self._engine.segments):
+        for segment in trained(self._executor.segments):
             master, moments = updater.resting(segment.number)
             for row in segment.rows:
                 seen.see(self._names[row.name], "master", _master(master, segment.storage.dtype))
@@ -138,25 +139,26 @@ def _sent(engine: Engine, log: list[Recorded]) -> Iterator[tuple[FlatSegment, Co
     Reductions come in the plan's order, so the nth is the plan's nth. Gathers come when they are needed, and
     in a pipeline reductions when its schedule has them: those are told by their size, and where it fits
     several segments, all calls of that size stand for them."""
+    segments = native(engine.executor).segments
     planned = list(collectives(engine.plan, engine.mesh.rank("pipeline")))
     for axis, op in _REDUCES.items():
         calls = [each for each in log if each.op == op and each.axis == axis and each.dtype.is_floating]
         wanted = [each for each in planned if each.purpose in ("reduce", "replicate") and each.axis == axis]
-        if engine.scheduled is None:
+        if engine.plan.policy.pipeline is None:
             pairs = list(zip(calls, wanted, strict=False))
         else:
             pairs = [(call, like) for like in wanted for call in calls]
         for call, like in pairs:
             if call.numel == like.numel:
                 wire, total = name(call.dtype.torch), name((call.sum or call.dtype).torch)
-                yield engine.segments[like.segment], "reduce", wire if wire == total else f"{wire}>{total}"
+                yield segments[like.segment], "reduce", wire if wire == total else f"{wire}>{total}"
     gathers = [each for each in planned if each.purpose in ("forward", "backward")]
     for numel in {each.numel for each in gathers}:
         fitting = {each.segment: each.dtype for each in gathers if each.numel == numel}
         dtypes = {call.dtype for call in log if call.op == "all_gather" and call.numel == numel}
         for number, dtype in fitting.items():
             for what in {dtype} if dtypes == set(fitting.values()) else dtypes:
-                yield engine.segments[number], "gather", name(what.torch)
+                yield segments[number], "gather", name(what.torch)
 
 
 def _name_of_all(plan: Plan, known: str) -> str:

@@ -16,24 +16,25 @@ from typing import Any
 import torch
 
 from zerodrift.audit.observed import Observed, name
-from zerodrift.backends.fsdp2 import FsdpEngine
+from zerodrift.backends.fsdp2 import fully_sharded
 from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.comm.collectives import Recorded
+from zerodrift.engine.engine import Engine
 
 
 class Tensors:
     """`ObservedEngine` of an engine of backend fsdp2."""
 
-    def __init__(self, engine: FsdpEngine) -> None:
-        self._engine = engine
-        self._members = tuple(engine.members.values())
+    def __init__(self, engine: Engine) -> None:
+        self._executor = fully_sharded(engine.executor)
+        self._members = tuple(self._executor.members.values())
         self._names = {m.full.untyped_storage()._cdata: m.row.name for m in self._members}
 
     def parameter_of(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(tensor.untyped_storage()._cdata)
 
     def forwards(self) -> Sequence[torch.nn.Module]:
-        return (self._engine.module,)
+        return self._executor.forwards
 
     def trained(self) -> Mapping[int, str]:
         return {id(member.full): member.row.name for member in self._members if _is_trained(member)}
@@ -47,7 +48,8 @@ class Tensors:
                     stack.callback(
                         member.full.register_post_accumulate_grad_hook(_adding(member, seen)).remove
                     )
-            logs = [(group, stack.enter_context(group.collectives.record())) for group in self._engine.units]
+            groups = self._executor.units
+            logs = [(group, stack.enter_context(group.collectives.record())) for group in groups]
             stack.enter_context(self._watching_update(seen))
             yield
         for group, log in logs:
@@ -55,7 +57,7 @@ class Tensors:
 
     @contextlib.contextmanager
     def _watching_update(self, seen: Observed) -> Iterator[None]:
-        updater = self._engine.updater
+        updater = self._executor.updater
         if updater is None:
             yield
             return
@@ -75,7 +77,7 @@ class Tensors:
             del updater.step
 
     def resting(self, seen: Observed) -> None:
-        updater = self._engine.updater
+        updater = self._executor.updater
         for member in self._members:
             called = member.row.name
             seen.see(called, "storage", name(member.storage().dtype))

@@ -8,17 +8,16 @@ Invariant: over all ranks the shares are every element of the model, each exactl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from zerodrift.backends.group import Member
+from zerodrift.backends.optimizer import TensorUpdater
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.mesh import Mesh
 from zerodrift.engine.shards import Span
-
-if TYPE_CHECKING:
-    from zerodrift.backends.fsdp2 import FsdpEngine
-    from zerodrift.backends.optimizer import TensorUpdater
+from zerodrift.plan.table import Plan, Row
 
 
 class DTensorShard:
@@ -38,6 +37,9 @@ class DTensorShard:
         index, copies = copy
         self.share = tuple(_spans(members, *(self.numel * n // copies for n in (index, index + 1))))
         """The part of it that no other rank reads."""
+        self.filled = self.held
+        """What this rank fills where values come from files."""
+        self.rows: tuple[Row, ...] = tuple(member.row for member in members)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,18 +74,23 @@ class DTensorShard:
             member.storage().copy_(values[start : start + member.range.numel])
             start += member.range.numel
 
+    def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
+        self.set_weights(values)
+
     def set_moment(self, key: str, values: torch.Tensor) -> None:
         if self._updater is None:
             raise AssertionError(f"segment {self.number} has no optimizer")
         self._updater.set_state(self.number, key, values)
 
 
-def pieces(engine: FsdpEngine) -> Iterator[DTensorShard]:
-    """One per segment, in the order of the plan."""
-    copy = engine.mesh.rank("replicate"), engine.mesh.size("replicate")
-    for number, segment in enumerate(engine.plan.segments):
-        members = [engine.members[engine.plan.rows[row].name] for row in segment.rows]
-        yield DTensorShard(number, members, engine.updater, copy)
+def pieces(
+    plan: Plan, members: Mapping[str, Member], updater: TensorUpdater | None, mesh: Mesh
+) -> Iterator[DTensorShard]:
+    """One per segment, in the order of the plan. `members` by row name."""
+    copy = mesh.rank("replicate"), mesh.size("replicate")
+    for number, segment in enumerate(plan.segments):
+        mine = [members[plan.rows[row].name] for row in segment.rows]
+        yield DTensorShard(number, mine, updater, copy)
 
 
 def _spans(members: Sequence[Member], low: int, high: int) -> Iterator[Span]:

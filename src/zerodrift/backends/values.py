@@ -1,4 +1,4 @@
-"""Full values out of an `fsdp2` engine and back in: the counterpart of `engine/values.py`.
+"""Whole values of parameters that `fully_shard` holds, out and in: see `engine/parameter.py`.
 
 Inside `gathered` the model's parameters are plain tensors of our own making, so what a user does with them
 (write, `load_state_dict`, assign) cannot meet torch's own bookkeeping; at the end they are compared with
@@ -11,41 +11,44 @@ every bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from zerodrift.backends.group import Member
+from zerodrift.backends.attached import TensorsAttached
+from zerodrift.backends.backwards import Passes
+from zerodrift.backends.group import LiveGroup, Member
+from zerodrift.backends.optimizer import TensorUpdater
+from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
-
-if TYPE_CHECKING:
-    from zerodrift.backends.fsdp2 import FsdpEngine
+from zerodrift.errors import ModelError, Problems, UnsupportedError
+from zerodrift.plan.table import Row
 
 
+@dataclass(frozen=True, slots=True)
 class TensorValues:
-    """Access to the full values of one engine."""
+    """The whole values of one rank's members."""
 
-    def __init__(self, engine: FsdpEngine) -> None:
-        self._engine = engine
+    members: Mapping[str, Member]
+    """By row name."""
+    groups: Sequence[LiveGroup]
+    updater: TensorUpdater | None
+    passes: Passes
+    attached: TensorsAttached
+    comm: Collectives
 
     @contextlib.contextmanager
-    def gathered(
-        self, names: Iterable[str] | None = None, write: bool = False
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters by name, full, in their compute dtype. With `write`, rank 0's values at the end of the
-        context become everybody's."""
-        wanted = [row.name for row in self._engine.plan.rows] if names is None else list(names)
-        found = {name: self._member(name) for name in wanted}
+    def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
+        found = {name: self._of(row) for name, row in rows.items()}
         members = {member.row.name: member for member in found.values()}
-        for group in self._engine.units:
-            group.drop()
+        self._drop()
         before = {name: hanging(member) for name, member in members.items()}
         shown = {name: self._show(member) for name, member in members.items()}
         values = {name: shown[member.row.name].data for name, member in found.items()}
-        showing = self._engine.attached.showing(shown, write=write)
+        showing = self.attached.showing(shown, write=write)
         try:
             if not write:
                 then = {name: value.clone() for name, value in values.items()}
@@ -53,7 +56,7 @@ class TensorValues:
                     yield values
                 _require_unwritten(then, values)
                 return
-            with showing, raise_on_all_ranks(self._engine.comm):
+            with showing, raise_on_all_ranks(self.comm):
                 yield values
             for name, member in members.items():
                 self._take_over(member, shown[name])
@@ -63,7 +66,7 @@ class TensorValues:
 
     def _show(self, member: Member) -> nn.Parameter:
         compute = member.row.columns.compute.torch
-        whole = member.whole(member.storage().to(compute), self._engine.comm)
+        whole = member.whole(member.storage().to(compute), self.comm)
         parameter = nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
         if parameter.requires_grad:
             parameter.register_hook(_refusal(member.row.name))
@@ -75,87 +78,73 @@ class TensorValues:
         found = hanging(member)
         values = shown if found is None or found is member.sharded else found
         values = values.detach().to(shown.dtype).contiguous()
-        self._engine.comm.broadcast(values.view(-1), 0, "world")
+        self.comm.broadcast(values.view(-1), 0, "world")
         storage, mine = member.storage(), member.mine(values)
         storage.copy_(torch.where(storage.to(mine.dtype) == mine, storage, mine.to(storage.dtype)))
 
-    # --- masters ----------------------------------------------------------------------------------------
+    def _drop(self) -> None:
+        """Give up what is gathered."""
+        for group in self.groups:
+            group.drop()
 
-    def master(self, name: str) -> torch.Tensor:
-        member = self._member(name)
-        return member.whole(member.storage().float(), self._engine.comm)
+    # --- values and masters -----------------------------------------------------------------------------
+
+    def shape(self, row: Row) -> tuple[int, ...]:
+        return self._of(row).shape
+
+    def value(self, row: Row) -> torch.Tensor:
+        with self.gathered({row.name: row}, write=False) as shown:
+            return shown[row.name].clone()
+
+    def set_value(self, row: Row, value: torch.Tensor) -> None:
+        with self.gathered({row.name: row}, write=True) as shown, torch.no_grad():
+            shown[row.name].copy_(value)
+
+    def master(self, row: Row) -> torch.Tensor:
+        member = self._of(row)
+        return member.whole(member.storage().float(), self.comm)
 
     @torch.no_grad()
-    def set_master(self, name: str, value: torch.Tensor) -> None:
-        member = self._member(name)
-        for group in self._engine.units:
-            group.drop()
+    def set_master(self, row: Row, value: torch.Tensor) -> None:
+        member = self._of(row)
+        self._drop()
         member.storage().copy_(member.mine(value))
 
     # --- gradients --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gradient(self, name: str) -> torch.Tensor:
-        member = self._trained(name)
-        self._engine.passes.flush()
-        if member.sharded.grad is None:
-            return torch.zeros(member.shape, device=member.storage().device)
-        whole = member.whole(member.gradient().float(), self._engine.comm)
-        return whole * self._engine.progress.unscale
+    def has_gradient(self, row: Row) -> bool:
+        self.passes.flush()
+        return self._of(row).sharded.grad is not None
 
     @torch.no_grad()
-    def set_gradient(self, name: str, value: torch.Tensor) -> None:
-        member = self._trained(name)
-        self._engine.passes.flush()
-        if member.sharded.grad is None:
-            raise UnsupportedError(
-                name,
-                "must have a gradient to replace",
-                got="none in this step",
-                do="Call it after `engine.backward` and before `engine.step`.",
-            )
-        member.gradient().copy_(member.mine(value / self._engine.progress.unscale))
+    def gradient(self, row: Row, unscale: float) -> torch.Tensor:
+        member = self._of(row)
+        return member.whole(member.gradient().float(), self.comm) * unscale
+
+    @torch.no_grad()
+    def set_gradient(self, row: Row, value: torch.Tensor) -> None:
+        member = self._of(row)
+        member.gradient().copy_(member.mine(value))
 
     # --- moments ----------------------------------------------------------------------------------------
 
-    def state(self, name: str) -> dict[str, torch.Tensor]:
-        member = self._trained(name)
-        return {
-            key: member.whole(part.float(), self._engine.comm) for key, part in self._moments(member).items()
-        }
+    def moment_names(self, row: Row) -> tuple[str, ...]:
+        return tuple(self._moments(row))
+
+    def moments(self, row: Row) -> dict[str, torch.Tensor]:
+        member = self._of(row)
+        return {key: member.whole(part.float(), self.comm) for key, part in self._moments(row).items()}
 
     @torch.no_grad()
-    def set_state(self, name: str, key: str, value: torch.Tensor) -> None:
-        member = self._trained(name)
-        held = self._moments(member)
-        if key not in held:
-            raise ModelError(
-                name,
-                f"must have optimizer state {key!r}",
-                got=", ".join(held) or "none yet",
-                do="State is there after the first step.",
-            )
-        held[key].copy_(member.mine(value))
+    def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
+        self._moments(row)[key].copy_(self._of(row).mine(value))
 
-    def _moments(self, member: Member) -> dict[str, torch.Tensor]:
-        updater = self._engine.updater
-        return {} if updater is None else updater.moments(member.row.name)
+    def _moments(self, row: Row) -> dict[str, torch.Tensor]:
+        return {} if self.updater is None else self.updater.moments(row.name)
 
-    # --- rows -------------------------------------------------------------------------------------------
-
-    def _member(self, name: str) -> Member:
-        row = self._engine.plan.row(name)
-        if row is None:
-            known = [name for row in self._engine.plan.rows for name in row.names]
-            todo = did_you_mean(name, known)
-            raise ModelError(name, "must be a parameter of the model", got="no such name", do=todo)
-        return self._engine.members[row.name]
-
-    def _trained(self, name: str) -> Member:
-        member = self._member(name)
-        if not member.row.trained:
-            raise ModelError(name, "must be trained", got="a frozen parameter")
-        return member
+    def _of(self, row: Row) -> Member:
+        return self.members[row.name]
 
 
 def _require_unwritten(then: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:

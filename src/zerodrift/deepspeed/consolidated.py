@@ -17,6 +17,7 @@ import torch
 
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.io.atomic import new_file
 from zerodrift.plan.table import Row
 
@@ -36,7 +37,7 @@ def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bo
     if not keep:
         return {}
     values_of: dict[str, Any] = {}
-    with engine.attached.names_only():
+    with native(engine.executor).attached.names_only():
         state = engine.module.state_dict()
     for name, value in state.items():
         if name in values:
@@ -61,8 +62,8 @@ def _whole(engine: Engine, rows: list[Row], keep: bool) -> list[torch.Tensor | N
                 if keep and shown[row.name].dtype is row.columns.export.torch:
                     values[row.name] = shown[row.name].clone()
         for row in rows:
-            if engine.segments[row.segment].full.dtype is not row.columns.export.torch:
-                master = engine.full_master(row.name)
+            if native(engine.executor).segments[row.segment].full.dtype is not row.columns.export.torch:
+                master = engine.parameter(row.name).master
                 if keep:
                     values[row.name] = master.to(row.columns.export.torch)
     return [values.get(row.name) for row in rows]

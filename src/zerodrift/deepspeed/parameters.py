@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.errors import ModelError, UnsupportedError
 
 ENGINE_PARAMETER = "_zerodrift_owner"
@@ -55,6 +56,7 @@ class EngineParameter:
 def mark_parameters(engine: Engine) -> None:
     """Hang on every parameter where it is, and what others read of a sharded one."""
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    segments = native(engine.executor).segments
     for number, row in enumerate(engine.plan.rows):
         parameter = parameters[row.name]
         setattr(parameter, ENGINE_PARAMETER, EngineParameter(weakref.ref(engine), row.name))
@@ -63,7 +65,7 @@ def mark_parameters(engine: Engine) -> None:
             wire = update.reduce.wire.torch
             if wire is engine.plan.policy.mode.dtype.torch:
                 parameter.comm_dtype = wire  # type: ignore[attr-defined]
-        if engine.segments[row.segment].sharded:
+        if segments[row.segment].sharded:
             mark(parameter, number)
 
 

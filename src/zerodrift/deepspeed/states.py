@@ -17,6 +17,7 @@ import torch
 
 from zerodrift.deepspeed.parameters import engine_parameter, require_engine_parameter
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import TrainedSegment
 from zerodrift.errors import ModelError
@@ -30,13 +31,13 @@ def safe_get_full_fp32_param(param: Parameter) -> torch.Tensor | None:
     if engine_parameter(param) is None:
         return None
     engine, name = require_engine_parameter(param)
-    return engine.full_master(name)
+    return engine.parameter(name).master
 
 
 def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor) -> None:
     """Replace the master; the visible weight follows."""
     engine, name = require_engine_parameter(param)
-    engine.set_full_master(name, value)
+    engine.parameter(name).master = value.float()
 
 
 def safe_get_full_grad(param: Parameter) -> torch.Tensor | None:
@@ -44,13 +45,13 @@ def safe_get_full_grad(param: Parameter) -> torch.Tensor | None:
     if engine_parameter(param) is None or not param.requires_grad:
         return None
     engine, name = require_engine_parameter(param)
-    return engine.full_gradient(name)
+    return engine.parameter(name).gradient
 
 
 def safe_set_full_grad(param: Parameter, value: torch.Tensor) -> None:
     """Replace it; `value` is averaged and unscaled, as what `safe_get_full_grad` returns."""
     engine, name = require_engine_parameter(param)
-    engine.set_full_gradient(name, value)
+    engine.parameter(name).gradient = value.float()
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -58,12 +59,12 @@ def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> tor
     if engine_parameter(param) is None:
         return None
     engine, name = require_engine_parameter(param)
-    return engine.full_state(name).get(optim_state_key)
+    return engine.parameter(name).state.get(optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     engine, name = require_engine_parameter(param)
-    engine.set_full_state(name, optim_state_key, value)
+    engine.parameter(name).set_moment(optim_state_key, value.float())
 
 
 def safe_update_full_grad_vectorized(
@@ -104,7 +105,7 @@ def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
     engine, segment, row = _place(param)
     if not isinstance(segment, TrainedSegment):
         return None
-    engine.gradients.flush()
+    native(engine.executor).gradients.flush()
     if segment.reduced is None:
         empty = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
         return _mine(empty, segment, row)
@@ -113,7 +114,7 @@ def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
 
 def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
     engine, segment, row = _place(param)
-    engine.gradients.flush()
+    native(engine.executor).gradients.flush()
     if not isinstance(segment, TrainedSegment) or segment.reduced is None:
         raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
     _write(segment.reduced, segment, row, value / engine.progress.unscale)
@@ -147,7 +148,7 @@ def _place(param: Parameter) -> tuple[Engine, FlatSegment, Row]:
     row = engine.plan.row(name)
     if row is None:
         raise AssertionError(f"{name} has an owner and no row")
-    return engine, engine.segments[row.segment], row
+    return engine, native(engine.executor).segments[row.segment], row
 
 
 def _master(engine: Engine, segment: FlatSegment) -> torch.Tensor:

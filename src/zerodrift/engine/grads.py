@@ -26,7 +26,7 @@ from zerodrift.comm.collectives import Handle
 from zerodrift.engine.forward_inputs import at_the_end
 from zerodrift.engine.ledger import Ledger
 from zerodrift.engine.trained import TrainedSegment
-from zerodrift.engine.traversal import Traversal
+from zerodrift.engine.traversal import Traversal, TraversedUnit
 from zerodrift.engine.unit import LiveUnit, current_backward
 from zerodrift.errors import RankError
 from zerodrift.plan.cost import REDUCTIONS
@@ -71,8 +71,7 @@ class BackwardCallbacks:
 class Gradients:
     """The gradients of all units through one optimizer step."""
 
-    def __init__(self, traversal: Traversal, before: float) -> None:
-        units = traversal.units
+    def __init__(self, units: Sequence[LiveUnit], traversal: Traversal, before: float) -> None:
         self._traversal = traversal
         self._units = units
         by_name = {unit.spec.name: unit for unit in units}
@@ -167,7 +166,7 @@ class Gradients:
             self._reached = reached
             self._traversal.reaches(reached)
 
-    def over(self, unit: LiveUnit) -> None:
+    def over(self, unit: TraversedUnit) -> None:
         if not self.counts:
             return
         self._ready.add(unit.number)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
@@ -35,8 +34,6 @@ class ScheduledUnits:
     """The units of an engine whose micro-batches come in the order of a schedule."""
 
     def __init__(self, part: Plan, units: list[LiveUnit], gradients: Gradients) -> None:
-        self.forwards: tuple[nn.Module, ...] = ()
-        """What a schedule runs in the place of the model: this rank's pieces."""
         self._part = part
         self._gradients = gradients
         live = dict(zip((unit.name for unit in part.units), units, strict=True))

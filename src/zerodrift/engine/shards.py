@@ -11,22 +11,21 @@ after `sync_storage` what is visible is the masters that were filled, rounded on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
+from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.attached import settle
+from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import TrainedSegment
+from zerodrift.optim.updater import Updater
 from zerodrift.plan.table import Row
-
-if TYPE_CHECKING:
-    from zerodrift.engine.engine import Engine
-    from zerodrift.optim.updater import Updater
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,14 @@ class FlatShard:
         mine = _spans(segment, start + low, start + high, start) if segment.spec.lead else ()
         self.share = tuple(mine)
         """The part of it that no other rank reads."""
+        filled = share_of(segment, segment.rank)
+        self.filled = tuple(_spans(segment, filled.start, filled.stop, start))
+        """What this rank fills where values come from files."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All that have a part in it, on whatever rank."""
+        return tuple(self.segment.rows)
 
     @property
     def numel(self) -> int:
@@ -128,6 +135,12 @@ class FlatShard:
         else:
             self._updater.set_master(self.segment.number, values)
 
+    def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
+        """`set_weights` of what `weights` returned, in which every rank has filled `filled`."""
+        exchange(self.segment, values, comm)
+        if self.updated:  # else it is storage itself
+            self.set_weights(values)
+
     def set_moment(self, key: str, values: torch.Tensor) -> None:
         if self._updater is None:
             raise AssertionError(f"segment {self.segment.number} has no optimizer")
@@ -135,12 +148,16 @@ class FlatShard:
 
 
 class SegmentShard(Protocol):
-    """A piece of any engine; what `FlatShard` says of these holds."""
+    """A piece of any executor; what `FlatShard` says of these holds."""
 
     @property
     def held(self) -> tuple[Span, ...]: ...
     @property
     def share(self) -> tuple[Span, ...]: ...
+    @property
+    def filled(self) -> tuple[Span, ...]: ...
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
     @property
     def numel(self) -> int: ...
     @property
@@ -152,6 +169,7 @@ class SegmentShard(Protocol):
     def stored(self) -> torch.Tensor: ...
     def moments(self) -> dict[str, torch.Tensor]: ...
     def set_weights(self, values: torch.Tensor) -> None: ...
+    def set_filled(self, values: torch.Tensor, comm: Collectives) -> None: ...
     def set_moment(self, key: str, values: torch.Tensor) -> None: ...
 
 
@@ -202,21 +220,10 @@ class Shards:
         self._engine.sync_storage()
 
 
-def pieces(engine: Engine) -> Iterator[FlatShard]:
-    """Those of a native engine."""
-    for segment in engine.segments:
-        yield FlatShard(segment, engine.updater, _copy(segment, engine.mesh))
-
-
-def sync_storage(engine: Engine) -> None:
-    """`Shards.sync_storage` of a native engine."""
-    engine.attached.require_closed("load")
-    for unit in engine.units:
-        unit.drop()
-    for segment in engine.segments:
-        segment.sync_storage().wait()
-        segment.changed()
-        segment.renew()
+def pieces(segments: Iterable[FlatSegment], updater: Updater | None, mesh: Mesh) -> Iterator[FlatShard]:
+    """One per segment."""
+    for segment in segments:
+        yield FlatShard(segment, updater, _copy(segment, mesh))
 
 
 def _copy(segment: FlatSegment, mesh: Mesh) -> tuple[int, int]:

@@ -10,21 +10,20 @@ does not depend on how parameters are cut: it is the same at every stage and for
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
+from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.trained import trained
+from zerodrift.engine.trained import TrainedSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import squares
 from zerodrift.optim.statistics import COLUMNS
-from zerodrift.plan.table import Row
+from zerodrift.optim.updater import Updater
+from zerodrift.plan.table import Plan, Row
 from zerodrift.report.updates import UpdateLine, UpdateReport
-
-if TYPE_CHECKING:
-    from zerodrift.engine.engine import Engine
 
 COUNTS = COLUMNS.index("change_squares")
 """The columns before this one are counts, those from it on sums of squares."""
@@ -33,31 +32,34 @@ PLACES = squares.DIGITS + 1
 """Of one exact sum."""
 
 
-def collect(engine: Engine) -> UpdateReport:
-    """The last update of every trained parameter. One collective per axis that masters are sharded on."""
-    if not engine.plan.policy.statistics:
+def collect(
+    plan: Plan, trained: Sequence[TrainedSegment], updater: Updater | None, comm: Collectives, step: int
+) -> UpdateReport:
+    """The update of step `step`, of every trained parameter. One collective per axis that masters are sharded
+    on."""
+    if not plan.policy.statistics:
         raise UnsupportedError(
             "update_statistics",
             "must be asked for in the config, so that updates record them",
             got="`precision.statistics: false`",
             do="Set `precision.statistics: true`.",
         )
-    if engine.updater is None or engine.global_steps == 0:
+    if updater is None or step == 0:
         raise UnsupportedError("update_statistics", "must follow an update", got="none yet")
-    held = engine.updater.statistics
-    rows = [(segment, row) for segment in trained(engine.segments) for row in segment.rows]
+    held = updater.statistics
+    rows = [(segment, row) for segment in trained for row in segment.rows]
     sums = [_sums(segment, row, held[segment.number].blocks) for segment, row in rows]
     table = torch.stack(sums) if sums else torch.zeros(0, COUNTS + 2 * PLACES, dtype=torch.int64)
     sharded = torch.tensor([bool(segment.update.axis) for segment, _ in rows])
     divided = torch.tensor([row.parts > 1 for _, row in rows])
-    if engine.mesh.size("shard") > 1 and sharded.any():
+    if comm.mesh.size("shard") > 1 and sharded.any():
         # All rows of a plan have their masters alike, whole or sharded.
-        table = engine.comm.all_reduce_sum(table, "shard")
+        table = comm.all_reduce_sum(table, "shard")
     elif divided.any():
-        table[divided] = engine.comm.all_reduce_sum(table[divided], "expert")
+        table[divided] = comm.all_reduce_sum(table[divided], "expert")
     lines = [_line(row, numbers) for (_, row), numbers in zip(rows, table.cpu(), strict=True)]
-    order = {row.name: place for place, row in enumerate(engine.plan.rows)}
-    return UpdateReport(engine.global_steps, tuple(sorted(lines, key=lambda line: order[line.name])))
+    order = {row.name: place for place, row in enumerate(plan.rows)}
+    return UpdateReport(step, tuple(sorted(lines, key=lambda line: order[line.name])))
 
 
 def _sums(segment: FlatSegment, row: Row, blocks: torch.Tensor) -> torch.Tensor:

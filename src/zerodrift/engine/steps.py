@@ -40,8 +40,17 @@ def closed() -> UnsupportedError:
 def is_driven(what: str) -> UnsupportedError:
     return UnsupportedError(
         what,
-        "must not be called on one rank's part of a pipeline, whose schedule runs it",
-        do="Call `step` of what `initialize_pipeline` returned, with the micro-batches of a step.",
+        "must not be called on a pipeline, whose stages run together",
+        do="Call `engine.train_batch` with all micro-batches of a step, or `engine.evaluate`.",
+    )
+
+
+def unfinished() -> UnsupportedError:
+    return UnsupportedError(
+        "accumulate",
+        "must be given all micro-batches of a step, at its beginning",
+        got="some that wait for their update",
+        do="Call `step`, which updates with them, or `zero_grad`.",
     )
 
 
@@ -61,7 +70,7 @@ def taken_away(name: str) -> UnsupportedError:
         name,
         "its gradient must be cleared through the engine, which has collected it",
         got="`param.grad` set to None or zero between `backward` and `step`, as by `zero_grad`",
-        do="Call `engine.zero_grad()`, or for one parameter `engine.set_full_gradient(name, zeros)`.",
+        do="Call `engine.zero_grad()`, or for one parameter `engine.parameter(name).gradient = zeros`.",
     )
 
 

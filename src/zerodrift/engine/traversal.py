@@ -29,14 +29,34 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
 from zerodrift.plan.schedule import backward_order, holds
+from zerodrift.plan.table import Unit
 
-if TYPE_CHECKING:
-    from zerodrift.engine.unit import LiveUnit
+
+class TraversedUnit(Protocol):
+    """A unit, as far as it has a turn: see `LiveUnit`."""
+
+    number: int
+    spec: Unit
+    is_root: bool
+    uses: int
+    recomputed: bool
+
+    @property
+    def trained(self) -> Sequence[object]:
+        """Its trained segments."""
+
+    @property
+    def is_full(self) -> bool: ...
+    def start_gather(self) -> None: ...
+    def gather(self) -> None: ...
+    def leave(self) -> None: ...
+    def rest(self) -> None: ...
+    def backward_is_over(self, backward: Backward) -> None: ...
 
 
 class Backward(Protocol):
@@ -52,7 +72,7 @@ class Backward(Protocol):
     def begin(self) -> None:
         """A gradient has arrived at a unit's output; the first call of a backward arms its end."""
 
-    def over(self, unit: LiveUnit) -> None:
+    def over(self, unit: TraversedUnit) -> None:
         """The unit's gradients have landed."""
 
 
@@ -104,9 +124,8 @@ def will_be_recomputed() -> bool:
 class Traversal:
     """Where a step is among the units of an engine."""
 
-    def __init__(self, units: list[LiveUnit], meet: Meet | None = None) -> None:
+    def __init__(self, units: Sequence[TraversedUnit], meet: Meet | None = None) -> None:
         """`meet` is None where gathers need no other rank."""
-        self.units = units
         self.checksum = 0
         """See [Note: order]; the engine clears it in every step."""
         self._arrange([unit for unit in units if not unit.is_root])
@@ -130,14 +149,12 @@ class Traversal:
         """How many of `_forth` this forward has come past."""
         self._came = 0
         """How many of `_back` this backward has come past."""
-        self._silent: dict[LiveUnit, None] = {}
+        self._silent: dict[TraversedUnit, None] = {}
         """Units that this backward has come to, and of which nothing tells when it is through."""
         self._reached: frozenset[int] | None = None
         """Trained units whose gradients this backward adds to; None where it adds to none."""
-        for unit in units:
-            unit.traversal = self
 
-    def _arrange(self, forth: list[LiveUnit]) -> None:
+    def _arrange(self, forth: list[TraversedUnit]) -> None:
         """From now on units come in this order."""
         self._forth = forth
         by_name = {unit.spec.name: unit for unit in forth}
@@ -150,10 +167,10 @@ class Traversal:
         self._until = trained[-1] + 1 if trained else 0
         """Units of `_back` after it have no gradient."""
 
-    def _units_inside(self, block: LiveUnit) -> list[LiveUnit]:
+    def _units_inside(self, block: TraversedUnit) -> list[TraversedUnit]:
         return [other for other in self._back if other is not block and holds(block.spec, other.spec)]
 
-    def gathered(self, unit: LiveUnit) -> None:
+    def gathered(self, unit: TraversedUnit) -> None:
         """The unit is being gathered with a collective."""
         # Below 2^40, so that a sum over ranks stays far below 2^63.
         self.checksum = (self.checksum * 1_000_003 + unit.number + 1) % (1 << 40)
@@ -166,7 +183,7 @@ class Traversal:
         self._walking, self._training, self._went = True, training, 0
         self._ran = []
 
-    def forward(self, unit: LiveUnit) -> None:
+    def forward(self, unit: TraversedUnit) -> None:
         """Come to a unit: full when this returns."""
         if not self._walking or unit.is_root:
             unit.gather()
@@ -201,7 +218,7 @@ class Traversal:
 
     # --- the order, while it is not known; see [Note: learned order] -------------------------------------
 
-    def _learn(self, unit: LiveUnit, place: int) -> None:
+    def _learn(self, unit: TraversedUnit, place: int) -> None:
         """Come to a unit in training."""
         if unit.number not in self._ran:
             self._ran.append(unit.number)
@@ -251,7 +268,7 @@ class Traversal:
         are not among them count as over in their turn."""
         self._reached = reached
 
-    def is_over(self, unit: LiveUnit, step: Backward) -> bool:
+    def is_over(self, unit: TraversedUnit, step: Backward) -> bool:
         """Whether a gradient that goes on from the unit's input means that its backward is over: not where
         that input went elsewhere too, and this backward has no use for the unit."""
         if unit.is_root or unit.recomputed or self._back_place[unit.number] < self._came:
@@ -261,29 +278,29 @@ class Traversal:
         self._come_back(unit, step)
         return True
 
-    def _is_to_come(self, unit: LiveUnit) -> bool:
+    def _is_to_come(self, unit: TraversedUnit) -> bool:
         """Whether this backward, or one that a forward is still owed, will come to the unit out of turn."""
         if self._reached is None or not unit.trained:
             return unit.uses > 0
         return unit.number in self._reached
 
-    def ends_with_the_next(self, unit: LiveUnit) -> None:
+    def ends_with_the_next(self, unit: TraversedUnit) -> None:
         """The backward of a unit has begun, and nothing tells of its end."""
         if not unit.is_root:
             self._silent[unit] = None
 
-    def _end_silent(self, step: Backward, following: LiveUnit | None = None) -> None:
+    def _end_silent(self, step: Backward, following: TraversedUnit | None = None) -> None:
         for unit in list(self._silent):
             if following is None or not (unit is following or holds(unit.spec, following.spec)):
                 del self._silent[unit]
                 unit.backward_is_over(step)
 
-    def backward(self, unit: LiveUnit, step: Backward) -> None:
+    def backward(self, unit: TraversedUnit, step: Backward) -> None:
         """Come to a unit again: full when this returns."""
         self._end_silent(step, unit)
         self._come_back(unit, step)
 
-    def _come_back(self, unit: LiveUnit, step: Backward) -> None:
+    def _come_back(self, unit: TraversedUnit, step: Backward) -> None:
         if unit.is_root:
             unit.gather()
             if self._came == 0:
@@ -299,7 +316,7 @@ class Traversal:
         self._end_silent(step)
         self._pass_back(self._until, step)
 
-    def recompute(self, unit: LiveUnit, step: Backward) -> None:
+    def recompute(self, unit: TraversedUnit, step: Backward) -> None:
         """A forward inside a backward comes to a unit."""
         if unit.number in self._nested:
             unit.gather()  # not in its turn, which is to come

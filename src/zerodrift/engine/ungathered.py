@@ -108,8 +108,8 @@ class CollectedGradient(torch.Tensor):
             "its gradient must be read from the engine after a backward, which has collected it",
             got=f"`{name}` of `param.grad`",
             do=(
-                "Clip with `gradient_clipping` in the config, read with `engine.full_gradient`, change "
-                "with `engine.set_full_gradient`, clear with `engine.zero_grad`."
+                "Clip with `gradient_clipping` in the config, read with `engine.parameter(name).gradient`, "
+                "change by assigning to that, clear with `engine.zero_grad`."
             ),
         )
 
@@ -117,7 +117,7 @@ class CollectedGradient(torch.Tensor):
         return torch.clone(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Gradient({list(self.shape)}, {self.dtype}, collected: see `engine.full_gradient`)"
+        return f"Gradient({list(self.shape)}, {self.dtype}, collected: see `engine.parameter`)"
 
 
 def lost_error(path: str, asked: str = "") -> ModelError:

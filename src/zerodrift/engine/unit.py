@@ -96,7 +96,7 @@ class LiveUnit:
         self.recomputed = False
         """Whether its last forward in training was under activation checkpointing."""
         self.traversal: Traversal
-        """Set by the walk that goes through it."""
+        """The way through all units that this one is on."""
         self._calls: list[ForwardInputs] = []
         """Forwards under way, the innermost last."""
         self._first, self._last = -1, [-1]

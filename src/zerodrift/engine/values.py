@@ -1,8 +1,6 @@
-"""Full values out of an engine and back in: parameters, gradients, masters, moments.
+"""Whole values of parameters that lie in segments, out and in: see `parameter.py`.
 
-For people, tests and checkpoints; no step goes through here. All calls are collective: every rank asks for
-the same names in the same order. What comes out is a copy, but for `gathered`, which shows the parameters
-themselves.
+What comes out is a copy, but for `gathered`, which shows the parameters themselves.
 
 Invariant: reading changes nothing; writing goes to the master, and what is visible follows from it.
 """
@@ -10,44 +8,43 @@ Invariant: reading changes nothing; writing goes to the master, and what is visi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.attached import settle
+from zerodrift.engine.attached import AttachedParameters, settle
+from zerodrift.engine.grads import Gradients
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import TrainedSegment
-from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
+from zerodrift.errors import ModelError, Problems
+from zerodrift.optim.updater import Updater
 from zerodrift.plan.table import Row
 
-if TYPE_CHECKING:
-    from zerodrift.engine.engine import Engine
 
+@dataclass(frozen=True, slots=True)
+class SegmentValues:
+    """The whole values of one rank's segments."""
 
-class Values:
-    """Access to the full values of one engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    segments: Sequence[FlatSegment]
+    updater: Updater | None
+    gradients: Gradients
+    attached: AttachedParameters
+    comm: Collectives
 
     @contextlib.contextmanager
-    def gathered(
-        self, names: Iterable[str] | None = None, write: bool = False
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters by name, full, in their compute dtype, as they are now: what is kept stays so. With
-        `write`, rank 0's values at the end of the context become everybody's, masters included; where any
-        rank raises inside, nobody's change. Of experts that are spread over ranks, these are a rank's own,
-        and the first rank's that has the same."""
-        rows = {name: self._row(name) for name in (self._all_names() if names is None else names)}
-        segments = {segment.number: segment for segment, _ in rows.values()}
-        self.settle(segments.values(), cure=write)
+    def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """With `write`, where any rank raises inside, nobody's values change. Of experts that are spread over
+        ranks, these are a rank's own, and the first rank's that has the same."""
+        segments = {row.segment: self._of(row) for row in rows.values()}
+        self._settle(segments.values(), cure=write)
         kept = {number for number, segment in segments.items() if segment.is_full}
         with self._lent(segments, kept):
-            shown = {name: segment.view(segment.full, row) for name, (segment, row) in rows.items()}
+            shown = {name: self._of(row).view(self._of(row).full, row) for name, row in rows.items()}
             if write:
-                with self._writing(segments.values(), [row for _, row in rows.values()]):
+                with self._writing(segments.values(), list(rows.values())):
                     yield shown
                 return
             yield shown
@@ -66,7 +63,7 @@ class Values:
                 segment.take_back(keep=number in kept)
 
     def _require_unwritten(self, segments: Iterable[FlatSegment]) -> None:
-        attached, problems = self._engine.attached, Problems()
+        attached, problems = self.attached, Problems()
         for segment in segments:
             if attached.is_open(segment):
                 continue
@@ -80,13 +77,13 @@ class Values:
     @contextlib.contextmanager
     def _writing(self, segments: Iterable[FlatSegment], rows: list[Row]) -> Iterator[None]:
         """What is written inside is taken over where the outermost context ends, if no rank has raised."""
-        attached = self._engine.attached
+        attached = self.attached
         segments = list(segments)
         outermost = not attached.opened
         before = [] if outermost else [(segment, segment.full.clone()) for segment in segments]
         attached.open(segments, rows)
         try:
-            with raise_on_all_ranks(self._engine.comm, "data"):
+            with raise_on_all_ranks(self.comm, "data"):
                 yield
         except BaseException:
             attached.put_back(segments)
@@ -101,7 +98,7 @@ class Values:
             self._end_writing(commit=True)
 
     def _end_writing(self, *, commit: bool) -> None:
-        held = self._engine.attached.close()
+        held = self.attached.close()
         try:
             if commit:
                 for segment, rows in held:
@@ -122,96 +119,99 @@ class Values:
             for row in rows:
                 shown = segment.view(segment.full, row).clone()
                 if row.parts == 1:
-                    self._engine.comm.broadcast(shown.view(-1), 0, "data")
+                    self.comm.broadcast(shown.view(-1), 0, "data")
                 else:  # of the first rank that has the same experts
-                    self._engine.comm.broadcast(shown.view(-1), 0, segment.axis)
-                    self._engine.comm.broadcast(shown.view(-1), 0, "replicate")
+                    self.comm.broadcast(shown.view(-1), 0, segment.axis)
+                    self.comm.broadcast(shown.view(-1), 0, "replicate")
                 place = segment.view(whole, row)
                 kept = segment.at_rest(place).to(shown.dtype) == shown
-                if row.name in self._engine.attached.replaced:
+                if row.name in self.attached.replaced:
                     kept.fill_(False)
                 if kept.all():
                     continue
                 place.copy_(torch.where(kept, place, shown.to(place.dtype)))
         self._set_whole_master(segment, whole)
 
-    def settle(self, segments: Iterable[FlatSegment], *, cure: bool = False) -> None:
+    def _settle(self, segments: Iterable[FlatSegment], *, cure: bool = False) -> None:
         """Take over what was written to storage by others than the engine, or raise; a call of all ranks.
         With `cure`, what cannot be told apart is taken as it stands: somebody is about to say what holds."""
         found = [segment for segment in segments if segment.apart]
         if found:
-            with raise_on_all_ranks(self._engine.comm, "data"):
+            with raise_on_all_ranks(self.comm, "data"):
                 for segment in found:
-                    settle(segment, self._engine.updater, cure=cure)
+                    settle(segment, self.updater, cure=cure)
 
-    # --- masters ----------------------------------------------------------------------------------------
+    # --- values and masters -----------------------------------------------------------------------------
 
-    def master(self, name: str) -> torch.Tensor:
-        segment, row = self._row(name)
+    def shape(self, row: Row) -> tuple[int, ...]:
+        return row.whole_shape
+
+    def value(self, row: Row) -> torch.Tensor:
+        with self.gathered({row.name: row}, write=False) as shown:
+            return self._all_of(row, shown[row.name])
+
+    def set_value(self, row: Row, value: torch.Tensor) -> None:
+        with self.gathered({row.name: row}, write=True) as shown, torch.no_grad():
+            shown[row.name].copy_(self._part_of(row, value))
+
+    def master(self, row: Row) -> torch.Tensor:
+        segment = self._of(row)
         return self._all_of(row, segment.view(self._whole_master(segment), row))
 
-    def set_master(self, name: str, value: torch.Tensor) -> None:
-        self._engine.attached.require_closed("set_full_master")
-        segment, row = self._row(name)
+    def set_master(self, row: Row, value: torch.Tensor) -> None:
+        self.attached.require_closed(f"engine.parameter({row.name!r}).master")
+        segment = self._of(row)
         whole = self._whole_master(segment)
         with torch.no_grad():
-            segment.view(whole, row).copy_(self._part_of(segment, row, value))
+            segment.view(whole, row).copy_(self._part_of(row, value))
         segment.drop()
         self._set_whole_master(segment, whole)
         segment.renew()
 
     def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
-        self.settle([segment])
+        self._settle([segment])
         return self._whole(segment, self._owned_master(segment))
 
     def _owned_master(self, segment: FlatSegment) -> torch.Tensor:
         """A copy in fp32 of what this rank holds: storage, where there is no master."""
-        updater = self._engine.updater
-        if not isinstance(segment, TrainedSegment) or updater is None:
+        if not isinstance(segment, TrainedSegment) or self.updater is None:
             return segment.storage.to(torch.float32, copy=True)
-        return updater.master(segment.number)
+        return self.updater.master(segment.number)
 
     def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
-        updater = self._engine.updater
         with torch.no_grad():
-            if not isinstance(segment, TrainedSegment) or updater is None:
+            if not isinstance(segment, TrainedSegment) or self.updater is None:
                 segment.storage.copy_(segment.slice_of(whole) if segment.sharded else whole)
                 segment.changed()
                 return
-            updater.set_master(segment.number, segment.owned_of(whole))
+            self.updater.set_master(segment.number, segment.owned_of(whole))
         segment.sync_storage().wait()
         segment.changed()
 
     # --- gradients --------------------------------------------------------------------------------------
 
-    def gradient(self, name: str) -> torch.Tensor:
-        segment, row = self._trained_row(name)
-        self._engine.gradients.flush()
-        if segment.reduced is None:
-            return torch.zeros(row.whole_shape, device=segment.storage.device)
+    def has_gradient(self, row: Row) -> bool:
+        self.gradients.flush()
+        return self._trained(row).reduced is not None
+
+    def gradient(self, row: Row, unscale: float) -> torch.Tensor:
+        segment = self._trained(row)
         whole = segment.whole_gradient()
-        summed = segment.over_replicas(whole, self._engine.gradients.before)
-        found = segment.view(summed, row).float() * self._engine.progress.unscale
+        summed = segment.over_replicas(whole, self.gradients.before)
+        found = segment.view(summed, row).float() * unscale
         segment.give_back(whole)
         return self._all_of(row, found)
 
-    def set_gradient(self, name: str, value: torch.Tensor) -> None:
-        segment, row = self._trained_row(name)
-        self._engine.gradients.flush()
+    def set_gradient(self, row: Row, value: torch.Tensor) -> None:
+        segment, mesh = self._trained(row), self.comm.mesh
         if segment.reduced is None:
-            raise UnsupportedError(
-                name,
-                "must have a gradient to replace",
-                got="none in this step",
-                do="Call it after `engine.backward` and before `engine.step`.",
-            )
+            raise AssertionError(f"{row.name} has no gradient")
         whole = segment.whole_gradient()
         with torch.no_grad():
-            part = self._part_of(segment, row, value) / self._engine.progress.unscale
-            mesh = self._engine.mesh
+            part = self._part_of(row, value)
             if mesh.size("replicate") > 1:
                 # The step has yet to sum over replicas, and to divide before it where no reduction did.
-                part *= self._engine.gradients.before if segment.ranks == 1 else 1.0
+                part = part * (self.gradients.before if segment.ranks == 1 else 1.0)
                 part *= mesh.rank("replicate") == 0
             segment.view(whole, row).copy_(part)
             if segment.reduced is not whole:
@@ -220,49 +220,52 @@ class Values:
 
     # --- moments ----------------------------------------------------------------------------------------
 
-    def state(self, name: str) -> dict[str, torch.Tensor]:
-        segment, row = self._trained_row(name)
+    def moment_names(self, row: Row) -> tuple[str, ...]:
+        return tuple(self._states(self._trained(row)))
+
+    def moments(self, row: Row) -> dict[str, torch.Tensor]:
+        segment = self._trained(row)
         flats = self._states(segment)
         return {
             key: self._all_of(row, segment.view(self._whole(segment, flat), row))
             for key, flat in flats.items()
         }
 
-    def set_state(self, name: str, key: str, value: torch.Tensor) -> None:
-        segment, row = self._trained_row(name)
-        updater, flats = self._engine.updater, self._states(segment)
-        if updater is None or key not in flats:
-            raise ModelError(
-                name,
-                f"must have optimizer state {key!r}",
-                got=", ".join(flats) or "none yet",
-                do="State is there after the first step.",
-            )
-        whole = self._whole(segment, flats[key])
+    def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
+        segment = self._trained(row)
+        if self.updater is None:
+            raise AssertionError("no optimizer")
+        whole = self._whole(segment, self._states(segment)[key])
         with torch.no_grad():
-            segment.view(whole, row).copy_(self._part_of(segment, row, value))
-        updater.set_state(segment.number, key, segment.owned_of(whole))
+            segment.view(whole, row).copy_(self._part_of(row, value))
+        self.updater.set_state(segment.number, key, segment.owned_of(whole))
 
-    def _states(self, segment: FlatSegment) -> dict[str, torch.Tensor]:
+    def _states(self, segment: TrainedSegment) -> dict[str, torch.Tensor]:
         """Owned moments with the same keys on every rank: one that owns padding only has none itself."""
-        updater = self._engine.updater
-        if updater is None:
+        if self.updater is None:
             return {}
-        mine = updater.states(segment.number)
-        keys = dict.fromkeys(
-            key for keys in self._engine.comm.all_gather_object(list(mine), "data") for key in keys
-        )
+        mine = self.updater.states(segment.number)
+        keys = dict.fromkeys(key for keys in self.comm.all_gather_object(list(mine), "data") for key in keys)
         empty = torch.zeros_like(segment.owned, dtype=torch.float32)
         return {key: mine.get(key, empty) for key in keys}
 
     # --- rows -------------------------------------------------------------------------------------------
+
+    def _of(self, row: Row) -> FlatSegment:
+        return self.segments[row.segment]
+
+    def _trained(self, row: Row) -> TrainedSegment:
+        segment = self._of(row)
+        if not isinstance(segment, TrainedSegment):
+            raise AssertionError(f"{row.name} is frozen")
+        return segment
 
     def _whole(self, segment: FlatSegment, owned: torch.Tensor) -> torch.Tensor:
         """`[padded]` of what each rank holds a slice of, as a copy."""
         if owned.numel() == segment.spec.padded:
             return owned.clone()
         whole = owned.new_empty(segment.spec.padded)
-        self._engine.comm.all_gather(whole, owned, segment.axis)
+        self.comm.all_gather(whole, owned, segment.axis)
         return whole
 
     def _all_of(self, row: Row, part: torch.Tensor) -> torch.Tensor:
@@ -270,33 +273,15 @@ class Values:
         if row.parts == 1:
             return part.clone()
         whole = part.new_empty(row.whole_shape)
-        self._engine.comm.all_gather(whole.view(-1), part.reshape(-1), "expert")
+        self.comm.all_gather(whole.view(-1), part.reshape(-1), "expert")
         return whole
 
-    @staticmethod
-    def _part_of(segment: FlatSegment, row: Row, value: torch.Tensor) -> torch.Tensor:
+    def _part_of(self, row: Row, value: torch.Tensor) -> torch.Tensor:
         """What this rank has of a whole value."""
         if row.parts == 1:
             return value
-        first = segment.first_of(row)
+        first = self._of(row).first_of(row)
         return value.reshape(-1)[first : first + row.numel].view(row.shape)
-
-    def _all_names(self) -> list[str]:
-        return [row.name for row in self._engine.part.rows]
-
-    def _row(self, name: str) -> tuple[FlatSegment, Row]:
-        row = self._engine.part.row(name)
-        if row is None:
-            known = [name for row in self._engine.part.rows for name in row.names]
-            todo = did_you_mean(name, known)
-            raise ModelError(name, "must be a parameter of the model", got="no such name", do=todo)
-        return self._engine.segments[row.segment], row
-
-    def _trained_row(self, name: str) -> tuple[TrainedSegment, Row]:
-        segment, row = self._row(name)
-        if not isinstance(segment, TrainedSegment):
-            raise ModelError(name, "must be trained", got="a frozen parameter")
-        return segment, row
 
 
 _READ = "a write inside `engine.gathered()`, which shows values"

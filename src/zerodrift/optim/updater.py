@@ -81,8 +81,8 @@ def no_callback(number: int) -> None:
     """A `Written` for whoever waits for no single piece."""
 
 
-class Updater(Protocol):
-    """An optimizer as the engine sees it."""
+class OptimizerState(Protocol):
+    """An optimizer of any backend, as it is read, saved and filled: per segment, in flat pieces."""
 
     groups: torch.optim.Optimizer
     """Parameter groups with their learning rates, for schedules."""
@@ -101,12 +101,6 @@ class Updater(Protocol):
 
     def learning_rates(self) -> tuple[float, ...]:
         """Of each parameter group, now."""
-
-    def update(
-        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
-    ) -> None:
-        """One step. Flat gradients of owned pieces by segment number; each is multiplied once, in fp32.
-        A gradient may be asked for until its piece is `written`, and not after it."""
 
     def master(self, number: int) -> torch.Tensor:
         """The fp32 values of an owned piece; a copy."""
@@ -132,3 +126,13 @@ class Updater(Protocol):
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         """In which dtypes a piece's master (None: storage itself) and its moments really lie in memory."""
+
+
+class Updater(OptimizerState, Protocol):
+    """An optimizer as the native engine runs it."""
+
+    def update(
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
+    ) -> None:
+        """One step. Flat gradients of owned pieces by segment number; each is multiplied once, in fp32.
+        A gradient may be asked for until its piece is `written`, and not after it."""

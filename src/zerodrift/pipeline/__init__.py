@@ -1,7 +1,8 @@
 """Pipelines: a model cut over ranks under torch's schedules, and weight gradients that are formed later."""
 
+from zerodrift.engine.batches import BatchResult
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
-from zerodrift.pipeline.run import BatchResult, PipelineEngine
+from zerodrift.pipeline.deprecated import PipelineEngine
 
 __all__ = ["BatchResult", "Parts", "PipelineEngine", "WeightQueue", "defer_weight_grads"]

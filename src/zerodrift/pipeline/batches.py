@@ -5,14 +5,12 @@ travels, and a checksum of everything that is in them: the first stage reads tok
 ranks with different data would train on pairs that are none.
 
 Invariant: two ranks with equal `Given` would compute the same from their micro-batches, up to objects that
-are neither containers, tensors, numbers nor text; and a micro-batch is never changed.
+are neither containers, tensors, numbers nor text.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zerodrift.engine.batches import numbers_of, wrong_number
 from zerodrift.engine.nested import tensors_in
 from zerodrift.errors import Problem
 
@@ -52,42 +51,22 @@ def given(
 ) -> Given:
     """`wanted` is how many a step has, None for any number; `problem_of` what no piece can do."""
     shapes = [signature(batch) for batch in batches]
-    numbers, wrong = _numbers(weights, len(batches))
-    problem = _problem(shapes, wanted) or next(filter(None, map(problem_of, batches)), None)
-    if wrong and problem is None:
-        must = f"must be {len(batches)} finite numbers, one for each micro-batch, or none"
-        problem = Problem("weights", must, got=wrong)
+    numbers, wrong = numbers_of(weights, len(batches))
+    problem = wrong_number(len(batches), wanted) or _unlike(shapes)
+    problem = problem or next(filter(None, map(problem_of, batches)), None) or wrong
     return Given(problem, tuple(shapes[:1]), numbers, tuple(map(checksum, batches)))
 
 
-def _numbers(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], str]:
-    """Weights as numbers, or what is wrong with them."""
-    try:
-        found = tuple(float(each) for each in weights)
-    except (TypeError, ValueError, RuntimeError):
-        return (), repr(weights)
-    if found and len(found) != count:
-        return (), str(len(found))
-    bad = next((each for each in found if not math.isfinite(each)), None)
-    return ((), repr(bad)) if bad is not None else (found, "")
-
-
-def _problem(found: list[Signature], wanted: int | None) -> Problem | None:
-    """What is wrong with the number of the micro-batches of this rank, or their shapes."""
-    if wanted is not None and len(found) != wanted:
-        must = f"must be {wanted}, as `pipeline.micro_batches` says"
-        return Problem("micro_batches", must, got=str(len(found)))
-    if not found:
-        return Problem("micro_batches", "must be at least one", got="none")
+def _unlike(found: list[Signature]) -> Problem | None:
     other = next((number for number, each in enumerate(found) if each != found[0]), None)
-    if other is not None:
-        return Problem(
-            "micro_batches",
-            "must have the same shapes, because memory for what travels is laid out once",
-            got=f"{found[0]} and, in micro-batch {other}, {found[other]}",
-            do="Pad them to one length.",
-        )
-    return None
+    if other is None:
+        return None
+    return Problem(
+        "micro_batches",
+        "must have the same shapes, because memory for what travels is laid out once",
+        got=f"{found[0]} and, in micro-batch {other}, {found[other]}",
+        do="Pad them to one length.",
+    )
 
 
 def difference(told: Mapping[int, Given]) -> Problem | None:
@@ -144,34 +123,3 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
     else:
         yield path, value
-
-
-def batch_on(batch: Any, device: torch.device, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A micro-batch with its tensors changed and moved; every container of it is a copy of its own class."""
-
-    def moved(value: Any) -> Any:
-        return batch_on(value, device, change)
-
-    if isinstance(batch, torch.Tensor):
-        return change(batch.to(device))
-    if isinstance(batch, Mapping):
-        items = {key: moved(value) for key, value in batch.items()}
-        if type(batch) is dict or not hasattr(batch, "__setitem__"):
-            return items
-        made: Any = copy.copy(batch)
-        if (data := getattr(batch, "data", None)) is not None:
-            made.data = dict(data)  # of a UserDict, whose copy has the original's
-        for key, item in items.items():
-            made[key] = item
-        return made
-    if isinstance(batch, tuple):
-        values = map(moved, batch)
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if isinstance(batch, list):
-        return [moved(value) for value in batch]
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        made = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(made, field.name, moved(getattr(batch, field.name)))
-        return made
-    return batch

@@ -108,6 +108,10 @@ class Parts:
     def last(self, piece: nn.Module, hidden: Hidden, batch: Any) -> torch.Tensor:
         return self.after(piece, self.middle(piece, hidden, batch), batch)
 
+    def whole(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss of a model that is not cut."""
+        return self.last(model, self.before(model, batch), batch)
+
     def problem(self, batch: Any) -> Problem | None:
         return None
 

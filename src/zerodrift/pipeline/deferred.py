@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from zerodrift.engine.native import native
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.products import (
     Asked,
@@ -44,6 +45,7 @@ from zerodrift.pipeline.products import (
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
     from zerodrift.engine.grads import Gradients
+    from zerodrift.engine.ledger import GradientCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,12 @@ class WeightQueue:
     def ended(self) -> int:
         """Micro-batches of this step that have ended."""
         return self._ended
+
+    def arrivals(self) -> list[dict[str, GradientCounts]]:
+        """Of the engine's parameters: per micro-batch of this step that has ended, by name, how often a
+        gradient came at once and how often late."""
+        ledger = None if self._gradients is None else self._gradients.ledger
+        return [] if ledger is None else ledger.arrivals()
 
     def put(
         self,
@@ -294,8 +302,9 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
             queue._handles += _attach(owner, queue)
     queue._names = {parameter: name for name, parameter in module.named_parameters()}
     if not isinstance(what, nn.Module):
-        what.gradients.expect(queue)
-        queue._gradients = what.gradients
+        gradients = native(what.executor).gradients
+        gradients.expect(queue)
+        queue._gradients = gradients
     return queue
 
 

@@ -1,7 +1,7 @@
 """Makes the engine of a pipeline: the model is cut, this rank's pieces are placed, the rest is let go of.
 
 Every rank has described the same whole model, and made the same plan. Here it keeps the modules of its own
-pieces, in a tree with the model's own paths, and an `Engine` takes that tree with this rank's part of the
+pieces, in a tree with the model's own paths, and an executor takes that tree with this rank's part of the
 plan.
 
 Invariant: afterwards this rank holds no value of a parameter that none of its pieces uses.
@@ -15,21 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.place import ValueSource, ValueSources
-from zerodrift.engine.trained import TrainedSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.pipeline.cut import Causal, Cut, check_names, prune
-from zerodrift.pipeline.run import PipelineEngine
-from zerodrift.plan.stages import names_of, part, pieces_of, shared_with_another
+from zerodrift.pipeline.run import PipelineExecutor
+from zerodrift.pipeline.values import make_equal
+from zerodrift.plan.stages import names_of, part, pieces_of
 from zerodrift.plan.table import Plan
 from zerodrift.policy.pipelining import SPLIT
 
 
 def pipeline_engine(
     plan: Plan, model: nn.Module, mesh: Mesh, sources: ValueSources, cut: Cut | None, schedule: Any = None
-) -> PipelineEngine:
+) -> Engine:
     """The engine of a plan that has a pipeline; `sources` are of the whole plan."""
     how = Causal.of(model) if cut is None else cut
     rank = mesh.rank("pipeline")
@@ -39,14 +40,19 @@ def pipeline_engine(
     tree = prune(model, frozenset().union(*pieces), how)
     check_names(tree, frozenset(name for row in mine.rows for name in row.names))
     _require_eager(plan, model)
-    engine = Engine(plan, tree, mesh, None, schedule, _known_here(plan, mine, sources))
-    engine.whole = model
-    _make_equal(engine)
-    _let_go(model, tree)
-    parts = [prune(tree, names, how) for names in pieces]
-    for module, names in zip(parts, pieces, strict=True):
-        check_names(module, names)
-    return PipelineEngine(plan, engine, parts, how)
+
+    def execute(comm: Collectives) -> PipelineExecutor:
+        executor = PipelineExecutor(plan, tree, comm, _known_here(plan, mine, sources))
+        executor.whole = model
+        make_equal(mine, executor.own_values)  # the model of the other end may have another seed
+        _let_go(model, tree)
+        parts = [prune(tree, names, how) for names in pieces]
+        for module, names in zip(parts, pieces, strict=True):
+            check_names(module, names)
+        executor.cut_into(parts, how)
+        return executor
+
+    return Engine(plan, mesh, execute, schedule)
 
 
 def _require_trained(plan: Plan) -> None:
@@ -107,22 +113,6 @@ def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:
         if whole is not None and whole.name in sources.rows:
             found[row.name] = _Named(sources.rows[whole.name], whole.name)
     return ValueSources(found, sources.buffers)
-
-
-def _make_equal(engine: Engine) -> None:
-    """What is tied across the pipeline begins with the values of the first stage, whose model may have been
-    built with another seed."""
-    updater = engine.updater
-    for segment in engine.segments:
-        if not shared_with_another(engine.part, segment.spec):
-            continue
-        engine.comm.broadcast(segment.storage, 0, "ends")
-        if isinstance(segment, TrainedSegment) and updater is not None:
-            master = updater.master(segment.number)
-            engine.comm.broadcast(master, 0, "ends")
-            if not segment.spec.lead:
-                updater.set_master(segment.number, master)
-        segment.changed()
 
 
 def _let_go(model: nn.Module, tree: nn.Module) -> None:

@@ -27,13 +27,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from zerodrift.engine.engine import Engine
+from zerodrift.comm.mesh import Mesh
+from zerodrift.engine.batches import one_number
+from zerodrift.engine.compute import ForwardPrecision
+from zerodrift.engine.grads import Gradients
 from zerodrift.engine.scheduled import ScheduledUnits
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.cut import Cut, Hidden
@@ -80,18 +84,26 @@ class Draws:
         torch.rand((), generator=self._generators[0])
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the pieces of a rank have in common."""
+
+    scheduled: ScheduledUnits
+    precision: ForwardPrecision
+    gradients: Gradients
+    draws: Draws
+    mesh: Mesh
+
+
 class Piece(nn.Module):
     """One piece of the model, and what it does with a micro-batch."""
 
-    def __init__(
-        self, number: int, count: int, module: nn.Module, cut: Cut, engine: Engine, draws: Draws
-    ) -> None:
+    def __init__(self, number: int, count: int, module: nn.Module, cut: Cut, shared: Shared) -> None:
         super().__init__()
         self.number, self.count = number, count
         self.module = module
         self._cut = cut
-        # Not as attributes that are modules: the parameters of this one are the piece's alone.
-        self._engine = [engine]
+        self.shared = shared
         self.queue: WeightQueue | None = None
         """Of the weight gradients that the schedule puts off; None where autograd keeps them."""
         self.batches: list[Any] = []
@@ -103,28 +115,18 @@ class Piece(nn.Module):
         of."""
         self.failed: BaseException | None = None
         """What a forward or a backward here has raised: see [Note: whose error]."""
-        self._draws = draws
         self._agreed: dict[bool, Kinds] = {}
         """What leaves, as torch has learnt it, by whether gradients come back."""
 
-    @property
-    def engine(self) -> Engine:
-        return self._engine[0]
-
-    @property
-    def scheduled(self) -> ScheduledUnits:
-        if self.engine.scheduled is None:
-            raise AssertionError("an engine without a pipeline")
-        return self.engine.scheduled
-
     def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Hidden:
         """What leaves the piece for micro-batch `number`; of the last piece, the loss."""
+        precision, draws = self.shared.precision, self.shared.draws
         try:
             micro_batch = int(number)
-            with self.gathered(), self.engine.precision.forward(), self._draws.of(self.number, micro_batch):
+            with self.gathered(), precision.forward(), draws.of(self.number, micro_batch):
                 made = self._made(hidden, micro_batch)
                 if torch.is_grad_enabled() and not self.learning:
-                    self.scheduled.pack(self.number, made if isinstance(made, tuple) else (made,))
+                    self.shared.scheduled.pack(self.number, made if isinstance(made, tuple) else (made,))
                 return made
         except BaseException as error:
             self.failed = error
@@ -175,35 +177,32 @@ class Piece(nn.Module):
         return sent[0] if len(sent) == 1 else sent
 
     def _checked(self, loss: Any) -> torch.Tensor:
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ModelError("loss", "must be one number per micro-batch, of the last piece", got=got)
-        return loss if loss.dim() == 0 else loss.sum()  # a view could not be detached in place, as torch does
+        return one_number(loss)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Its parameters are full inside."""
-        self.scheduled.gather(self.number)
+        self.shared.scheduled.gather(self.number)
         try:
             yield
         finally:
             if not self.learning:
-                self.scheduled.release(self.number)
+                self.shared.scheduled.release(self.number)
 
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
         """Around a backward of a micro-batch, or the first part of one."""
-        ledger = self.engine.gradients.ledger
+        ledger = self.shared.gradients.ledger
         if ledger is not None:
             ledger.turn_to(micro_batch)
         if self.queue is not None and self.queue.ended != micro_batch:
             raise AssertionError(f"backward {micro_batch} after {self.queue.ended} others")
-        with self.gathered(), self.engine.precision.backward():
+        with self.gathered(), self.shared.precision.backward():
             yield
 
     def arrived(self, late: list[torch.Tensor]) -> None:
         """Autograd's second pass has added weight gradients."""
-        ledger = self.engine.gradients.ledger
+        ledger = self.shared.gradients.ledger
         if ledger is not None:
             for parameter in dict.fromkeys(late):
                 ledger.late(parameter, ledger.now)
@@ -229,14 +228,14 @@ class Stage(PipelineStage):
     ) -> None:
         """`begin` is called before the first action of a step, `record` with (kind, piece, micro-batch)
         before each."""
-        engine = piece.engine
+        mesh = piece.shared.mesh
         queue = piece.queue
         super().__init__(
             piece,
             piece.number,
             piece.count,
-            engine.mesh.device,
-            group=engine.mesh.group("pipeline"),
+            mesh.device,
+            group=mesh.group("pipeline"),
             dw_builder=None if queue is None else queue.dw_builder,
         )
         self.piece = piece
@@ -264,7 +263,7 @@ class Stage(PipelineStage):
         with self._raising(), self.piece.backward(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         if full_backward:
-            self.piece.scheduled.ended(self.piece.number)
+            self.piece.shared.scheduled.ended(self.piece.number)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -278,7 +277,7 @@ class Stage(PipelineStage):
         else:
             with self._raising(), self.piece.backward(bwd_chunk_id):
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.piece.scheduled.ended(self.piece.number)
+        self.piece.shared.scheduled.ended(self.piece.number)
 
     def _leaves_weights(self, micro_batch: int) -> bool:
         """Whether torch's second pass may not form weight gradients: it runs no hook of a parameter, or once

@@ -51,7 +51,7 @@ def _write_adapters(engine: Engine, folder: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for row in engine.plan.rows:
         if row.trained:
-            tensors[row.name] = engine.full_master(row.name).to("cpu", row.columns.export.torch)
+            tensors[row.name] = engine.parameter(row.name).master.to("cpu", row.columns.export.torch)
     module: Any = engine.module
     with raise_on_all_ranks(engine.comm):
         if engine.mesh.rank() == 0:

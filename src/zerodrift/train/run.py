@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from zerodrift.api import initialize, initialize_pipeline
+from zerodrift.api import initialize
 from zerodrift.comm.mesh import started
-from zerodrift.config.schema import Config
+from zerodrift.config.schema import Config, Pipeline
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problems
 from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded
@@ -33,7 +33,7 @@ from zerodrift.train import model as models
 from zerodrift.train.blocks import Blocks
 from zerodrift.train.boards import check_boards
 from zerodrift.train.display import Display
-from zerodrift.train.drivers import Driver, PipelineDriver, WholeModelDriver
+from zerodrift.train.drivers import Driver
 from zerodrift.train.feed import BatchLayout, Feed
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job
@@ -170,7 +170,7 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
             prepared.key,
         )
     except BaseException:
-        driver.destroy()
+        engine.destroy()
         raise
 
 
@@ -179,23 +179,24 @@ def _driver(
 ) -> Driver:
     weights = models.streamed(job.model, source)
     device = None if job.run.device == "auto" else job.run.device
-    if config.pipeline is None or config.pipeline.stages == 1:
-        made = initialize(model, None, config, weights=weights, device=device, auto=numbers, quiet=True)
-        return WholeModelDriver(made)
+    if config.pipeline is not None and config.pipeline.stages > 1:
+        _require_cuttable(job, config.pipeline)
+    cut = config.pipeline is not None and job.model.lora is None  # adapters are not in what `parts` names
+    parts = models.parts(job.model) if cut else None
+    return Driver(
+        initialize(model, None, config, parts=parts, weights=weights, device=device, auto=numbers, quiet=True)
+    )
+
+
+def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
     problems = Problems()
     if job.model.lora is not None:
         must = "must be absent with `config.pipeline`: adapters are not cut"
         problems.add("model.lora", must, got="both", do="Use one of the two.")
-    if job.model.compile and config.pipeline.schedule in SPLIT:
-        must = f"must be false under {config.pipeline.schedule}, which splits backwards"
+    if job.model.compile and pipeline.schedule in SPLIT:
+        must = f"must be false under {pipeline.schedule}, which splits backwards"
         problems.add("model.compile", must, got="true", do="Use gpipe, 1f1b or interleaved.")
     problems.raise_as(ConfigError)
-    parts = models.parts(job.model)
-    return PipelineDriver(
-        initialize_pipeline(
-            model, config, parts=parts, weights=weights, device=device, auto=numbers, quiet=True
-        )
-    )
 
 
 # --- numbers ------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
                 ) from error
             raise
         finally:
-            session.driver.destroy()
+            session.engine.destroy()
         show.say(f"report: {legible(str(session.folder.report))}")
         if session.folder.export.is_dir() and not outcome.stopped and job.run.export:
             show.say(f"model: {legible(str(session.folder.export))}")

@@ -11,6 +11,7 @@ from torch import nn
 
 from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.errors import Problems, UnsupportedError
 
 EXTERNAL = "_zerodrift_external"
@@ -42,7 +43,7 @@ def check(engine: Engine) -> None:
     for path, module in engine.module.named_modules():
         for parameter in module.__dict__.get(EXTERNAL, ()):
             row = engine.plan.row(parameters.get(id(parameter), ""))
-            if row is None or not engine.segments[row.segment].sharded:
+            if row is None or not native(engine.executor).segments[row.segment].sharded:
                 continue
             unit = engine.plan.units[row.unit].name
             if unit and path != unit and not path.startswith(f"{unit}."):

@@ -289,7 +289,7 @@ class Checkpoints:
         if "buffers" not in without:
             here = contents.shapes(dict(states.buffers(engine.module)))
             saved = contents.shapes(shared["buffers"])
-            if engine.scheduled is not None:
+            if engine.plan.policy.pipeline is not None:
                 saved = {name: shape for name, shape in saved.items() if name in here}  # of this stage
             problems += check_buffers(saved, here, contents.persistent(engine.module))
         for word, about in check_meaning(manifest, table, shared, now).items():

@@ -81,7 +81,7 @@ def _item(key: str, part: Part) -> Item:
 
 def summary(engine: Engine, counters: Counters, alike: bool, known: Collection[str]) -> RankSummary:
     """By this rank; `known` are the buffers that rank 0 has."""
-    if engine.scheduled is None or engine.mesh.rank("data"):
+    if engine.plan.policy.pipeline is None or engine.mesh.rank("data"):
         return RankSummary(counters, alike, {}, {})
     updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}

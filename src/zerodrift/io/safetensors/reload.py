@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.place import exchange, share_of
-from zerodrift.engine.shards import FlatShard, SegmentShard, Shards
+from zerodrift.engine.shards import SegmentShard, Shards
 from zerodrift.io.safetensors.matching import Strict, expected
 from zerodrift.io.safetensors.weights import LoadedWeights, SafetensorsWeights
 from zerodrift.plan.stages import named, part
@@ -47,13 +46,10 @@ def load_weights(
     shards = Shards(engine)
     try:
         with torch.no_grad():
-            for unit in engine.units:
-                unit.drop()
+            engine.executor.drop()
             for piece in _in_step(engine, shards):
-                if isinstance(piece, FlatShard):
+                if piece is not None:
                     _replace(engine, files, piece)
-                elif piece is not None:
-                    _replace_held(engine, files, piece)
                 else:
                     with raise_on_all_ranks(comm):
                         pass
@@ -80,35 +76,16 @@ def _name(engine: Engine, row: Row) -> str:
     return named(engine.plan, row).name
 
 
-def _replace(engine: Engine, files: SafetensorsWeights, piece: FlatShard) -> None:
-    """The rows of one segment."""
-    segment = piece.segment
-    held = [row for row in segment.rows if files.holds(_name(engine, row))]
+def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> None:
+    """The rows of one piece: each rank reads what it fills of them."""
     values = piece.weights()  # a copy of the master; storage itself where there is none
-    mine = share_of(segment, segment.rank)
-    start = 0 if values.numel() == segment.spec.padded else mine.start
     with raise_on_all_ranks(engine.comm):
-        for row in held:
-            low, high = max(row.offset, mine.start), min(row.offset + row.numel, mine.stop)
-            if low < high:
-                first = segment.first_of(row) + low - row.offset
-                files.fill(_name(engine, row), first, values[low - start : high - start])
-    if not held:
-        return
-    exchange(segment, values, engine.comm)
-    if piece.updated:
-        piece.set_weights(values)
-
-
-def _replace_held(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> None:
-    """The same where ranks hold what they own and nothing else: each reads its own."""
-    values = piece.weights()
-    with raise_on_all_ranks(engine.comm):
-        for span in piece.held:
+        for span in piece.filled:
             name = _name(engine, span.row)
             if files.holds(name):
                 files.fill(name, span.start, values[span.place])
-    piece.set_weights(values)
+    if any(files.holds(_name(engine, row)) for row in piece.rows):
+        piece.set_filled(values, engine.comm)
 
 
 def _buffers(engine: Engine, files: SafetensorsWeights) -> None:

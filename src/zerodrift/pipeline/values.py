@@ -1,0 +1,156 @@
+"""Whole values of a model that is cut over the ranks of a pipeline, out and in: see `engine/parameter.py`.
+
+Ranks that hold a parameter read and write it as an engine without a pipeline does; the others get it from one
+of them.
+
+Invariant: what is tied across the pipeline has the same values at both ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.engine.trained import TrainedSegment
+from zerodrift.engine.values import SegmentValues
+from zerodrift.plan.stages import pieces, rank_of, shared_with_another
+from zerodrift.plan.table import Plan, Row
+
+
+@dataclass(frozen=True, slots=True)
+class StagedValues:
+    """The whole values of all stages."""
+
+    plan: Plan
+    part: Plan
+    """What this rank executes of it."""
+    own: SegmentValues
+    comm: Collectives
+
+    @contextlib.contextmanager
+    def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """Those that this rank has. Of what is tied across the pipeline, the first end's are everybody's."""
+        here = {name: mine for name, row in rows.items() if (mine := self._here(row)) is not None}
+        with (
+            self.own.gathered(here, write) as shown,
+            raise_on_all_ranks(self.comm) if write else contextlib.nullcontext(),
+        ):
+            yield shown
+        if write:
+            make_equal(self.part, self.own)
+
+    def shape(self, row: Row) -> tuple[int, ...]:
+        return row.whole_shape
+
+    def value(self, row: Row) -> torch.Tensor:
+        return self._from_owner(row, self.own.value, row.columns.compute.torch)
+
+    def set_value(self, row: Row, value: torch.Tensor) -> None:
+        mine = self._here(row)
+        if mine is not None:
+            self.own.set_value(mine, value)
+
+    def master(self, row: Row) -> torch.Tensor:
+        return self._from_owner(row, self.own.master)
+
+    def set_master(self, row: Row, value: torch.Tensor) -> None:
+        mine = self._here(row)
+        if mine is not None:
+            self.own.set_master(mine, value)
+
+    def has_gradient(self, row: Row) -> bool:
+        mine = self._here(row)
+        there = mine is not None and self.own.has_gradient(mine)
+        return bool(self.comm.broadcast_object(there, self._home(row), "pipeline"))
+
+    def gradient(self, row: Row, unscale: float) -> torch.Tensor:
+        """One that is tied across the pipeline is the sum of both ends."""
+
+        def read(mine: Row) -> torch.Tensor:
+            return self.own.gradient(mine, unscale)
+
+        whole = self._from_owner(row, read)
+        if self._is_tied(row):
+            whole = whole + self._from(self._last, row, read, torch.float32)
+        return whole
+
+    def set_gradient(self, row: Row, value: torch.Tensor) -> None:
+        mine = self._here(row)
+        if mine is not None:
+            first = self._home(row) == self.comm.mesh.rank("pipeline")
+            self.own.set_gradient(mine, value if first else torch.zeros_like(value))
+
+    def moment_names(self, row: Row) -> tuple[str, ...]:
+        mine = self._here(row)
+        names = () if mine is None else self.own.moment_names(mine)
+        return self.comm.broadcast_object(names, self._home(row), "pipeline") or ()
+
+    def moments(self, row: Row) -> dict[str, torch.Tensor]:
+        mine = self._here(row)
+        held = {} if mine is None else self.own.moments(mine)
+        keys = self.comm.broadcast_object(tuple(held), self._home(row), "pipeline") or ()
+        found = {}
+        for key in keys:
+            found[key] = self._from_owner(row, lambda mine: held[key])  # noqa: B023 - read at once
+        return found
+
+    def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
+        mine = self._here(row)
+        if mine is not None:
+            self.own.set_moment(mine, key, value)
+
+    # --- whose it is ------------------------------------------------------------------------------------
+
+    def _here(self, row: Row) -> Row | None:
+        """This rank's own row, which may have another of its names."""
+        return next((mine for name in row.names if (mine := self.part.row(name)) is not None), None)
+
+    def _home(self, row: Row) -> int:
+        """The pipeline rank whose copy counts."""
+        return rank_of(self.plan.policy.pipeline, self.plan.mesh, self.plan.units[row.unit].stage)
+
+    @property
+    def _last(self) -> int:
+        """The pipeline rank of the last piece: the other end of what is tied."""
+        pipeline = self.plan.policy.pipeline
+        return rank_of(pipeline, self.plan.mesh, pieces(pipeline, self.plan.mesh) - 1)
+
+    def _is_tied(self, row: Row) -> bool:
+        return shared_with_another(self.plan, self.plan.segments[row.segment])
+
+    def _from_owner(
+        self, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        return self._from(self._home(row), row, read, dtype)
+
+    def _from(
+        self, rank: int, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What is read on one rank of the pipeline, on all."""
+        mine, mesh = self._here(row), self.comm.mesh
+        if mine is not None and rank == mesh.rank("pipeline"):
+            value = read(mine).contiguous()
+        else:
+            value = torch.empty(row.whole_shape, dtype=dtype, device=mesh.device)
+        self.comm.broadcast(value, rank, "pipeline")
+        return value
+
+
+def make_equal(part: Plan, own: SegmentValues) -> None:
+    """What is tied across the pipeline gets the values of the first end."""
+    comm, updater = own.comm, own.updater
+    for segment in own.segments:
+        if not shared_with_another(part, segment.spec):
+            continue
+        comm.broadcast(segment.storage, 0, "ends")
+        if isinstance(segment, TrainedSegment) and updater is not None:
+            master = updater.master(segment.number)
+            comm.broadcast(master, 0, "ends")
+            if not segment.spec.lead:
+                updater.set_master(segment.number, master)
+        segment.changed()

@@ -1,0 +1,311 @@
+"""One script on every executor: native, `fully_shard`, a pipeline, and one of a single stage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerodrift as zd
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config
+from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS
+from tests.ranks.harness import run_ranks
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ZerodriftError
+
+EXECUTORS = ("native 0", "native 3", "fsdp2 3", "pipeline", "one stage")
+NAMES = ("layers.1.mlp.up.weight", "norm.bias", "embed.weight")
+FROZEN = "layers.0.mlp.down.bias"
+
+
+def engine_of(executor: str, mode: str, tied: bool = True, frozen: str = "") -> Engine:
+    torch.set_num_threads(1)
+    model = GPT(LAYERS, tied=tied)
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+    stage = 0 if executor in ("native 0", "pipeline") else 3
+    written = config(stage, mode, COUNT)
+    if executor.startswith("fsdp2"):
+        written["backend"] = "fsdp2"
+    if executor in ("pipeline", "one stage"):
+        stages = 2 if executor == "pipeline" else 1
+        written["pipeline"] = {"stages": stages, "schedule": "1f1b", "micro_batches": COUNT}
+    return zd.initialize(model, config=written, parts=PARTS, device="cpu", quiet=True)
+
+
+def data(step: int) -> list[Tensor]:
+    """The same on every rank, so that the average over data ranks is that of one."""
+    return [batch(step, 0, micro) for micro in range(COUNT)]
+
+
+def said(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except ZerodriftError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# --- training ---------------------------------------------------------------------------------------------
+
+
+def trained(executor: str) -> dict[str, Any]:
+    engine = engine_of(executor, "fp32", tied=False)
+    names = [row.name for row in engine.plan.rows]
+    found: dict[str, Any] = {"class": type(engine).__name__}
+    found["losses"] = engine.accumulate(data(0))
+    assert engine.micro_batches == COUNT and engine.is_boundary
+    found["gradients"] = {name: engine.parameter(name).gradient for name in names}
+    assert engine.step().updated and engine.global_steps == 1 and engine.micro_batches == 0
+    result = engine.train_batch(data(1), [1.0, 2.0, 0.5, 1.0])
+    found["loss"], found["norm"] = result.loss, engine.grad_norm
+    assert result.step.grad_norm == engine.grad_norm
+    engine.accumulate(data(2))
+    engine.zero_grad()
+    found["evaluated"] = engine.eval().evaluate(data(3)[:3])
+    found["masters"] = {name: engine.parameter(name).master for name in names}
+    found["moments"] = {name: engine.parameter(name).state["exp_avg"] for name in names}
+    engine.destroy()
+    return found
+
+
+def plain() -> dict[str, Any]:
+    """The same as a loop of torch."""
+    model, found = GPT(LAYERS, tied=False), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    for step, weights in enumerate([(1.0,) * COUNT, (1.0, 2.0, 0.5, 1.0)]):
+        optimizer.zero_grad()
+        losses = [model(tokens) for tokens in data(step)]
+        loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / COUNT
+        loss.backward()
+        if step == 0:
+            found["losses"] = tuple(loss.item() for loss in losses)
+            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found["loss"] = loss.item()
+        found["norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+    with torch.no_grad():
+        found["evaluated"] = sum(model(tokens).item() for tokens in data(3)[:3]) / 3
+    found["masters"] = {name: p.detach() for name, p in model.named_parameters()}
+    found["moments"] = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
+    return found
+
+
+def test_one_script_trains_on_every_executor_as_a_plain_loop_does() -> None:
+    expected = plain()
+    of_all = {executor: run_ranks(trained, 2, executor) for executor in EXECUTORS}
+    for executor, ranks in of_all.items():
+        for found in ranks:
+            assert found.pop("class") == "Engine"
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=f"{executor}: {{}}".format)
+    for executor in ("native 3", "pipeline", "one stage"):
+        torch.testing.assert_close(of_all[executor][1], of_all["native 0"][0], rtol=0, atol=0, msg=executor)
+
+
+class ByName(nn.Module):
+    """Called with keyword arguments, as a model of `transformers` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(LAYERS)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"logits": input_ids, "loss": self.gpt(labels)}
+
+
+def without_parts() -> list[str]:
+    torch.set_num_threads(1)
+    engine = zd.initialize(ByName(), config=config(3, "bf16", COUNT), device="cpu", quiet=True)
+    named = [{"input_ids": tokens, "labels": tokens} for tokens in data(0)]
+    odd = engine.mesh.rank() == 1
+    found = [
+        said(lambda: engine.train_batch(data(0) if odd else named)),
+        said(lambda: engine.train_batch(named[:3] if odd else named)),
+        said(lambda: engine.train_batch(named, [1.0, float("nan"), 1.0, 1.0] if odd else ())),
+        said(lambda: engine.evaluate([])),
+    ]
+    engine.backward(engine(**named[0])["loss"])
+    found.append(said(lambda: engine.train_batch(named)))
+    engine.zero_grad()
+    losses = engine.train_batch(named).losses
+    with torch.no_grad():
+        assert losses != tuple(engine(**each)["loss"].item() for each in named), "trained"
+    engine.destroy()
+    return found
+
+
+def test_what_is_wrong_with_micro_batches_is_one_error_on_every_rank() -> None:
+    for found in run_ranks(without_parts, 2):
+        assert found[0].startswith("ModelError: `micro_batches`: must each be a dict of the model's keyword")
+        assert found[1].startswith("ModelError: `micro_batches`: must be 4, ") and "got 3" in found[1]
+        assert found[2].startswith("ModelError: `weights`: must be 4 finite numbers") and "nan" in found[2]
+        assert found[3].startswith("ModelError: `micro_batches`: must be at least one")
+        assert found[4].startswith(
+            "UnsupportedError: `accumulate`: must be given all micro-batches of a step"
+        )
+
+
+# --- one parameter ----------------------------------------------------------------------------------------
+
+
+def written(executor: str) -> None:
+    engine = engine_of(executor, "bf16")
+    for name in NAMES:
+        parameter = engine.parameter(name)
+        wanted = torch.linspace(-1, 1, parameter.master.numel()).view(parameter.shape)
+        parameter.master = wanted
+        assert torch.equal(parameter.master, wanted)
+        assert torch.equal(parameter.value, wanted.bfloat16())
+        shown = parameter.value
+        shown.view(-1)[0] = 3.0
+        parameter.value = shown
+        wanted.view(-1)[0] = 3.0
+        assert torch.equal(parameter.value, shown)
+        assert torch.equal(parameter.master, wanted), "what was not changed keeps every bit"
+        assert not parameter.gradient.any() and not parameter.state
+    engine.accumulate(data(0))
+    for name in NAMES:
+        parameter = engine.parameter(name)
+        gradient = parameter.gradient
+        parameter.gradient = 2 * gradient
+        assert gradient.any()
+        torch.testing.assert_close(parameter.gradient, 2 * gradient, rtol=1e-6, atol=0)
+    assert engine.step().updated
+    for name in NAMES:
+        parameter = engine.parameter(name)
+        state, before = parameter.state, parameter.state["exp_avg_sq"]
+        assert set(state) == {"exp_avg", "exp_avg_sq"}
+        state["exp_avg"] = torch.ones(parameter.shape)
+        assert torch.equal(parameter.state["exp_avg"], torch.ones(parameter.shape))
+        assert torch.equal(state["exp_avg"], torch.ones(parameter.shape))
+        assert torch.equal(parameter.state["exp_avg_sq"], before)
+    # What only rank 0 writes is everybody's, at both ends of a pipeline too.
+    with engine.gathered(["embed.weight"], write=True) as shown:
+        for value in shown.values() if engine.mesh.rank() == 0 else ():
+            with torch.no_grad():
+                value.fill_(0.25)
+    assert (engine.parameter("head.weight").value == 0.25).all()
+    with engine.gathered(["head.weight"]) as shown:
+        assert all((value == 0.25).all() for value in shown.values())
+    engine.train_batch(data(1))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_is_assigned_to_a_parameter_is_what_is_read(executor: str) -> None:
+    run_ranks(written, 2, executor)
+
+
+def refused(executor: str) -> dict[str, str]:
+    engine = engine_of(executor, "bf16", frozen=FROZEN)
+    parameter, frozen = engine.parameter(NAMES[0]), engine.parameter(FROZEN)
+    whole = parameter.master
+    odd = engine.mesh.rank() == 1
+
+    def assign(what: str, value: Any) -> str:
+        return said(lambda: setattr(parameter, what, value))
+
+    found = {
+        "name": said(lambda: engine.parameter("layers.1.mlp.up.wieght")),
+        "gathered": said(lambda: engine.gathered(["nothing"])),
+        "frozen gradient": said(lambda: frozen.gradient),
+        "frozen state": said(lambda: frozen.state),
+        "shape": assign("master", whole[:1] if odd else whole),
+        "integers": assign("master", whole.long()),
+        "doubles": assign("master", whole.double()),
+        "rounding": assign("value", whole if odd else whole.bfloat16()),
+        "no tensor": assign("master", 1.0),
+        "no gradient": assign("gradient", whole),
+        "no moment": said(lambda: parameter.set_moment("exp_avg", whole)),
+    }
+    assert torch.equal(parameter.master, whole), "nothing was written"
+    frozen.master = torch.ones(frozen.shape)
+    assert torch.equal(frozen.master, torch.ones(frozen.shape))
+    engine.train_batch(data(0))  # and goes on
+    found["other moment"] = said(lambda: parameter.set_moment("momentum", whole))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_cannot_be_written_is_one_error_on_every_rank(executor: str) -> None:
+    one, other = run_ranks(refused, 2, executor)
+    assert one == other
+    told = {
+        "name": "Did you mean `layers.1.mlp.up.weight` or",
+        "gathered": "`nothing`: must be a parameter of the model",
+        "frozen gradient": f"`{FROZEN}`: must be trained",
+        "frozen state": f"`{FROZEN}`: must be trained",
+        "shape": "must have the shape of the whole parameter",
+        "integers": "must be float32 or a floating dtype that it holds exactly; got int64",
+        "doubles": "got float64. Write `value.to(torch.float32)`",
+        "rounding": "must be bfloat16 or a floating dtype that it holds exactly; got float32",
+        "no tensor": "must be a tensor; got float",
+        "no gradient": "must have a gradient to replace; got none in this step",
+        "no moment": "must have optimizer state 'exp_avg'; got none yet",
+        "other moment": "must have optimizer state 'momentum'; got exp_avg, exp_avg_sq",
+    }
+    for case, text in told.items():
+        assert text in one[case], (case, one[case])
+
+
+# --- names of before --------------------------------------------------------------------------------------
+
+
+def by_old_names() -> list[str]:
+    engine, name = engine_of("native 3", "fp32"), NAMES[0]
+    parameter = engine.parameter(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(engine.full_master(name), parameter.master)
+        engine.set_full_master(name, torch.ones(parameter.shape))
+        engine.accumulate(data(0))
+        assert torch.equal(engine.full_gradient(name), parameter.gradient)
+        engine.set_full_gradient(name, torch.zeros(parameter.shape))
+        engine.step()
+        engine.set_full_state(name, "exp_avg", torch.ones(parameter.shape))
+        assert torch.equal(engine.full_state(name)["exp_avg"], torch.ones(parameter.shape))
+    engine.destroy()
+    assert all(each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught if each.category is DeprecationWarning]
+
+
+def old_pipeline() -> list[str]:
+    torch.set_num_threads(1)
+    block = {"stages": 2, "schedule": "1f1b", "micro_batches": COUNT}
+    written = config(0, "fp32", COUNT, pipeline=block)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = zd.initialize_pipeline(GPT(LAYERS), written, parts=PARTS, device="cpu", quiet=True)
+        losses = engine.step(data(0)).losses
+        assert engine.accumulate(data(1)) and engine.update().updated
+        assert engine.stage.global_steps == engine.global_steps == 2
+    engine.destroy()
+    again = engine_of("pipeline", "fp32")
+    assert again.train_batch(data(0)).losses == losses
+    again.destroy()
+    return [str(each.message) for each in caught if each.category is DeprecationWarning]
+
+
+def test_names_of_before_work_and_say_what_to_write() -> None:
+    for found in run_ranks(by_old_names, 2):
+        assert [text.partition("Write ")[2] for text in found] == [
+            "`engine.parameter(name).master`.",
+            "`engine.parameter(name).master = value`.",
+            "`engine.parameter(name).gradient`.",
+            "`engine.parameter(name).gradient = value`.",
+            "`engine.parameter(name).state[key] = value`.",
+            "`engine.parameter(name).state`.",
+        ]
+    for found in run_ranks(old_pipeline, 2):
+        assert [text.partition("Write ")[2] for text in found] == [
+            "`zerodrift.initialize(model, config=config)`.",
+            "`engine.train_batch(micro_batches)`.",
+            "`engine.step()`.",
+            "`engine`.",
+        ]
