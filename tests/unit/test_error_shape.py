@@ -17,7 +17,7 @@ from zerodrift import errors
 from zerodrift.deepspeed.unsupported import NotHereError
 from zerodrift.errors import Problem, ZerodriftError
 
-RELAYING = {"comm.alarm", "comm.together", "comm.watch", "train.launch"}
+RELAYING = {"comm.alarm", "comm.shared_errors", "comm.watch", "train.launch"}
 """What they raise was said by another rank or process."""
 
 OURS = {Problem.__name__, NotHereError.__name__} | {
