@@ -37,6 +37,7 @@ from zerodrift.engine.parameter import WholeValues
 from zerodrift.engine.place import ValueSources
 from zerodrift.engine.progress import TrainingProgress
 from zerodrift.engine.scale import Norm, bad_parameters, global_norm
+from zerodrift.engine.steps import needs_optimizer
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan.table import Plan
 from zerodrift.report.updates import UpdateReport
@@ -136,7 +137,7 @@ class FullyShardExecutor:
 
     def update(self, multiplier: float) -> None:
         if self.updater is None:
-            raise AssertionError("unreachable")
+            raise needs_optimizer()
         self.updater.step(multiplier)
 
     def forget(self) -> None:

@@ -216,7 +216,7 @@ class NativeExecutor:
 
     def update(self, multiplier: float) -> None:
         if self.updater is None:
-            raise AssertionError("unreachable")
+            raise steps.needs_optimizer()
         self.drop()
         gradients: dict[int, torch.Tensor] = {}
         for segment in self._trained:

@@ -156,7 +156,7 @@ class ParameterHandle:
         self._values.set_moment(self.row, key, value)
 
     def _require_trained(self) -> None:
-        if self.row.columns.update is None:
+        if not self.row.trained:
             must = "must be trained to have a gradient or optimizer state"
             raise ModelError(self.name, must, got="a frozen parameter")
 
