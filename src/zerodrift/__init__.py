@@ -1,6 +1,7 @@
 """zerodrift: sharded mixed-precision training in which every dtype is decided in one readable table.
 
-Names are loaded on first use, so that `import zerodrift` costs nothing and needs no torch.
+Names are loaded on first use, so that `import zerodrift` costs nothing and needs no torch. The imports below
+are for editors and type checkers, `_NAMES` is for Python; a test holds them to each other.
 """
 
 from __future__ import annotations
@@ -11,124 +12,91 @@ from typing import TYPE_CHECKING, Any
 from zerodrift.versions import __version__ as __version__
 
 if TYPE_CHECKING:
-    from zerodrift.api import (
-        empty,
-        export,
-        initialize,
-        initialize_pipeline,
-        load_weights,
-        make_plan,
-        save_16bit,
-    )
-    from zerodrift.config.load import load
-    from zerodrift.config.schema import Config
-    from zerodrift.engine.batches import BatchResult
-    from zerodrift.engine.engine import Engine
-    from zerodrift.engine.progress import StepResult
-    from zerodrift.errors import (
-        CheckpointError,
-        ConfigError,
-        MeshError,
-        ModelError,
-        NonFiniteError,
-        PrecisionError,
-        RankError,
-        UnsupportedError,
-        ZerodriftError,
-    )
-    from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded
-    from zerodrift.io.safetensors.export import Exported
-    from zerodrift.io.safetensors.weights import LoadedWeights
-    from zerodrift.mesh import MeshShape
-    from zerodrift.model.sources import describe
-    from zerodrift.model.spec import ModelSpec
-    from zerodrift.pipeline.cut import Parts
-    from zerodrift.pipeline.deprecated import PipelineEngine
-    from zerodrift.plan.build import build
-    from zerodrift.plan.cost import Cost, cost
-    from zerodrift.plan.table import Plan
-    from zerodrift.policy.nouns import Policy
-    from zerodrift.policy.resolve import mesh_for, resolve
+    from zerodrift.api import empty as empty
+    from zerodrift.api import export as export
+    from zerodrift.api import initialize as initialize
+    from zerodrift.api import initialize_pipeline as initialize_pipeline
+    from zerodrift.api import load_weights as load_weights
+    from zerodrift.api import make_plan as make_plan
+    from zerodrift.api import save_16bit as save_16bit
+    from zerodrift.config.load import load as load
+    from zerodrift.config.schema import Bf16 as Bf16
+    from zerodrift.config.schema import Config as Config
+    from zerodrift.config.schema import DataTypes as DataTypes
+    from zerodrift.config.schema import Experts as Experts
+    from zerodrift.config.schema import Fp16 as Fp16
+    from zerodrift.config.schema import OffloadOptimizer as OffloadOptimizer
+    from zerodrift.config.schema import Optimizer as Optimizer
+    from zerodrift.config.schema import Pipeline as Pipeline
+    from zerodrift.config.schema import Precision as Precision
+    from zerodrift.config.schema import Reduce as Reduce
+    from zerodrift.config.schema import Rule as Rule
+    from zerodrift.config.schema import Scheduler as Scheduler
+    from zerodrift.config.schema import Sharding as Sharding
+    from zerodrift.config.schema import TorchAutocast as TorchAutocast
+    from zerodrift.config.schema import ZeroOptimization as ZeroOptimization
+    from zerodrift.engine.batches import BatchResult as BatchResult
+    from zerodrift.engine.engine import Engine as Engine
+    from zerodrift.engine.progress import StepResult as StepResult
+    from zerodrift.errors import CheckpointError as CheckpointError
+    from zerodrift.errors import ConfigError as ConfigError
+    from zerodrift.errors import MeshError as MeshError
+    from zerodrift.errors import ModelError as ModelError
+    from zerodrift.errors import NonFiniteError as NonFiniteError
+    from zerodrift.errors import PrecisionError as PrecisionError
+    from zerodrift.errors import RankError as RankError
+    from zerodrift.errors import UnsupportedError as UnsupportedError
+    from zerodrift.errors import ZerodriftError as ZerodriftError
+    from zerodrift.io.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from zerodrift.io.checkpoint.checkpoints import Loaded as Loaded
+    from zerodrift.io.safetensors.export import Exported as Exported
+    from zerodrift.io.safetensors.weights import LoadedWeights as LoadedWeights
+    from zerodrift.mesh import MeshShape as MeshShape
+    from zerodrift.model.sources import describe as describe
+    from zerodrift.model.spec import ModelSpec as ModelSpec
+    from zerodrift.pipeline.cut import Parts as Parts
+    from zerodrift.pipeline.deprecated import PipelineEngine as PipelineEngine
+    from zerodrift.plan.build import build as build
+    from zerodrift.plan.cost import Cost as Cost
+    from zerodrift.plan.cost import cost as cost
+    from zerodrift.plan.table import Plan as Plan
+    from zerodrift.policy.nouns import Policy as Policy
+    from zerodrift.policy.resolve import mesh_for as mesh_for
+    from zerodrift.policy.resolve import resolve as resolve
 
-_HOMES = {
-    "BatchResult": "engine.batches",
-    "CheckpointError": "errors",
-    "Checkpoints": "io.checkpoint.checkpoints",
-    "Config": "config.schema",
-    "ConfigError": "errors",
-    "Cost": "plan.cost",
-    "Engine": "engine.engine",
-    "Exported": "io.safetensors.export",
-    "Loaded": "io.checkpoint.checkpoints",
-    "LoadedWeights": "io.safetensors.weights",
-    "MeshError": "errors",
-    "MeshShape": "mesh",
-    "ModelError": "errors",
-    "ModelSpec": "model.spec",
-    "NonFiniteError": "errors",
-    "Parts": "pipeline.cut",
-    "PipelineEngine": "pipeline.deprecated",
-    "Plan": "plan.table",
-    "Policy": "policy.nouns",
-    "PrecisionError": "errors",
-    "RankError": "errors",
-    "StepResult": "engine.progress",
-    "UnsupportedError": "errors",
-    "ZerodriftError": "errors",
-    "build": "plan.build",
-    "cost": "plan.cost",
-    "describe": "model.sources",
-    "empty": "api",
-    "export": "api",
-    "initialize": "api",
-    "initialize_pipeline": "api",
-    "load": "config.load",
-    "load_weights": "api",
-    "make_plan": "api",
-    "mesh_for": "policy.resolve",
-    "resolve": "policy.resolve",
-    "save_16bit": "api",
+_NAMES = {
+    "api": "empty export initialize initialize_pipeline load_weights make_plan save_16bit",
+    "config.load": "load",
+    "config.schema": (
+        "Bf16 Config DataTypes Experts Fp16 OffloadOptimizer Optimizer Pipeline Precision Reduce Rule "
+        "Scheduler Sharding TorchAutocast ZeroOptimization"
+    ),
+    "engine.batches": "BatchResult",
+    "engine.engine": "Engine",
+    "engine.progress": "StepResult",
+    "errors": (
+        "CheckpointError ConfigError MeshError ModelError NonFiniteError PrecisionError RankError "
+        "UnsupportedError ZerodriftError"
+    ),
+    "io.checkpoint.checkpoints": "Checkpoints Loaded",
+    "io.safetensors.export": "Exported",
+    "io.safetensors.weights": "LoadedWeights",
+    "mesh": "MeshShape",
+    "model.sources": "describe",
+    "model.spec": "ModelSpec",
+    "pipeline.cut": "Parts",
+    "pipeline.deprecated": "PipelineEngine",
+    "plan.build": "build",
+    "plan.cost": "Cost cost",
+    "plan.table": "Plan",
+    "policy.nouns": "Policy",
+    "policy.resolve": "mesh_for resolve",
 }
+"""File of the package -> the public names in it."""
 
-__all__ = [
-    "BatchResult",
-    "CheckpointError",
-    "Checkpoints",
-    "Config",
-    "ConfigError",
-    "Cost",
-    "Engine",
-    "Exported",
-    "Loaded",
-    "LoadedWeights",
-    "MeshError",
-    "MeshShape",
-    "ModelError",
-    "ModelSpec",
-    "NonFiniteError",
-    "Parts",
-    "PipelineEngine",
-    "Plan",
-    "Policy",
-    "PrecisionError",
-    "RankError",
-    "StepResult",
-    "UnsupportedError",
-    "ZerodriftError",
-    "build",
-    "cost",
-    "describe",
-    "empty",
-    "export",
-    "initialize",
-    "initialize_pipeline",
-    "load",
-    "load_weights",
-    "make_plan",
-    "mesh_for",
-    "resolve",
-    "save_16bit",
-]
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

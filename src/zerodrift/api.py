@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from zerodrift import versions
-from zerodrift.config.load import load
-from zerodrift.config.schema import Config
+from zerodrift.config.load import ConfigSource, load
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, UnsupportedError
 from zerodrift.model.dtensors import ranks as ranks_of
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    config: ConfigSource,
     model: str | os.PathLike[str] | ModelSpec | nn.Module,
     world_size: int = 1,
     auto: AutoValues | None = None,
@@ -49,7 +48,7 @@ def make_plan(
 ) -> Plan:
     """The plan of `model` under `config` on `world_size` ranks; nothing is allocated, nothing is started.
 
-    `config` is a YAML or JSON file or a dict, `model` a module (the meta device will do), a
+    `config` is a YAML or JSON file, a dict or a `Config`, `model` a module (the meta device will do), a
     `transformers` config or folder, safetensors files, or `package.module:function`. `auto` gives the
     numbers that stand in for numeric "auto" values, `overrides` are `key=value` texts.
     """
@@ -93,28 +92,35 @@ def export(
     folder: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = "5GB",
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of an engine as a folder that `transformers` loads, in the dtypes of the `export`
-    column; every rank calls it and writes its own slices, of a pipeline those of its own pieces. `dtype`
-    replaces them, but for pinned parameters."""
+    """Write the model of an engine as a folder that `transformers` loads.
+
+    Every rank calls it and writes its own slices. Values have the dtypes of the `export` column; `dtype`,
+    such as `"bf16"`, replaces it for every parameter that is not pinned. Files hold at most `max_shard_size`
+    each, and None makes one file of the whole model. `overwrite` replaces the folder of another model.
+    """
     from zerodrift.io.safetensors.export import export as write
 
     return write(engine, folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
 def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Exported:
-    """The same as one file in 16 bits; pinned parameters stay fp32."""
-    from zerodrift.io.safetensors.export import save_16bit as write
+    """Deprecated: `export(engine, folder, dtype="bf16", max_shard_size=None)` does the same."""
+    from zerodrift.engine.deprecated import deprecated
 
-    return write(engine, folder, overwrite=overwrite)
+    mode = engine.plan.policy.mode.dtype
+    dtype = str(mode if mode is DType.FP16 else DType.BF16)
+    instead = f'zerodrift.export(engine, folder, dtype="{dtype}", max_shard_size=None)'
+    deprecated("save_16bit(engine, folder)", instead)
+    return export(engine, folder, dtype=dtype, max_shard_size=None, overwrite=overwrite)
 
 
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config = "zerodrift.yaml",
+    config: ConfigSource | None = None,
     *,
     parts: Parts | None = None,
     weights: str | os.PathLike[str] | None = None,
@@ -207,7 +213,7 @@ def _engine(
 
 def initialize_pipeline(
     model: nn.Module,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config = "zerodrift.yaml",
+    config: ConfigSource | None = None,
     **arguments: Any,
 ) -> PipelineEngine:
     """Deprecated: `initialize(model, config=config, ...)` does the same."""

@@ -64,7 +64,7 @@ def there_and_back(name: str, mode: str, folder: str, experts: int) -> None:
     masters = {row.name: first.parameter(row.name).master for row in first.plan.rows}
     zd.export(first, root / "fp32", dtype="fp32", max_shard_size=SIZE)
     zd.export(first, root / "plan", max_shard_size=SIZE)
-    zd.save_16bit(first, root / "half")
+    zd.export(first, root / "half", dtype="bf16", max_shard_size=None)
     first.destroy()
 
     other = pipeline(name, 0, mode, "1f1b", experts)
@@ -89,7 +89,7 @@ def alone(name: str, mode: str, folder: str) -> None:
     engine = make(written(name, 2, mode), model, weights=root / "fp32")
     zd.export(engine, root / "alone-fp32", dtype="fp32", max_shard_size=SIZE)
     zd.export(engine, root / "alone-plan", max_shard_size=SIZE)
-    zd.save_16bit(engine, root / "alone-half")
+    zd.export(engine, root / "alone-half", dtype="bf16", max_shard_size=None)
     engine.destroy()
 
 

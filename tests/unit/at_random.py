@@ -28,6 +28,7 @@ from rich.cells import cell_len
 from tests.unit.models import EMBEDDING, NORM, moe, parameter, tied
 from zerodrift import ZerodriftError, cost, describe, make_plan
 from zerodrift.config import deepspeed, fields
+from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 from zerodrift.pipeline.schedules import timeline
@@ -122,7 +123,7 @@ PATHS = tuple(
         {
             *(
                 key.path.replace("[]", ".0")
-                for key in fields.every_key()
+                for key in fields.every_key(Config)
                 if fields.block_of(key.kind) is None
             ),
             *(key.replace("*", "anything") for key in deepspeed.ENTRIES),
@@ -251,7 +252,7 @@ def _mutate(tree: dict[str, Any], draw: random.Random) -> None:
 
 def _fitting(path: str, draw: random.Random) -> Any:
     """A value that the key may well take."""
-    kind = fields.kind_at([int(part) if part == "0" else part for part in path.split(".")])
+    kind = fields.kind_at([int(part) if part == "0" else part for part in path.split(".")], Config)
     words = fields.choices(kind) if kind is not None else []
     entry = deepspeed.find(path)
     if entry is not None and entry.fate == "refused":

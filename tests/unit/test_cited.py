@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.test_cli_surface import SURFACE
 from zerodrift.config import deepspeed, fields
+from zerodrift.config.schema import Config
 from zerodrift.train.read import every_path
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def test_what_does_not_exist_is_seen(text: str) -> None:
 
 
 def keys() -> set[str]:
-    ours = {key.path for key in fields.every_key()}
+    ours = {key.path for key in fields.every_key(Config)}
     theirs = {key.removesuffix(".*") for key in deepspeed.ENTRIES}
     known = {*ours, *theirs, *(f"{key}[]" for key in ours)}
     return {*known, *(key.replace("[]", "") for key in known)}

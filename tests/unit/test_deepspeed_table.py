@@ -13,6 +13,7 @@ from zerodrift.config import deepspeed, fields
 from zerodrift.config.deepspeed import ENTRIES, SECTIONS, Entry
 from zerodrift.config.load import load
 from zerodrift.config.reference import OURS
+from zerodrift.config.schema import Config
 from zerodrift.errors import ConfigError
 
 KEYS = Path(__file__).parent / "data" / "deepspeed_keys.txt"
@@ -80,7 +81,7 @@ def schema_keys() -> set[str]:
     """The keys of the schema's DeepSpeed blocks that hold a value."""
     return {
         f"{key.path}.*" if fields.is_free(key.kind) else key.path
-        for key in fields.every_key()
+        for key in fields.every_key(Config)
         if key.path.partition(".")[0] not in OURS and fields.block_of(key.kind) is None
     }
 
@@ -91,12 +92,12 @@ def test_every_field_of_a_deepspeed_block_is_used_in_the_table() -> None:
 
 
 def test_every_used_key_has_a_field() -> None:
-    known = schema_keys() | {key.path for key in fields.every_key()}
+    known = schema_keys() | {key.path for key in fields.every_key(Config)}
     assert {entry.key for entry in ENTRIES.values() if entry.fate == "used"} <= known
 
 
 def test_no_ignored_or_refused_key_has_a_field() -> None:
-    known = {key.path for key in fields.every_key()}
+    known = {key.path for key in fields.every_key(Config)}
     assert not {entry.key.removesuffix(".*") for entry in ENTRIES.values() if entry.fate != "used"} & known
 
 

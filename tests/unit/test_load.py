@@ -12,6 +12,7 @@ import pytest
 from tests.unit.refused import problems, said, write
 from zerodrift.config import fields
 from zerodrift.config.load import load
+from zerodrift.config.schema import Config
 from zerodrift.config.tree import MAX_UNKNOWN
 from zerodrift.dtypes import DType
 
@@ -130,7 +131,7 @@ JARGON = re.compile(
 
 def test_messages_have_no_words_of_the_validator() -> None:
     """Every field of the schema, given something absurd."""
-    for key in fields.every_key():
+    for key in fields.every_key(Config):
         if "[]" in key.path:
             continue
         source: dict[str, Any] = {}
@@ -326,7 +327,7 @@ def test_overrides_are_yaml_values_at_dotted_paths() -> None:
     assert config.zero_optimization.stage == 3
     assert config.gradient_clipping is None
     assert config.optimizer is not None and config.optimizer.params == {"lr": 1e-5}
-    subjects = [rule.match or rule.klass for rule in config.precision.rules]
+    subjects = [rule.match or rule.class_ for rule in config.precision.rules]
     assert subjects == ["*.router.*", "torch.nn.LayerNorm"]
     assert config.sharding.units == ("layers.*", "head")
     assert config.backend == "native"

@@ -18,7 +18,7 @@ from zerodrift.config.schema import Config
 from zerodrift.errors import ConfigError
 
 NAMES = sorted(
-    {part for key in fields.every_key() for part in key.path.replace("[]", "").split(".")}
+    {part for key in fields.every_key(Config) for part in key.path.replace("[]", "").split(".")}
     | {part for key in deepspeed.ENTRIES for part in key.split(".")}
 )
 SCALARS = st.one_of(
@@ -41,7 +41,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)),
     max_leaves=15,
 )
-PATHS = sorted({*(key.path.replace("[]", "[0]") for key in fields.every_key()), *deepspeed.ENTRIES})
+PATHS = sorted({*(key.path.replace("[]", "[0]") for key in fields.every_key(Config)), *deepspeed.ENTRIES})
 
 
 def loads_or_says(source: Any, *overrides: str) -> None:

@@ -72,11 +72,11 @@ def test_the_source_is_not_changed() -> None:
 def test_a_config_passes_through_but_not_with_overrides() -> None:
     config = load(BOTH)
     assert load(config) is config
-    assert "must come with a file or dict" in said(config, "bf16.enabled=false")
+    assert "must come with the file or dict" in said(config, "bf16.enabled=false")
 
 
 def test_an_empty_dict_is_a_config_that_decides_nothing() -> None:
-    assert load({}) == Config()
+    assert load({}) == load(Config())
 
 
 # --- files that cannot be read ----------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_an_empty_dict_is_a_config_that_decides_nothing() -> None:
 
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path, "ds_config.json", "{}")
-    assert load(tmp_path / "ds_config.json") == Config()
+    assert load(tmp_path / "ds_config.json") == load(Config())
     message = said(tmp_path / "ds_confg.json")
     assert "ds_confg.json`: must exist; got no such file" in message
     assert "ds_config.json`?" in message
@@ -131,7 +131,7 @@ def test_a_huge_file_is_not_a_config(tmp_path: Path) -> None:
     assert "must be a config of at most 1,000,000 bytes" in said(path)
 
 
-@pytest.mark.parametrize("source", [None, 3, [], b"a.json", object(), {"a"}, 1.5])
+@pytest.mark.parametrize("source", [3, [], b"a.json", object(), {"a"}, 1.5])
 def test_what_is_neither_path_nor_dict(source: Any) -> None:
     assert said(source).startswith("`config`: must be a path or a dict; got ")
 

@@ -34,7 +34,7 @@ def test_the_config_page_shows_every_key_once() -> None:
     shown = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
     keys = [
         key.path.rpartition(".")[2]
-        for key in fields.every_key()
+        for key in fields.every_key(Config)
         if not key.path.startswith("precision.rules[].reduce.")
         and not (key.path.startswith("precision.rules[].") and key.path.rpartition(".")[2] in COLUMNS)
         and ("." in key.path or not fields.block_of(key.kind))
@@ -66,7 +66,7 @@ def test_the_yaml_on_the_page_loads(tmp_path: Path) -> None:
 
 
 def test_every_key_has_a_docstring_and_words() -> None:
-    for key in fields.every_key():
+    for key in fields.every_key(Config):
         assert key.doc.endswith("."), key.path
         assert fields.admits(key.kind), key.path
 
@@ -96,7 +96,7 @@ def test_a_type_without_words_is_a_mistake_of_ours() -> None:
 
 
 def test_paths_lead_to_types() -> None:
-    assert fields.kind_at(("precision", "rules", 0, "reduce", "wire")) == Wire | None
-    assert fields.kind_at(("precision", "nothing")) is None
-    assert fields.kind_at(("backend", "nothing")) is None
-    assert fields.kind_at(()) is Config
+    assert fields.kind_at(("precision", "rules", 0, "reduce", "wire"), Config) == Wire | None
+    assert fields.kind_at(("precision", "nothing"), Config) is None
+    assert fields.kind_at(("backend", "nothing"), Config) is None
+    assert fields.kind_at((), Config) is Config

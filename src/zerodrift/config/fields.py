@@ -1,31 +1,75 @@
-"""Reads the schema: which keys there are, what each admits in words, and what its docstring says.
+"""Reads blocks of keys: which keys there are, what each admits in words, and what its docstring says.
 
-`tree` takes its messages from here and `reference` its pages, so an error and the documentation describe
-a key in the same words. What a key means is not known here.
+Error messages take their words from here and `reference` its pages, so both describe a key in the same words.
+Also here are the annotations of our own, which say one thing to a type checker, what may be written, and
+another to pydantic, what is kept. What a key means is not known here.
 
-Invariant: every annotation that the schema uses has words; one that has none is an AssertionError.
+Invariant: every annotation that a block uses has words; one that has none is an AssertionError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
+from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_function
 
-from zerodrift.config.schema import Block, Config, Of
+from zerodrift import dtypes as table
 from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError
 
 FAR = 1000
 """Bounds from here on only keep out mistakes: told to whoever is beyond one, and not on every page."""
 
-FILLED_BY_LOAD = "keys"
-"""The field of `Config` that is not a key."""
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Of:
+    """On an annotation: every spelling of a dtype that a column admits, kept as the `DType`."""
+
+    column: str
+    """Of `dtypes.ADMITTED`."""
+    only: DType | None = None
+    """The one of them that is accepted, where it is one."""
+
+    @property
+    def admitted(self) -> tuple[DType, ...]:
+        return table.ADMITTED[self.column] if self.only is None else (self.only,)
+
+    def read(self, value: Any) -> DType:
+        found: DType | None = None
+        if isinstance(value, DType):
+            found = value
+        elif isinstance(value, str):
+            with contextlib.suppress(ConfigError):
+                found = table.parse(value)
+        if found is None or found not in self.admitted:
+            raise ValueError(f"must be one of {', '.join(table.spellings(self.admitted))}")
+        return found
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_plain_validator_function(self.read)
+
+
+@dataclass(frozen=True, slots=True)
+class _AsTuple:
+    """On the annotation of a tuple or list: kept as the tuple."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(typing.get_args(source)[0])
+
+
+Items = Annotated[tuple[Item, ...] | list[Item], _AsTuple()]
+"""Several of a kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +85,20 @@ class Key:
 
 
 @functools.cache
-def fields(block: type[Block]) -> dict[str, Any]:
+def fields(block: type[BaseModel]) -> dict[str, Any]:
     """The names that a user writes in a block, with the annotations of their fields."""
     hints = typing.get_type_hints(block, include_extras=True)
-    named = {field.alias or name: hints[name] for name, field in block.model_fields.items()}
-    if block is Config:
-        del named[FILLED_BY_LOAD]
-    return named
+    return {spelled(name, field): hints[name] for name, field in block.model_fields.items()}
 
 
-def every_key(block: type[Block] = Config, prefix: str = "") -> Iterator[Key]:
+def spelled(name: str, field: FieldInfo) -> str:
+    """A field's name in files and dicts, where `class` is a name as any other."""
+    return field.validation_alias if isinstance(field.validation_alias, str) else name
+
+
+def every_key(block: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """Every key under a block, depth first; a key that holds a block comes before the keys in it."""
-    docs = {field.alias or name: field.description or "" for name, field in block.model_fields.items()}
+    docs = {spelled(name, field): field.description or "" for name, field in block.model_fields.items()}
     for name, kind in fields(block).items():
         path = prefix + name
         yield Key(path, kind, " ".join(docs[name].split()))
@@ -63,10 +109,10 @@ def every_key(block: type[Block] = Config, prefix: str = "") -> Iterator[Key]:
             yield from every_key(inner, f"{path}[].")
 
 
-def block_of(kind: Any) -> type[Block] | None:
+def block_of(kind: Any) -> type[BaseModel] | None:
     """The block that a key may hold."""
     for option, _ in _options(kind):
-        if isinstance(option, type) and issubclass(option, Block):
+        if isinstance(option, type) and issubclass(option, BaseModel):
             return option
     return None
 
@@ -84,7 +130,7 @@ def is_free(kind: Any) -> bool:
     return any(typing.get_origin(option) is dict for option, _ in _options(kind))
 
 
-def kind_at(path: Sequence[str | int], root: type[Block] = Config) -> Any | None:
+def kind_at(path: Sequence[str | int], root: type[BaseModel]) -> Any | None:
     """The annotation at a path, list indices included; None for a path that leaves the schema."""
     kind: Any = root
     for part in path:
@@ -92,10 +138,18 @@ def kind_at(path: Sequence[str | int], root: type[Block] = Config) -> Any | None
             kind = item_of(kind)
         else:
             block = block_of(kind)
-            kind = fields(block).get(part) if block is not None else None
+            kind = _kind(block, part) if block is not None else None
         if kind is None:
             return None
     return kind
+
+
+def _kind(block: type[BaseModel], name: str) -> Any | None:
+    """The annotation of a field, by either of its names."""
+    known = fields(block)
+    return known.get(name) or (
+        known[spelled(name, block.model_fields[name])] if name in block.model_fields else None
+    )
 
 
 def admits(kind: Any) -> str:
@@ -143,6 +197,10 @@ def _options(kind: Any, extras: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tup
     origin = typing.get_origin(kind)
     if origin is Annotated:
         inner, *more = typing.get_args(kind)
+        if any(isinstance(extra, Of) for extra in more):
+            inner = DType
+        elif any(isinstance(extra, _AsTuple) for extra in more):
+            inner = typing.get_args(inner)[0]
         yield from _options(inner, (*extras, *more))
     elif origin in (typing.Union, types.UnionType):
         for option in typing.get_args(kind):
@@ -160,7 +218,7 @@ def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
     if origin is dict:
         return ["a block of arguments"]
     if isinstance(option, type):
-        if issubclass(option, Block):
+        if issubclass(option, BaseModel):
             return ["a block of keys"]
         if option is bool:
             return ["true", "false"]

@@ -8,15 +8,17 @@ from __future__ import annotations
 import difflib
 import functools
 
+from pydantic import BaseModel
+
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.plain import join
-from zerodrift.config.schema import Block
+from zerodrift.config.schema import Config
 from zerodrift.errors import nearest
 
 MAX_WORDS = 3
 
 
-def suggestion(key: str, block: type[Block] | None, name: str) -> str:
+def suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
     """A sentence for a key that is not known in the block called `name`, or nothing."""
     if not name and (deepspeed.find(key) is not None or key in _paths()) and "." in key:
         return f"Nest it: `{key.replace('.', '` > `')}`."
@@ -43,7 +45,10 @@ def suggestion(key: str, block: type[Block] | None, name: str) -> str:
 def _paths() -> tuple[str, ...]:
     """Every full path that may be written, what is used before what is ignored."""
     ignored = (key for key, entry in deepspeed.ENTRIES.items() if entry.fate == "ignored")
-    return (*(key.path for key in fields.every_key()), *(key for key in ignored if not key.endswith(".*")))
+    return (
+        *(key.path for key in fields.every_key(Config)),
+        *(key for key in ignored if not key.endswith(".*")),
+    )
 
 
 @functools.cache

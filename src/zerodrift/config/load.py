@@ -13,9 +13,11 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from zerodrift.config import deepspeed, fields, known
-from zerodrift.config.plain import Tree, override
-from zerodrift.config.schema import Block, Config, Rule
+from pydantic import BaseModel
+
+from zerodrift.config import deepspeed, known
+from zerodrift.config.plain import Tree, override, written
+from zerodrift.config.schema import Config, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, Problems
 
@@ -28,7 +30,7 @@ _REMEDIES = {
 }
 
 
-def _suggestion(key: str, block: type[Block] | None, name: str) -> str:
+def _suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
     return known.suggestion(key, block, name) or "docs/config.md and docs/deepspeed.md list every key."
 
 
@@ -43,15 +45,26 @@ KEYS = Keys(
 )
 
 
-def load(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
-) -> Config:
-    """The config in a JSON or YAML file or a dict, after `overrides`, texts such as `bf16.enabled=true`."""
-    if isinstance(source, Config):
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
+"""What may be passed as a config: the path of a YAML or JSON file, a dict, or a `Config`."""
+
+
+def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
+    """The config in a YAML or JSON file, a dict or a `Config`, with every key accounted for, after
+    `overrides`, texts such as `bf16.enabled=true`."""
+    if isinstance(source, Config) and source.was_loaded:
         if overrides:
-            raise ConfigError("overrides", "must come with a file or dict", got="a Config")
+            raise ConfigError(
+                "overrides",
+                "must come with the file or dict",
+                got="a Config that was loaded already",
+                do="Pass them to `load`.",
+            )
         return source
-    heading, tree, problems = tree_of(source, "config")
+    if source is None:
+        do = "Pass the path of a YAML or JSON file, a dict, or a `zerodrift.Config`."
+        raise ConfigError("config", "must be given", got="none", do=do)
+    heading, tree, problems = tree_of(written(source) if isinstance(source, Config) else source, "config")
     if isinstance(overrides, str):
         overrides = [overrides]
     override(tree, overrides, problems)
@@ -62,27 +75,17 @@ def load(
     problems.raise_as(ConfigError, heading)
     if config is None:
         raise AssertionError("a config that is not valid must have a problem")
-    return config.model_copy(update={"keys": tuple(walk.uses)})
+    return config.with_keys(walk.uses)
 
 
 # --- rules ------------------------------------------------------------------------------------------
 
 
 def _check_rules(used: Tree, doubtful: Collection[str], problems: Problems) -> None:
-    """What a rule must have, which types cannot say."""
+    """Every rule whose keys are all known."""
     precision = used.get("precision")
     rules = precision.get("rules") if isinstance(precision, dict) else None
     for number, rule in enumerate(rules if isinstance(rules, list) else ()):
         where = f"precision.rules[{number}]"
-        if not isinstance(rule, dict) or where in doubtful:
-            continue
-        subjects = {"match", "class"}
-        if not subjects & rule.keys():
-            problems.add(where, "must say which parameters it is for", got="neither `match` nor `class`")
-        if not fields.fields(Rule).keys() & rule.keys() - subjects:
-            problems.add(
-                where,
-                "must set something: a column, `pin` or `output`",
-                got="nothing",
-                do="As in `pin: fp32`.",
-            )
+        if isinstance(rule, dict) and where not in doubtful:
+            check_rule(rule, where, problems)

@@ -2,7 +2,8 @@
 
 A dict may hold sets, tensors, itself, or numbers that no machine word holds; a YAML file may share and
 multiply its parts. After this room a tree is a tree of bounded size, its own copy, with strings as keys,
-and every later step may walk it without care. How a path and a value are written in messages is also here.
+and every later step may walk it without care. A typed block becomes the dict of what was written in it, which
+still knows its class. How a path and a value are written in messages is also here.
 
 Invariant: total. What is not plain becomes a problem with its path, never an exception.
 """
@@ -14,7 +15,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
+from zerodrift.config.fields import spelled
 from zerodrift.config.read import WrittenBlock, parse_yaml
+from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
 
 MAX_DEPTH = 24
@@ -54,6 +59,15 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def written(block: BaseModel) -> Tree:
+    """What was written in a typed block, by the names that a file has for it."""
+    return {
+        spelled(name, field): value
+        for name, field in type(block).model_fields.items()
+        if name in block.model_fields_set and (value := getattr(block, name)) is not None
+    }
+
+
 def plain(value: object, problems: Problems) -> Tree:
     """A plain copy of a block of keys."""
     made = _Copier(problems).copy(value, "", 0)
@@ -77,6 +91,10 @@ class _Copier:
             return None
         if isinstance(value, Mapping):
             return self._block(value, path, depth)
+        if isinstance(value, BaseModel):
+            made = WrittenBlock(self._block(written(value), path, depth))
+            made.kind = type(value)
+            return made
         if isinstance(value, (list, tuple)):
             return self._list(value, path, depth)
         return self._scalar(value, path)
@@ -106,6 +124,8 @@ class _Copier:
     def _scalar(self, value: object, path: str) -> Any:
         if value is None or isinstance(value, bool):
             return value
+        if isinstance(value, DType):
+            return str(value)
         if isinstance(value, str):
             return str(value) if self._is_text(value, path) else None
         if isinstance(value, int):

@@ -34,9 +34,12 @@ MAX_NODES = 20_000
 
 
 class WrittenBlock(dict[Any, Any]):
-    """A dict that remembers which keys were written more than once."""
+    """A dict that remembers how it was written."""
 
     repeated: tuple[Any, ...] = ()
+    """The keys that were there more than once."""
+    kind: type | None = None
+    """The class of the typed block that it was."""
 
 
 def read(path: str | os.PathLike[str]) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.differences import GROUPS
-from zerodrift.config.schema import ColumnKeys
+from zerodrift.config.schema import ColumnKeys, Config
 from zerodrift.config.tree import off_values
 
 OURS = ("precision", "sharding", "pipeline", "experts", "backend")
@@ -100,7 +100,7 @@ def _blocks() -> Iterator[tuple[str, list[fields.Key]]]:
     """Blocks of keys with a name; those at top level in two, ours and DeepSpeed's."""
     columns: list[fields.Key] = []
     blocks: dict[str, list[fields.Key]] = {_COLUMNS: columns, "backend": [], "": []}
-    for key in fields.every_key():
+    for key in fields.every_key(Config):
         parent, _, name = key.path.rpartition(".")
         if parent in _SAME_AS:
             continue

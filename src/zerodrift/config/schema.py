@@ -1,5 +1,8 @@
 """Every key a user may write that zerodrift uses, in both dialects, as typed blocks.
 
+The blocks are public: `zerodrift.Config(precision=zerodrift.Precision(mode="bf16"))` is the same as the dict
+or file with those keys, and the two mix. Their constructors refuse what `load` refuses, in the same words.
+
 Ours is `precision`, `sharding`, `pipeline`, `experts` and `backend`; the other blocks are DeepSpeed's own
 keys with DeepSpeed's spelling. They mix freely in one file. A DeepSpeed key that is not here is in the table
 of `config/deepspeed.py`, as ignored or refused. Nothing is decided in this room: `Config` is what was
@@ -13,47 +16,26 @@ The docstrings under the fields are the configuration reference: the docs are ge
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
-from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from zerodrift import dtypes
+from zerodrift.config import fields
+from zerodrift.config.fields import Items, Of
+from zerodrift.config.mistakes import Telling
+from zerodrift.config.plain import written
 from zerodrift.dtypes import DType
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, Problems
 from zerodrift.mesh import MOST_RANKS
 from zerodrift.optimizers import TYPES, either
 
 Auto = Literal["auto"]
-
-
-@dataclass(frozen=True, slots=True)
-class Of:
-    """Accepts every spelling of a dtype that a column admits, and nothing else."""
-
-    column: str
-    """Of `dtypes.ADMITTED`."""
-
-    @property
-    def admitted(self) -> tuple[DType, ...]:
-        return dtypes.ADMITTED[self.column]
-
-    def read(self, value: Any) -> DType:
-        dtype: DType | None = None
-        if isinstance(value, DType):
-            dtype = value
-        elif isinstance(value, str):
-            with contextlib.suppress(ConfigError):
-                dtype = dtypes.parse(value)
-        if dtype is None or dtype not in self.admitted:
-            raise ValueError(f"must be one of {', '.join(dtypes.spellings(self.admitted))}")
-        return dtype
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_before_validator_function(self.read, handler(source))
+DTypeName = Literal["fp32", "bf16", "fp16"]
+"""What an editor offers for a dtype. What a key takes is `dtypes.ADMITTED`, and `DType` names the rest."""
+Written = DType | DTypeName
 
 
 def _whole(value: Any) -> Any:
@@ -66,16 +48,16 @@ def _never(value: Any) -> Any:
     return 0 if isinstance(value, float) and value == math.inf else value
 
 
-Storage = Annotated[DType, Of("storage")]
-Gather = Annotated[DType, Of("gather")]
-Compute = Annotated[DType, Of("compute")]
-Grad = Annotated[DType, Of("grad")]
-Accumulate = Annotated[DType, Of("accumulate")]
-Wire = Annotated[DType, Of("reduce.wire")]
-Sum = Annotated[DType, Of("reduce.sum")]
-Export = Annotated[DType, Of("export")]
-Buffers = Annotated[DType, Of("buffers")]
-Pin = Annotated[Literal[DType.FP32], Of("storage")]
+Storage = Annotated[Written, Of("storage")]
+Gather = Annotated[Written, Of("gather")]
+Compute = Annotated[Written, Of("compute")]
+Grad = Annotated[Written, Of("grad")]
+Accumulate = Annotated[Written, Of("accumulate")]
+Wire = Annotated[Written, Of("reduce.wire")]
+Sum = Annotated[Written, Of("reduce.sum")]
+Export = Annotated[Written, Of("export")]
+Buffers = Annotated[Written, Of("buffers")]
+Pin = Annotated[Literal[DType.FP32, "fp32"], Of("storage", DType.FP32)]
 Flag = Annotated[bool, Field(strict=True)]
 MOST = 2**31 - 1
 """Of what is counted: more micro-batches, samples or steps are a mistake, or mean no bound at all."""
@@ -96,7 +78,43 @@ Mode = Literal["auto", "fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"]
 class Block(BaseModel):
     """A block of keys: unknown keys are errors, fields keep their docstrings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True
+    )
+
+    if not TYPE_CHECKING:  # type checkers take the fields for the arguments
+
+        def __init__(self, /, *values, **given) -> None:
+            name = type(self).__name__
+            if values:
+                raise ConfigError(name, "must get its fields by name", got=f"{len(values)} without")
+            problems = Problems()
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                Telling(type(self)).tell(error, given, problems)
+            problems.raise_as(ConfigError, name)
+            self.check(problems)
+            problems.raise_as(ConfigError)
+
+        # Blocks in a block are validated with it, so that their findings have the whole path.
+        __init__.__pydantic_base_init__ = True
+
+        def __setattr__(self, name, value) -> None:
+            if name in type(self).model_fields:
+                where = f"{type(self).__name__}.{name}"
+                must = "must be given when it is made"
+                raise ConfigError(where, must, got="an assignment", do="Make another one.")
+            super().__setattr__(name, value)
+
+    def check(self, problems: Problems) -> None:
+        """What types cannot say about a block that is made by itself."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What was written."""
+        return (
+            (name, getattr(self, name)) for name in type(self).model_fields if name in self.model_fields_set
+        )
 
 
 class Reduce(Block):
@@ -138,7 +156,7 @@ class Rule(ColumnKeys):
 
     match: str | None = None
     """Glob on the full parameter name; `*` also crosses dots: `*.router.*`."""
-    klass: str | None = Field(None, alias="class")
+    class_: str | None = Field(default=None, validation_alias="class")
     """Dotted name of a module class; matches the parameters such a module owns itself."""
     pin: Pin | None = None
     """Shorthand: fp32 in every column. A pinned parameter is never rounded anywhere."""
@@ -149,6 +167,19 @@ class Rule(ColumnKeys):
     """With `optimizer.type: Muon`: which of its two updates, where the stated rule is not what you want."""
     output: Literal["keep", "input"] | None = None
     """What a fully pinned module returns: its own dtype (`keep`) or its input's (`input`)."""
+
+    def check(self, problems: Problems) -> None:
+        check_rule(written(self), "Rule", problems)
+
+
+def check_rule(rule: Mapping[str, Any], where: str, problems: Problems) -> None:
+    """What a rule must have, which types cannot say."""
+    subjects = {"match", "class"}
+    if not subjects & rule.keys():
+        problems.add(where, "must say which parameters it is for", got="neither `match` nor `class`")
+    if not fields.fields(Rule).keys() & rule.keys() - subjects:
+        must = "must set something: a column, `pin` or `output`"
+        problems.add(where, must, got="nothing", do="As in `pin: fp32`.")
 
 
 class Precision(ColumnKeys):
@@ -163,7 +194,7 @@ class Precision(ColumnKeys):
     statistics: Flag | None = None
     """Record what becomes of every update, for `engine.update_statistics()`. Default false, which costs
     nothing."""
-    rules: tuple[Rule, ...] = ()
+    rules: Items[Rule] = ()
     """Ordered rules; the last match wins, cell by cell."""
 
 
@@ -172,7 +203,7 @@ class Sharding(Block):
 
     replicate: Ranks | None = None
     """Hybrid sharding: how many copies of the model; each is sharded over world size / replicate ranks."""
-    units: tuple[str, ...] | None = None
+    units: Items[str] | None = None
     """Globs on module paths that are gathered together; by default the transformer blocks are found."""
     keep_gathered: Literal["never", "micro-batch", "step"] | None = None
     """Stage 3: how long a gathered unit lives. `never` regathers in backward, `micro-batch` keeps it from
@@ -209,7 +240,7 @@ class Experts(Block):
 
     ranks: Ranks
     """Over how many ranks the experts of a layer are spread; divides those of a shard group. 1 is none."""
-    parameters: tuple[str, ...] | None = None
+    parameters: Items[str] | None = None
     """Globs on the names of parameters that stack one expert after the other in their first dimension.
     Default `*.experts.*`."""
 
@@ -257,7 +288,7 @@ class TorchAutocast(Block):
     """Run the forward under `torch.autocast`; parameters rest in fp32."""
     dtype: Compute | None = None
     """The autocast dtype: bf16 or fp16. Default bf16."""
-    lower_precision_safe_modules: tuple[str, ...] | None = None
+    lower_precision_safe_modules: Items[str] | None = None
     """Dotted classes whose parameters travel in the autocast dtype. Default Linear and Conv1d to Conv3d."""
 
 
@@ -284,7 +315,7 @@ class ZeroOptimization(Block):
 
     stage: Annotated[Natural, Field(le=3)] | None = None
     """0 whole, 1 shards master and state, 2 also the accumulator, 3 also storage."""
-    fp32_pinned_parameters: tuple[str, ...] | None = None
+    fp32_pinned_parameters: Items[str] | None = None
     """Substrings of parameter names that stay fp32 in every column."""
     mics_shard_size: (
         Annotated[int, Field(ge=-1, le=MOST_RANKS, strict=True), BeforeValidator(_whole)] | None
@@ -314,7 +345,10 @@ class Scheduler(Block):
 
 
 class Config(Block):
-    """What was written, checked for types. Built by `config.load`, never by hand."""
+    """A config: what is to be trained how, checked for types but not yet resolved.
+
+    A block may be given as its object or as a dict. Keys of DeepSpeed that decide nothing here have no field:
+    a dict or a file may hold them, and they are listed as ignored."""
 
     precision: Precision = Precision()
     """Our precision block."""
@@ -365,11 +399,27 @@ class Config(Block):
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None
     """Rank 0 prints a line every so many optimizer steps. Default 0, never."""
 
-    keys: tuple[KeyUse, ...] = ()
-    """How every written key ended; filled by `config.load`."""
+    _keys: tuple[KeyUse, ...] | None = PrivateAttr(None)
+
+    @property
+    def keys(self) -> tuple[KeyUse, ...]:
+        """How every written key ended; empty before `load` has seen the config."""
+        return self._keys or ()
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether every written key is accounted for in `keys`."""
+        return self._keys is not None
+
+    def with_keys(self, keys: Iterable[KeyUse]) -> Config:
+        """This config with the account of its keys, as `load` gives it."""
+        copy = self.model_copy()
+        copy._keys = tuple(keys)
+        return copy
 
 
-class KeyUse(Block):
+@dataclass(frozen=True, slots=True)
+class KeyUse:
     """How one written key ended."""
 
     path: str

@@ -10,30 +10,25 @@ Invariant: every key of a tree is used, or in `uses` as ignored, or in the probl
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from zerodrift import dtypes
 from zerodrift.config import deepspeed, fields
+from zerodrift.config.mistakes import Steps, Telling, name_of
 from zerodrift.config.plain import Tree, join, plain, shown
-from zerodrift.config.read import read
-from zerodrift.config.schema import Block, KeyUse
-from zerodrift.errors import ConfigError, Problems, did_you_mean
+from zerodrift.config.read import WrittenBlock, read
+from zerodrift.config.schema import KeyUse
+from zerodrift.errors import ConfigError, Problems
 
 NULL = "null is the same as leaving it out"
 EMPTY = "an empty block says nothing"
 MAX_UNKNOWN = 20
 """Unknown keys that are named: a file with more of them is another kind of file."""
-
-
-Steps = tuple[str | int, ...]
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +37,10 @@ class Keys:
 
     name: str
     """What the tree is: `config`, say."""
-    root: type[Block]
+    root: type[BaseModel]
     owner: str
     """Whose keys they are, in the message about one that is not."""
-    suggestion: Callable[[str, type[Block] | None, str], str]
+    suggestion: Callable[[str, type[BaseModel] | None, str], str]
     """(key, block that it is in, path of that) -> a sentence about an unknown key."""
     table: Mapping[str, deepspeed.Entry] = field(default_factory=dict)
     """Keys that the schema does not know, each with its fate."""
@@ -94,7 +89,7 @@ class TreeReader:
         self._count_the_rest()
         return used
 
-    def _block(self, tree: Tree, block: type[Block] | None, path: str, name: str) -> Tree:
+    def _block(self, tree: Tree, block: type[BaseModel] | None, path: str, name: str) -> Tree:
         """The used part of a block. `path` is as written, `name` as schema and table spell it."""
         known_fields = fields.fields(block) if block is not None else {}
         used: Tree = {}
@@ -126,6 +121,8 @@ class TreeReader:
         self.written[name] = path
         if value is None:
             self._ignore(path, value, NULL)
+        elif self._is_another(value, kind):
+            self._other_kind(value, kind, path)
         elif value == {} and inner is not None and self._keys.empty_is_absent:
             self._ignore(path, value, EMPTY)
         elif isinstance(value, dict) and inner is not None:
@@ -144,7 +141,22 @@ class TreeReader:
         """An item of a list of blocks; a wrong one is left to the validation."""
         self.written[name] = path
         inner = fields.block_of(kind)
+        if self._is_another(value, kind):
+            self._other_kind(value, kind, path)
+            self.doubtful.add(name)
         return self._block(value, inner, path, name) if isinstance(value, dict) else value
+
+    def _is_another(self, value: Any, kind: Any) -> bool:
+        """Whether a typed block stands where another one belongs: what they have in common could pass."""
+        typed = isinstance(value, WrittenBlock) and value.kind is not None
+        return typed and value.kind is not fields.block_of(kind) and not fields.is_free(kind)
+
+    def _other_kind(self, value: WrittenBlock, kind: Any, path: str) -> None:
+        inner = fields.block_of(kind)
+        do = f"Write `{inner.__name__}(...)`, or a dict." if inner is not None else ""
+        self._problems.add(
+            path, fields.must(kind, value), got=f"a `{getattr(value.kind, '__name__', '')}`", do=do
+        )
 
     def _arguments(self, tree: Tree, path: str, name: str) -> Tree:
         """Free names, such as an optimizer's arguments: all used but those the table singles out."""
@@ -191,7 +203,7 @@ class TreeReader:
     def _ignore(self, path: str, value: Any, because: str) -> None:
         self.uses.append(KeyUse(path=path, value=value, status="ignored", because=because))
 
-    def _unknown_key(self, key: str, block: type[Block] | None, path: str, name: str) -> None:
+    def _unknown_key(self, key: str, block: type[BaseModel] | None, path: str, name: str) -> None:
         self._unknown += 1
         if self._unknown <= MAX_UNKNOWN:
             owner = f"`{path}`" if path else self._keys.owner
@@ -208,35 +220,19 @@ class TreeReader:
 
     def validated(self, used: Tree) -> Any:
         """The used part as its block; None where there is a problem."""
+        keys = self._keys
         try:
-            return self._keys.root.model_validate(used)
+            return keys.root.model_validate(used)
         except ValidationError as error:
-            places = [_located(used, line["loc"], line["type"]) for line in error.errors(include_url=False)]
-        for steps in _deepest(places):
-            value = _value_at(used, steps)
-            if value is not _MISSING or _name(steps[:-1]) not in self.doubtful:
-                self._explain(steps, value)
+            telling = Telling(keys.root, self._written, frozenset(self.doubtful), keys.remedies, keys.free)
+            telling.tell(error, used, self._problems)
         return None
-
-    def _explain(self, steps: Steps, value: Any) -> None:
-        """One value that the schema does not accept."""
-        path, keys = self._written(steps), self._keys
-        kind = fields.kind_at(steps, keys.root)
-        if value is _MISSING:
-            doc = _docs(keys.root)[".".join(map(str, steps))]
-            self._problems.add(path, f"must be given: {fields.admits(kind)}", do=doc)
-            return
-        generic = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
-        must = fields.must(kind, value).replace("a block of arguments", keys.free)
-        self._problems.add(
-            path, must, got=shown(value), do=keys.remedies.get(generic) or _remedy(kind, value)
-        )
 
     def _written(self, steps: Steps) -> str:
         """A place as it was written."""
         path = ""
         for index, step in enumerate(steps):
-            path = self.written.get(_name(steps[: index + 1]), join(path, step))
+            path = self.written.get(name_of(steps[: index + 1]), join(path, step))
         return path
 
 
@@ -251,81 +247,3 @@ def off_values(entry: deepspeed.Entry) -> str:
     """The values at which a refused key asks for nothing, in words; blocks are not worth a word."""
     values = [each for each in entry.harmless if not isinstance(each, dict)]
     return fields.either([json.dumps(value) for value in values])
-
-
-# --- validation, in our words -----------------------------------------------------------------------
-
-
-def _name(steps: Steps) -> str:
-    """A place as schema and table spell it."""
-    name = ""
-    for step in steps:
-        name = join(name, step)
-    return name
-
-
-@functools.cache
-def _docs(root: type[Block]) -> dict[str, str]:
-    return {key.path: key.doc for key in fields.every_key(root)}
-
-
-def _located(used: Tree, location: Iterable[str | int], error: str) -> Steps:
-    """Where a finding is: pydantic's location without the names of the alternatives that it tried."""
-    location = tuple(location)
-    steps: list[str | int] = []
-    value: Any = used
-    for step in location:
-        inside_dict = isinstance(value, dict) and step in value
-        inside_list = isinstance(value, list) and isinstance(step, int) and step < len(value)
-        if inside_dict or inside_list:
-            steps.append(step)
-            value = value[step]
-    return (*steps, location[-1]) if error == "missing" else tuple(steps)
-
-
-def _deepest(places: list[Steps]) -> list[Steps]:
-    """Each place once; a place inside another tells more than the one around it."""
-    unique = list(dict.fromkeys(places))
-    around = {steps[:length] for steps in unique for length in range(len(steps))}
-    return [steps for steps in unique if steps not in around]
-
-
-def _value_at(used: Tree, steps: Steps) -> Any:
-    value: Any = used
-    for step in steps:
-        if isinstance(value, dict) and step not in value:
-            return _MISSING
-        value = value[step]
-    return value
-
-
-def _remedy(kind: Any, value: Any) -> str:
-    """What to do about a value that is not accepted."""
-    if value == "auto":
-        return '"auto" has no meaning here: write the value, or leave the key out.'
-    if isinstance(value, str):
-        return _remedy_for_text(kind, value)
-    if fields.admits(kind).startswith("a list") and not isinstance(value, (list, dict)):
-        return "Write a list, even for one item."
-    return ""
-
-
-def _remedy_for_text(kind: Any, text: str) -> str:
-    admitted = fields.admits(kind)
-    if fields.item_of(kind) is not None:
-        return f"Write `[{json.dumps(text)}]`."
-    if "true" in admitted:
-        meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(text.lower(), "")
-        meant = meant or {"no": "false", "off": "false", "0": "false", "false": "false"}.get(text.lower(), "")
-        return f"Write {meant} without quotes." if meant else ""
-    if "number" in admitted or admitted[:1].isdigit():
-        return "Write it without quotes." if _is_number(text) else ""
-    return did_you_mean(text, [*fields.choices(kind), *dtypes.spellings(fields.dtypes(kind))])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -21,12 +21,14 @@ from torch import nn
 
 from zerodrift.api import initialize as make_engine
 from zerodrift.config.load import load
+from zerodrift.config.plain import plain
 from zerodrift.config.read import read
+from zerodrift.config.schema import Config
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.ops import OVER_PARAMETERS
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
-from zerodrift.errors import ConfigError, ModelError, UnsupportedError
+from zerodrift.errors import ConfigError, ModelError, Problems, UnsupportedError
 from zerodrift.optim.flat import TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, either, meant
 
@@ -44,9 +46,9 @@ def initialize(  # DeepSpeed's thirteen parameters
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
-    config: Path | Mapping[str, Any] | None = None,
+    config: Path | Mapping[str, Any] | Config | None = None,
     mesh_param: Any = None,
-    config_params: Path | Mapping[str, Any] | None = None,
+    config_params: Path | Mapping[str, Any] | Config | None = None,
 ) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, Any, Any]:
     """Engine, optimizer, loader of `training_data`, schedule; what there is none of is None."""
     if not isinstance(model, nn.Module):
@@ -103,10 +105,14 @@ def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
     if len(given) > 1:
         raise ConfigError("config", "must be given once", got=" and ".join(given), do="Keep one.")
     (value,) = given.values()
+    if isinstance(value, Config):
+        return plain(value, Problems())
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError("config", "must be a path or a dict", got=type(value).__name__)
+        raise ConfigError(
+            "config", "must be a path, a dict or a `zerodrift.Config`", got=type(value).__name__
+        )
     if isinstance(value, str) and not os.path.exists(value):
         decoded = _decoded(value)
         if decoded is not None:

@@ -59,7 +59,7 @@ def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPoli
                 "`zero_optimization.offload_optimizer.device`: in host memory; the bill counts them too",
             )
         )
-    made = ShardingPolicy(stage, block.units or (), keep, free, offload)  # type: ignore[arg-type]
+    made = ShardingPolicy(stage, tuple(block.units or ()), keep, free, offload)  # type: ignore[arg-type]
     return made, tuple(decisions)
 
 
@@ -186,7 +186,7 @@ def experts(
         )
     written = config.experts.parameters if config.experts else None
     why = "`experts.parameters`" if written else "default: where transformers stacks experts"
-    globs = written or EXPERTS
+    globs = tuple(written or EXPERTS)
     value = f"{', '.join(globs)} over {mesh.expert} ranks, sharded over {mesh.expert_shard}"
     return globs, (Decision("experts", value, f"`experts.ranks`; {why}"),)
 

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zerodrift.config import fields
 from zerodrift.config.plain import join, plain, shown
+from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.policy.arguments import checked
 
@@ -51,7 +52,7 @@ class AutoNumbers:
     def _auto_number(self, key: str) -> Any:
         """The caller's value for a key of the schema: what could have been written there."""
         number = self._auto(key)
-        kind: Any = fields.kind_at(key.split("."))
+        kind: Any = fields.kind_at(key.split("."), Config)
         if number is None:
             return None
         try:

@@ -10,6 +10,7 @@ Invariant: pure. No process group, no device, no environment variable is looked 
 from __future__ import annotations
 
 from zerodrift import mesh as meshes
+from zerodrift.config.load import ConfigSource, load
 from zerodrift.config.schema import BackendName, Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
@@ -24,8 +25,9 @@ SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.
 """Whose parameters autocast takes in the low dtype: DeepSpeed's default list."""
 
 
-def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
+def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShape:
     """The mesh that a config means on `world_size` ranks. `tensor`: how many share a DTensor of the model."""
+    config = load(config)
     meshes.require_ranks(world_size)
     if world_size % tensor:
         raise MeshError(
@@ -52,8 +54,9 @@ def mesh_for(config: Config, world_size: int, tensor: int = 1) -> MeshShape:
     return meshes.with_tensor_axis(shape, tensor)
 
 
-def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> Policy:
+def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = None) -> Policy:
     """What a config means on a mesh. `auto` stands in for numeric "auto" values, by dotted key."""
+    config = load(config)
     problems = Problems()
     numbers = AutoNumbers(auto or {}, problems)
     mode_decision = modes.choose(config, problems)
@@ -130,7 +133,7 @@ def resolve(config: Config, mesh: MeshShape, auto: AutoValues | None = None) -> 
         print_every=print_every,
         decisions=decisions,
         ignored=tuple((key.path, key.because) for key in config.keys if key.status == "ignored"),
-        used=tuple(key.path for key in config.keys if key.status == "used"),
+        used=tuple(sorted(key.path for key in config.keys if key.status == "used")),
         pipeline=pipeline,
         experts=experts,
     )
@@ -224,7 +227,7 @@ def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
         )
     if isinstance(ours, DType):
         return ours, "precision.buffers"
-    if ours is None and theirs is not None:
+    if ours is None and isinstance(theirs, DType):
         return theirs, "data_types.buffer_dtype"
     return None, "precision.buffers" if ours == "keep" else "default: buffers are kept as the model made them"
 
@@ -234,7 +237,7 @@ def _safe_modules(config: Config, mode: Mode) -> tuple[str, ...]:
         return ()
     block = config.torch_autocast
     given = block.lower_precision_safe_modules if block else None
-    return SAFE_MODULES if given is None else given
+    return SAFE_MODULES if given is None else tuple(given)
 
 
 def _safe_decision(safe: tuple[str, ...], config: Config) -> tuple[Decision, ...]:

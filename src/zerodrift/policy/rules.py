@@ -75,7 +75,7 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
 def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
     sets = dict(PIN) if block.pin is not None else {}
     sets |= dict(column_values(block))
-    pattern, klass = block.match or "", block.klass or ""
+    pattern, klass = block.match or "", block.class_ or ""
     kind = "glob+class" if pattern and klass else "glob" if pattern else "class"
     shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
     pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)

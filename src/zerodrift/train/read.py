@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from zerodrift.config import fields
 from zerodrift.config.load import load
 from zerodrift.config.plain import join, override
-from zerodrift.config.schema import Block, Config
+from zerodrift.config.schema import Config
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, nearest
 from zerodrift.train.job import Job
@@ -80,7 +82,7 @@ def _with_folder(job: Job, heading: str) -> Job:
 # --- unknown keys ---------------------------------------------------------------------------------------
 
 
-def _suggestion(key: str, block: type[Block] | None, path: str) -> str:
+def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
     """The key that was probably meant: in this block, in another, or of the engine's config."""
     known = fields.fields(block) if block is not None else {}
     paths = [join(path, word) for word in nearest(key, known)]

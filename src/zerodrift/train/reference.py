@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from zerodrift.config import fields
-from zerodrift.config.schema import Block
 from zerodrift.train.job import Job
 
 _INTRO = """\
@@ -39,7 +38,7 @@ def render_job() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _blocks(block: type[Block], name: str) -> Iterator[tuple[str, type[Block]]]:
+def _blocks(block: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseModel]]]:
     """A block, and those in it."""
     yield name, block
     for key, kind in fields.fields(block).items():
@@ -48,7 +47,7 @@ def _blocks(block: type[Block], name: str) -> Iterator[tuple[str, type[Block]]]:
             yield from _blocks(inner, f"{name}.{key}" if name else key)
 
 
-def _table(block: type[Block]) -> str:
+def _table(block: type[BaseModel]) -> str:
     lines = ["| Key | Allowed | Default | What it is |", "| --- | --- | --- | --- |"]
     for key, kind in fields.fields(block).items():
         field = block.model_fields[key]

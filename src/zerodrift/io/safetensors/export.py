@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
 
 
+_UNBOUNDED = 2**62
+"""Bytes of a file that takes whatever there is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exported:
     """What was written."""
@@ -66,12 +70,13 @@ def export(
     folder: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    max_shard_size: int | str = SHARD_SIZE,
+    max_shard_size: int | str | None = SHARD_SIZE,
     overwrite: bool = False,
 ) -> Exported:
     """Write the model of an engine. Collective: every rank calls it alike.
 
-    `dtype` replaces the `export` column of every floating parameter that is not pinned.
+    `dtype` replaces the `export` column of every floating parameter that is not pinned. Without a
+    `max_shard_size` there is one file.
     """
     begin = time.monotonic()
     comm, rank = engine.comm, engine.mesh.rank()
@@ -107,20 +112,15 @@ def export(
     )
 
 
-def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Exported:
-    """The model in one file, in 16 bits: the mode's own 16-bit dtype, bf16 where it has none. Pinned
-    parameters stay in fp32."""
-    mode = engine.plan.policy.mode.dtype
-    dtype = mode if mode in (DType.BF16, DType.FP16) else DType.BF16
-    return export(engine, folder, dtype=str(dtype), max_shard_size=2**62, overwrite=overwrite)
-
-
 # --- what goes where --------------------------------------------------------------------------------------
 
 
-def _files(engine: Engine, dtype: str | None, max_shard_size: int | str) -> tuple[TensorFile, ...]:
+def _files(engine: Engine, dtype: str | None, max_shard_size: int | str | None) -> tuple[TensorFile, ...]:
     shapes, dtypes = contents(engine.plan, engine.whole, exported_dtype(dtype))
-    return pack(saved_form(engine.whole, shapes, dtypes), size_in_bytes(max_shard_size))
+    return pack(
+        saved_form(engine.whole, shapes, dtypes),
+        _UNBOUNDED if max_shard_size is None else size_in_bytes(max_shard_size),
+    )
 
 
 def _buffers(engine: Engine) -> dict[str, torch.Tensor]:

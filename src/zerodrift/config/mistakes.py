@@ -1,0 +1,144 @@
+"""What validation found wrong with a block of keys, in our words: where, what must hold, what it got.
+
+Used by whoever validates a block: `tree`, for files and dicts, and the constructors of the blocks themselves.
+
+Invariant: no finding of pydantic's leaves unsaid, and none leaves in pydantic's words.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from zerodrift import dtypes
+from zerodrift.config import fields
+from zerodrift.config.plain import join, shown
+from zerodrift.errors import Problems, did_you_mean
+
+Steps = tuple[str | int, ...]
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """How findings are told where they were made."""
+
+    root: type[BaseModel]
+    """The block that was validated."""
+    written: Callable[[Steps], str] = lambda steps: name_of(steps)
+    """A place as its user wrote it."""
+    doubtful: frozenset[str] = frozenset()
+    """Blocks in which nothing is called missing: what is missing there was probably misspelt."""
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """What to do about a value that is not accepted, where more can be said than what is."""
+    free: str = "a block of arguments"
+    """What a block of names that the schema does not know is called."""
+
+    def tell(self, error: ValidationError, given: Mapping[str, Any], problems: Problems) -> None:
+        """Every finding about what was given, each place once."""
+        lines = error.errors(include_url=False, include_context=False, include_input=False)
+        for steps in _deepest([_located(given, line["loc"], line["type"]) for line in lines]):
+            value = _value_at(given, steps)
+            if value is not _MISSING or name_of(steps[:-1]) not in self.doubtful:
+                self._one(steps, value, problems)
+
+    def _one(self, steps: Steps, value: Any, problems: Problems) -> None:
+        path = self.written(steps)
+        kind = fields.kind_at(steps, self.root)
+        if value is _MISSING:
+            doc = _docs(self.root)[".".join(map(str, steps))]
+            problems.add(path, f"must be given: {fields.admits(kind)}", do=doc)
+            return
+        if kind is None:
+            block = fields.block_of(fields.kind_at(steps[:-1], self.root))
+            assert block is not None, "only a block refuses a key"
+            do = did_you_mean(str(steps[-1]), block.model_fields)
+            problems.add(path, f"must be a field of `{block.__name__}`", do=do)
+            return
+        generic = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
+        must = fields.must(kind, value).replace("a block of arguments", self.free)
+        do = self.remedies.get(generic) or _remedy(kind, value)
+        problems.add(path, must, got=shown(value), do=do)
+
+
+def name_of(steps: Steps) -> str:
+    """A place as schema and table spell it."""
+    name = ""
+    for step in steps:
+        name = join(name, step)
+    return name
+
+
+@functools.cache
+def _docs(root: type[BaseModel]) -> dict[str, str]:
+    return {key.path: key.doc for key in fields.every_key(root)}
+
+
+def _located(given: Mapping[str, Any], location: Iterable[str | int], error: str) -> Steps:
+    """Where a finding is: pydantic's location without the names of the alternatives that it tried."""
+    location = tuple(location)
+    steps: list[str | int] = []
+    value: Any = given
+    for step in location:
+        inside_dict = isinstance(value, Mapping) and step in value
+        inside_list = isinstance(value, (list, tuple)) and isinstance(step, int) and step < len(value)
+        if inside_dict or inside_list:
+            steps.append(step)
+            value = value[step]
+    return (*steps, location[-1]) if error == "missing" else tuple(steps)
+
+
+def _deepest(found: list[Steps]) -> list[Steps]:
+    """Each place once; a place inside another tells more than the one around it."""
+    unique = list(dict.fromkeys(found))
+    around = {steps[:length] for steps in unique for length in range(len(steps))}
+    return [steps for steps in unique if steps not in around]
+
+
+def _value_at(given: Mapping[str, Any], steps: Steps) -> Any:
+    value: Any = given
+    for step in steps:
+        if isinstance(value, Mapping) and step not in value:
+            return _MISSING
+        value = value[step]
+    return value
+
+
+def _remedy(kind: Any, value: Any) -> str:
+    """What to do about a value that is not accepted."""
+    if isinstance(value, str) and value == "auto":
+        return '"auto" has no meaning here: write the value, or leave the key out.'
+    if isinstance(value, str):
+        return _remedy_for_text(kind, value)
+    if fields.admits(kind).startswith("a list") and not isinstance(value, (list, dict)):
+        return "Write a list, even for one item."
+    block = fields.block_of(kind)
+    if block is not None and isinstance(value, BaseModel):
+        return f"Write `{block.__name__}(...)`, or a dict."
+    return ""
+
+
+def _remedy_for_text(kind: Any, text: str) -> str:
+    admitted = fields.admits(kind)
+    if fields.item_of(kind) is not None:
+        return f"Write `[{json.dumps(text)}]`."
+    if "true" in admitted:
+        meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(text.lower(), "")
+        meant = meant or {"no": "false", "off": "false", "0": "false", "false": "false"}.get(text.lower(), "")
+        return f"Write {meant} without quotes." if meant else ""
+    if "number" in admitted or admitted[:1].isdigit():
+        return "Write it without quotes." if _is_number(text) else ""
+    return did_you_mean(text, [*fields.choices(kind), *dtypes.spellings(fields.dtypes(kind))])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,373 @@
+"""Typed configs: the same as the dict, field by field; refused in our words; checked by a type checker."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import zerodrift as zd
+from tests.unit.models import moe
+from zerodrift import dtypes
+from zerodrift.config import fields
+from zerodrift.config.schema import Block, Config, DTypeName
+from zerodrift.train.read import read_job
+
+COLUMNS: dict[str, Any] = {
+    "storage": "bf16",
+    "gather": "bf16",
+    "compute": "bf16",
+    "grad": "bf16",
+    "accumulate": "fp32",
+    "reduce": {"wire": "bf16", "sum": "fp32", "when": "every"},
+    "master": "split",
+    "state": "bf16-stochastic",
+    "export": "fp32",
+}
+
+RULE = {**COLUMNS, "match": "*.experts.*", "class": "torch.nn.Linear", "placement": "sliced"}
+
+WRITTEN: list[tuple[dict[str, Any], int]] = [
+    (
+        {
+            "precision": {
+                **COLUMNS,
+                "mode": "bf16",
+                "buffers": "keep",
+                "allow_narrow": False,
+                "statistics": True,
+                "rules": [RULE],
+            },
+            "sharding": {
+                "replicate": 2,
+                "units": ["model.layers.*"],
+                "keep_gathered": "micro-batch",
+                "accumulator": "keep",
+            },
+            "backend": "native",
+            "gradient_accumulation_dtype": "fp32",
+            "communication_data_type": "bf16",
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "none"},
+                "load_from_fp32_weights": True,
+            },
+            "gradient_clipping": 0.5,
+            "prescale_gradients": False,
+            "gradient_predivide_factor": 2.0,
+            "gradient_allreduce_op": "mean",
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+            "steps_per_print": 10,
+        },
+        4,
+    ),
+    (
+        {
+            "bf16": {
+                "enabled": True,
+                "bf16_master_weights_and_grads": True,
+                "bf16_optimizer_states": True,
+                "check_grad_overflow": False,
+            },
+            "data_types": {"grad_accum_dtype": "bf16", "param_dtype": "bf16", "buffer_dtype": "bf16"},
+            "precision": {"rules": [{"match": "*.gate.*", "pin": "fp32", "output": "keep"}]},
+            "zero_optimization": {"stage": 1, "mics_shard_size": 2, "fp32_pinned_parameters": ["norm"]},
+        },
+        4,
+    ),
+    (
+        {
+            "fp16": {
+                "enabled": True,
+                "auto_cast": True,
+                "loss_scale": 0,
+                "initial_scale_power": 12,
+                "loss_scale_window": 500,
+                "hysteresis": 3,
+                "consecutive_hysteresis": True,
+                "min_loss_scale": 2.0,
+                "fp16_master_weights_and_grads": False,
+            }
+        },
+        2,
+    ),
+    (
+        {
+            "torch_autocast": {
+                "enabled": True,
+                "dtype": "bf16",
+                "lower_precision_safe_modules": ["torch.nn.Linear"],
+            },
+            "precision": {"rules": [{"match": "*.q_proj.*", "optimizer": "Muon"}]},
+            "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
+        },
+        2,
+    ),
+    (
+        {
+            "precision": {"mode": "bf16"},
+            "pipeline": {
+                "stages": 2,
+                "schedule": "interleaved-zero-bubble",
+                "micro_batches": 4,
+                "chunks": 2,
+                "split": "layers",
+                "weight_grads": "autograd",
+            },
+        },
+        4,
+    ),
+    ({"experts": {"ranks": 2, "parameters": ["*.stacked.*"]}}, 4),
+]
+"""Configs that have every key between them, with the ranks that they are for."""
+
+
+MODEL = moe(layers=4)
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """A value as typed blocks, all the way down."""
+    block, item = fields.block_of(kind), fields.item_of(kind)
+    if isinstance(value, dict) and block is not None:
+        known = fields.fields(block)
+        arguments = {name: typed(known[name], inner) for name, inner in value.items()}
+        return block(**{("class_" if name == "class" else name): inner for name, inner in arguments.items()})
+    if isinstance(value, list) and item is not None:
+        return [typed(item, inner) for inner in value]
+    return value
+
+
+def paths(value: Any, path: str = "") -> Iterator[str]:
+    """Every key that is written; what is below `params` is not the schema's."""
+    if isinstance(value, dict) and not path.endswith("params"):
+        for name, inner in value.items():
+            here = f"{path}.{name}" if path else name
+            yield here
+            yield from paths(inner, here)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from paths(inner, f"{path}[]")
+
+
+def mixed(written: dict[str, Any], number: int) -> dict[str, Any]:
+    """A dict of which every other block is typed."""
+    kinds = fields.fields(Config)
+    return {
+        name: typed(kinds[name], value) if place % 2 == number else value
+        for place, (name, value) in enumerate(written.items())
+    }
+
+
+# --- the same as a dict ------------------------------------------------------------------------------------
+
+
+def test_every_key_is_written_below() -> None:
+    written = {path for config, _ in WRITTEN for path in paths(config)}
+    assert written == {key.path for key in fields.every_key(Config)}
+
+
+@pytest.mark.parametrize(("written", "world"), WRITTEN)
+def test_a_typed_config_is_the_dict_and_the_file(written: dict[str, Any], world: int, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(written, sort_keys=False))
+    ways = {
+        "file": str(path),
+        "typed": typed(Config, written),
+        "blocks of dicts": Config(**written),
+        "in another order": dict(reversed(written.items())),
+        "some blocks": mixed(written, 0),
+        "the others": mixed(written, 1),
+    }
+    mesh = zd.mesh_for(written, world)
+    policy = zd.resolve(written, mesh)
+    for way, config in ways.items():
+        assert zd.mesh_for(config, world) == mesh, way
+        assert zd.resolve(config, mesh) == policy, way
+    if "experts" in written:
+        return  # this model stacks none
+    digest = zd.make_plan(written, MODEL, world).digest
+    for way, config in ways.items():
+        assert zd.make_plan(config, MODEL, world).digest == digest, way
+
+
+def test_another_value_is_another_plan() -> None:
+    one = zd.make_plan(zd.Config(precision=zd.Precision(mode="bf16")), MODEL)
+    two = zd.make_plan(zd.Config(precision=zd.Precision(mode="bf16", master="fp32")), MODEL)
+    assert one.digest != two.digest
+
+
+def test_overrides_come_after_what_is_typed() -> None:
+    config = zd.Config(precision=zd.Precision(mode="bf16"))
+    loaded = zd.load(config, ["precision.mode=fp16"])
+    assert loaded.precision.mode == "fp16" and config.precision.mode == "bf16"
+    with pytest.raises(zd.ConfigError, match="`overrides`: must come with the file or dict"):
+        zd.load(loaded, ["precision.mode=bf16"])
+    assert zd.load(loaded) is loaded
+
+
+def test_a_job_and_the_drop_in_take_one(tmp_path: Path) -> None:
+    config = zd.Config(precision=zd.Precision(mode="bf16"))
+    job = {"model": {"source": "m"}, "data": {"train": "d"}, "config": config}
+    assert read_job(job)[1].precision.mode == "bf16"
+    pytest.importorskip("torch")
+    from zerodrift.deepspeed.assemble import written_config
+
+    assert written_config(None, config, None) == {"precision": {"mode": "bf16"}}
+
+
+# --- refused -----------------------------------------------------------------------------------------------
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: zd.Precision(mode="bf17"),  # type: ignore[arg-type]
+        'Precision: `mode`: must be "auto", "fp32", "bf16", "fp16", "autocast-bf16" or "autocast-fp16"; got '
+        "'bf17'. Did you mean `bf16`?",
+    ),
+    (
+        lambda: zd.Config(precision={"reduce": {"wire": "bf17"}}),  # type: ignore[arg-type]
+        "Config: `precision.reduce.wire`: must be fp32, bf16 or fp16; got 'bf17'. Did you mean `bf16`?",
+    ),
+    (
+        lambda: zd.Precision(mod="bf16"),  # type: ignore[call-arg]
+        "Precision: `mod`: must be a field of `Precision`. Did you mean `mode`?",
+    ),
+    (
+        lambda: zd.Config(precision={"mod": "bf16"}),  # type: ignore[arg-type]
+        "Config: `precision.mod`: must be a field of `Precision`. Did you mean `mode`?",
+    ),
+    (lambda: zd.Rule(class_=3, pin="fp32"), "Rule: `class_`: must be a string; got 3."),  # type: ignore[arg-type]
+    (
+        lambda: zd.Rule(pin="fp32"),
+        "`Rule`: must say which parameters it is for; got neither `match` nor `class`.",
+    ),
+    (lambda: zd.Rule(match="*"), "`Rule`: must set something: a column, `pin` or `output`; got nothing."),
+    (lambda: zd.Optimizer(), "Optimizer: `type`: must be given: a string. AdamW, "),  # type: ignore[call-arg]
+    (
+        lambda: zd.Config(bf16=zd.Fp16(enabled=True)),  # type: ignore[arg-type]
+        "Config: `bf16`: must be a block of keys; got Fp16(enabled=True). Write `Bf16(...)`, or a dict.",
+    ),
+    (
+        lambda: zd.load({"bf16": zd.Fp16(enabled=True)}),
+        "config: `bf16`: must be a block of keys; got a `Fp16`. Write `Bf16(...)`, or a dict.",
+    ),
+    (
+        lambda: zd.load({"precision": {"rules": [zd.Precision(storage="bf16")]}}),
+        "config: `precision.rules[0]`: must be a block of keys; got a `Precision`. Write `Rule(...)`, or a",
+    ),
+    (
+        lambda: zd.load({"backend": zd.Sharding()}),
+        'config: `backend`: must be "native" or "fsdp2"; got a `Sharding`.',
+    ),
+    (lambda: zd.Precision("bf16"), "`Precision`: must get its fields by name; got 1 without."),  # type: ignore[misc]
+    (
+        lambda: setattr(zd.Config(), "backend", "fsdp2"),
+        "`Config.backend`: must be given when it is made; got an assignment. Make another one.",
+    ),
+    (
+        lambda: zd.resolve(zd.Config(bf16=zd.Bf16(enabled=True), fp16=zd.Fp16(enabled=True)), zd.MeshShape()),
+        "`bf16.enabled`: must not be true together with `fp16.enabled`; got true and true.",
+    ),
+    (
+        lambda: zd.load(None),
+        "`config`: must be given; got none. Pass the path of a YAML or JSON file, a dict, or a `zerodrift.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_is_wrong_is_one_error_of_ours(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(zd.ConfigError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+    assert caught.value.__context__ is None, "no traceback of pydantic's"
+
+
+def test_every_field_refuses_what_it_cannot_be() -> None:
+    for key in fields.every_key(Config):
+        parent, _, name = key.path.rpartition(".")
+        block = Config
+        for step in filter(None, parent.replace("[]", "").split(".")):
+            kind = fields.fields(block)[step]
+            block = fields.block_of(kind) or fields.block_of(fields.item_of(kind))  # type: ignore[assignment]
+        with pytest.raises(zd.ConfigError, match=rf"`{name}_?`: must be "):
+            block(**{name: object()})
+
+
+def test_an_engine_without_a_config_says_what_to_pass() -> None:
+    nn = pytest.importorskip("torch").nn
+    for make in (zd.initialize, zd.initialize_pipeline):
+        with pytest.raises(zd.ConfigError, match="`config`: must be given; got none"):
+            make(nn.Linear(2, 2))
+
+
+# --- what type checkers know -------------------------------------------------------------------------------
+
+
+def test_the_dtypes_that_are_offered_are_those_that_are_admitted() -> None:
+    admitted = {str(dtype) for column in dtypes.ADMITTED.values() for dtype in column}
+    assert set(typing.get_args(DTypeName)) == admitted
+
+
+def test_every_block_and_field_says_what_it_is() -> None:
+    blocks = {Config, *(fields.block_of(key.kind) for key in fields.every_key(Config))} - {None}
+    blocks |= {fields.block_of(fields.item_of(key.kind)) for key in fields.every_key(Config)} - {None}
+    for block in blocks:
+        assert block is not None and issubclass(block, Block)
+        assert block.__doc__ and getattr(zd, block.__name__) is block
+        for name, field in block.model_fields.items():
+            assert field.description, f"{block.__name__}.{name}"
+
+
+CHECKED = """
+import zerodrift.config.schema as zd
+
+zd.Config(
+    precision=zd.Precision(mode="bf16", storage="bf16", reduce=zd.Reduce(wire="bf16"), rules=[
+        zd.Rule(match="*.router.*", pin="fp32"), zd.Rule(class_="torch.nn.LayerNorm", output="input"),
+    ]),
+    sharding=zd.Sharding(units=["layers.*"]),
+    zero_optimization=zd.ZeroOptimization(stage=3),
+    optimizer=zd.Optimizer(type="AdamW", params={"lr": 1e-3}),
+    gradient_clipping="auto",
+)
+zd.Precision(mode="bf17")
+zd.Precision(accumulate=3)
+zd.Precision(mod="bf16")
+zd.Config(precision=zd.Sharding())
+zd.Rule(match="x", pin="bf16")
+"""
+
+MYPY = """
+[mypy]
+follow_imports = silent
+[mypy-torch.*,yaml.*,zerodrift]
+follow_imports = skip
+"""
+
+
+@pytest.mark.long
+def test_a_type_checker_knows_the_fields(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "checked.py").write_text(CHECKED)
+    (tmp_path / "mypy.ini").write_text(MYPY)
+    source = Path(zd.__file__).parents[1]
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "checked.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"MYPYPATH": str(source)}, capture_output=True, text=True, check=False
+    )
+    first = CHECKED.splitlines().index('zd.Precision(mode="bf17")') + 1
+    assert [
+        int(line) for line in re.findall(r"^checked\.py:(\d+): error", done.stdout, re.MULTILINE)
+    ] == list(range(first, first + 5)), done.stdout + done.stderr
