@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zerodrift.config.schema import ZeroOptimization as ZeroOptimization
     from zerodrift.engine.batches import BatchResult as BatchResult
     from zerodrift.engine.engine import Engine as Engine
+    from zerodrift.engine.parameter import ParameterHandle as ParameterHandle
     from zerodrift.engine.progress import StepResult as StepResult
     from zerodrift.errors import CheckpointError as CheckpointError
     from zerodrift.errors import ConfigError as ConfigError
@@ -73,6 +74,7 @@ _NAMES = {
     ),
     "engine.batches": "BatchResult",
     "engine.engine": "Engine",
+    "engine.parameter": "ParameterHandle",
     "engine.progress": "StepResult",
     "errors": (
         "CheckpointError ConfigError MeshError ModelError NonFiniteError PrecisionError RankError "

@@ -46,11 +46,11 @@ def make_plan(
     auto: AutoValues | None = None,
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """The plan of `model` under `config` on `world_size` ranks; nothing is allocated, nothing is started.
+    """Plan `model` under `config` on `world_size` ranks. Nothing is allocated and nothing is started.
 
-    `config` is a YAML or JSON file, a dict or a `Config`, `model` a module (the meta device will do), a
-    `transformers` config or folder, safetensors files, or `package.module:function`. `auto` gives the
-    numbers that stand in for numeric "auto" values, `overrides` are `key=value` texts.
+    `config` is a YAML or JSON file, a dict or a `Config`. `model` is a module (the meta device will do), a
+    `transformers` config or folder, safetensors files, or `package.module:function`. `auto` has the numbers
+    for keys that the config sets to "auto", and `overrides` are texts such as `bf16.enabled=true`.
     """
     loaded = load(config, overrides)
     mesh = mesh_for(loaded, world_size)
@@ -62,10 +62,10 @@ def make_plan(
 def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
     """A context in which modules are built without memory for their parameters.
 
-    Buffers are computed as ever. `initialize` gives the parameters memory, each rank its own slices, and
-    fills them from `weights` or with what their modules would have set, the same bits on every number of
-    ranks. With a `policy` whose masters are fp32, narrower floating parameters are declared in fp32, so that
-    first values are drawn in it and rounded once.
+    Buffers are computed as usual. `initialize` then gives each rank memory for its own slices and fills them
+    from `weights`, or with the values that the modules would have set, which are the same bits on any number
+    of ranks. With a `policy` whose masters are fp32, narrower floating parameters are declared in fp32, so
+    that initial values are drawn in fp32 and rounded once.
     """
     from zerodrift.model.empty import empty as build
 
@@ -80,8 +80,11 @@ def load_weights(
     *,
     quiet: bool = False,
 ) -> LoadedWeights:
-    """Replace the weights of an engine by those of safetensors files; moments and step stay. A call of all
-    ranks."""
+    """Replace the weights of an engine with those of safetensors files; moments and the step count stay.
+
+    Every rank calls it and reads its own slices. Names that do not match are an error unless `strict` is
+    False or has a glob for them.
+    """
     from zerodrift.io.safetensors.reload import load_weights as replace
 
     return replace(engine, path, strict, quiet=quiet)
@@ -131,19 +134,19 @@ def initialize(
     overrides: Sequence[str] = (),
     quiet: bool = False,
 ) -> Engine:
-    """An engine that trains `model` as `config` says; prints the plan on rank 0 unless `quiet`.
+    """Make an engine that trains `model` as `config` says, and print the plan on rank 0 unless `quiet`.
 
-    Joins the ranks that torchrun started, or those of a running torch.distributed, or is alone. `optimizer`
-    is built over `model.parameters()` as usual, or comes from the config's `optimizer` block. `schedule` is
-    a torch scheduler, or a function that makes one from an optimizer.
+    It joins the ranks that torchrun started or those of a running torch.distributed, and is otherwise alone.
+    `optimizer` is built over `model.parameters()` as usual; without one, the config's `optimizer` block is
+    used. `schedule` is a torch scheduler, or a function that makes one from an optimizer.
 
-    `weights` is a folder of a `transformers` model, a `.safetensors` file or an index: every rank reads its
-    own slices. Names that the files lack or have too many of are an error unless `strict` is False or has a
-    glob for them. A model built inside `empty()` needs no memory of its own before.
+    `weights` is a folder of a `transformers` model, a `.safetensors` file or an index, of which every rank
+    reads its own slices. Missing and unexpected names are an error unless `strict` is False or has a glob for
+    them. A model built inside `empty()` takes no memory until here.
 
-    Where the config's `pipeline` block has several stages, the model is cut over ranks, each of which builds
-    all of it, best inside `empty()`: a causal language model of `transformers` as it is, any other module
-    with a list of layers by `parts`. `engine.train_batch` trains a pipeline, and a model without one.
+    If the config's `pipeline` block has several stages, the model is cut over ranks. Each rank builds all of
+    it, preferably inside `empty()`. A causal language model of `transformers` can be cut as it is; any other
+    module with a list of layers needs `parts`. `engine.train_batch` trains with a pipeline and without one.
     """
     from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start

@@ -135,19 +135,19 @@ class ZerodriftError(Exception):
 
 
 class ConfigError(ZerodriftError):
-    """The config cannot be read or cannot be meant."""
+    """The config cannot be read, or contradicts itself."""
 
 
 class ModelError(ZerodriftError):
-    """The model cannot be described."""
+    """The model cannot be described: no such file, or it cannot be built."""
 
 
 class UnsupportedError(ZerodriftError):
-    """The combination is understood, and refused."""
+    """The combination is understood and refused, with the reason."""
 
 
 class MeshError(ZerodriftError):
-    """Ranks and axes do not fit together."""
+    """The number of ranks does not fit the axes of the mesh."""
 
 
 class RankError(ZerodriftError):
@@ -159,7 +159,7 @@ class NonFiniteError(ZerodriftError):
 
 
 class PrecisionError(ZerodriftError):
-    """A run did something else than its plan says."""
+    """A run used a dtype that is not the plan's."""
 
 
 class CheckpointError(ZerodriftError):

@@ -21,7 +21,7 @@ from zerodrift.errors import MeshError
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """How many ranks each axis has."""
+    """How many ranks each axis of the mesh has; their product is the world size."""
 
     shard: int = 1
     """Ranks that share one copy of the model."""

@@ -277,7 +277,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: zd.resolve(zd.Config(bf16=zd.Bf16(enabled=True), fp16=zd.Fp16(enabled=True)), zd.MeshShape()),
-        "`bf16.enabled`: must not be true together with `fp16.enabled`; got true and true.",
+        "`bf16.enabled`: must not be true together with `fp16.enabled`; got both. Keep one of the two.",
     ),
     (
         lambda: zd.load(None),

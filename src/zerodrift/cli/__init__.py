@@ -49,12 +49,12 @@ def _root(
 
 
 for verb, line, text in (
-    (planning.plan, "Every dtype of every parameter, why, and what it costs.", texts.PLAN),
-    (planning.explain, "One parameter: its dtypes, their reasons, its slices.", texts.EXPLAIN),
-    (planning.support, "Which combinations run, and why the others do not.", texts.SUPPORT),
-    (files.inspect, "What is in a checkpoint, and whether it is complete.", texts.INSPECT),
-    (files.convert, "A checkpoint to safetensors and back, or out of DeepSpeed.", texts.CONVERT),
-    (training.train, "Train what a job file says.", texts.TRAIN),
-    (training.sample, "Text from a trained model.", texts.SAMPLE),
+    (planning.plan, "Show every dtype of every parameter, why, and what a step costs.", texts.PLAN),
+    (planning.explain, "Show one parameter: its dtypes, their reasons, its slices.", texts.EXPLAIN),
+    (planning.support, "Show which combinations are supported, and why others are not.", texts.SUPPORT),
+    (files.inspect, "Show what is in a checkpoint, and whether it is complete.", texts.INSPECT),
+    (files.convert, "Convert checkpoints, safetensors and DeepSpeed checkpoints.", texts.CONVERT),
+    (training.train, "Train a model as a job file says.", texts.TRAIN),
+    (training.sample, "Continue a prompt with a trained model.", texts.SAMPLE),
 ):
     app.command(short_help=line, help=text)(verb)

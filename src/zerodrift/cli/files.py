@@ -46,7 +46,7 @@ def convert(
     trust: options.Trust = False,
     debug: options.Debug = False,
 ) -> None:
-    """Convert weights, and masters, moments and counters where both sides have them."""
+    """Convert weights, together with masters, moments and counters where both formats have them."""
     with streams.errors(debug):
         if to not in (None, "safetensors", "checkpoint"):
             raise ConfigError("--to", "must be safetensors or checkpoint", got=repr(to))

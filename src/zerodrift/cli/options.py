@@ -18,7 +18,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 # --- plan, explain, support ---------------------------------------------------------------------------
 
 Config = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="Config file, YAML or JSON; a DeepSpeed config will do.")
+    str, typer.Argument(metavar="CONFIG", help="Config file in YAML or JSON, ours or DeepSpeed's.")
 ]
 Model = Annotated[
     str,
@@ -32,7 +32,9 @@ WorldSize = Annotated[int, typer.Option("--world-size", metavar="N", min=1, help
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a config key: zero_optimization.stage=2. Repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a config key, as in zero_optimization.stage=2. Repeatable.",
     ),
 ]
 Auto = Annotated[
@@ -40,20 +42,22 @@ Auto = Annotated[
     typer.Option(
         "--auto",
         metavar="KEY=NUMBER[,NUMBER]",
-        help='What a numeric "auto" of the config stands for. Repeatable.',
+        help='The number for a key that the config sets to "auto". Repeatable.',
     ),
 ]
 MicroBatches = Annotated[
-    int | None, typer.Option(metavar="M", min=1, help="Micro-batches per step to count the cost for.")
+    int | None, typer.Option(metavar="M", min=1, help="Micro-batches per step to assume for the cost.")
 ]
 Rows = Annotated[
-    str | None, typer.Option(metavar="PATTERN", help="Only parameters that match the glob, one by one.")
+    str | None,
+    typer.Option(metavar="PATTERN", help="List only the parameters that match this glob, one by one."),
 ]
 Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write the plan as one self-contained HTML page.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write the plan as a single self-contained HTML page."),
 ]
-Parameter = Annotated[str, typer.Argument(metavar="PARAM", help="Full name of a parameter.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print a Markdown page.")]
+Parameter = Annotated[str, typer.Argument(metavar="PARAM", help="The full name of a parameter.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as a Markdown page.")]
 
 # --- inspect and convert ------------------------------------------------------------------------------
 
@@ -61,10 +65,10 @@ Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of checkpoints.")
 ]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Compare every file with its checksum, not only its size.")
+    bool, typer.Option("--verify", help="Check every file against its checksum, not only its size.")
 ]
 Source = Annotated[
-    Path, typer.Argument(metavar="SOURCE", help="A checkpoint, DeepSpeed's too, or safetensors files.")
+    Path, typer.Argument(metavar="SOURCE", help="A checkpoint, ours or DeepSpeed's, or safetensors files.")
 ]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write.")]
 To = Annotated[
@@ -72,47 +76,70 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="KIND",
-        help="safetensors or checkpoint; left out, ours becomes safetensors, the rest a checkpoint.",
+        help="safetensors or checkpoint. Default: safetensors for our checkpoints, else a checkpoint.",
     ),
 ]
 WeightsModel = Annotated[
     str | None,
-    typer.Option("--model", metavar="X", help="Folder or file with the weights' transformers config."),
+    typer.Option("--model", metavar="X", help="Folder or file with the transformers config of the weights."),
 ]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="D", help="fp32, bf16 or fp16, for safetensors.")
+    str | None, typer.Option("--dtype", metavar="D", help="Dtype of the safetensors: fp32, bf16 or fp16.")
 ]
 MaxShardSize = Annotated[
-    str, typer.Option("--max-shard-size", metavar="SIZE", help="Of one safetensors file.")
+    str, typer.Option("--max-shard-size", metavar="SIZE", help="Maximum size of one safetensors file.")
 ]
-Tag = Annotated[str, typer.Option("--tag", metavar="TAG", help="Which one; the latest if left out.")]
+Tag = Annotated[
+    str, typer.Option("--tag", metavar="TAG", help="The checkpoint to read. Default: the latest.")
+]
 Moments = Annotated[
-    str, typer.Option("--optimizer", metavar="KIND", help="Of DeepSpeed's moments, if not AdamW.")
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="KIND",
+        help="The optimizer that DeepSpeed's moments belong to, if it is not AdamW.",
+    ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run the code that pickles of DeepSpeed name. For your own files.")
+    bool, typer.Option("--trust", help="Unpickle DeepSpeed files that run code. Only for files of your own.")
 ]
 
 # --- train and sample ---------------------------------------------------------------------------------
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="Job file, YAML or JSON; see docs/job.md.")]
+Job = Annotated[
+    str, typer.Argument(metavar="JOB", help="Job file in YAML or JSON; docs/job.md lists its keys.")
+]
 SetInJob = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key: run.steps=100. Repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the job, as in run.steps=100. Repeatable."
+    ),
 ]
 Nproc = Annotated[
     int | None,
-    typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine; one per GPU, else one."),
+    typer.Option(
+        "--nproc",
+        metavar="N",
+        min=1,
+        help="Processes to start on this machine. Default: one per GPU, or one.",
+    ),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
-Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with.")]
-Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="At most so many.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")]
+Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The most tokens to generate.")]
 Temperature = Annotated[
-    float, typer.Option("--temperature", metavar="T", min=0.0, help="0 takes the likeliest token.")
+    float,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        min=0.0,
+        help="Sampling temperature; 0 always takes the likeliest token.",
+    ),
 ]
 Top = Annotated[
-    int, typer.Option("--top", metavar="K", min=0, help="Of the K likeliest tokens; 0 is of all.")
+    int,
+    typer.Option("--top", metavar="K", min=0, help="Sample from the K likeliest tokens; 0 means from all."),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="S", min=0, max=2**63 - 1, help="Of the choice.")]
-Chat = Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a conversation.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="S", min=0, max=2**63 - 1, help="Seed for sampling.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Treat the prompt as the user's turn in a conversation.")]

@@ -35,7 +35,7 @@ def plan(
     html: options.Html = None,
     debug: options.Debug = False,
 ) -> None:
-    """Show what will happen: every dtype of every parameter, why, and what it costs."""
+    """Show every dtype of every parameter, why it is so, and what a step costs."""
     with streams.errors(debug):
         with streams.progress(f"planning {model}"):
             made = _made(config, model, world_size, set_, auto)
@@ -53,7 +53,7 @@ def explain(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show one parameter: each of its dtypes, what set it, and which rank owns what."""
+    """Show one parameter: its dtypes, what set each of them, and which rank owns which part."""
     with streams.errors(debug):
         from zerodrift.report import as_json, terminal
         from zerodrift.report.explain import explain as explained
@@ -72,7 +72,7 @@ def support(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show which modes, accumulate dtypes, states, stages, pipelines and backends go together."""
+    """Show which modes, accumulate dtypes, states, stages, pipelines and backends work together."""
     with streams.errors(debug):
         from zerodrift.policy.support import states, table
         from zerodrift.report import as_json

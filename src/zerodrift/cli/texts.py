@@ -14,7 +14,7 @@ Start here:
 """
 
 PLAN = """\
-Show what will happen: every dtype of every parameter, why, and what it costs.
+Show every dtype of every parameter, why it is so, and what a step costs.
 
 Nothing is started and no weights are read, so a laptop can plan for thousands of ranks.
 
@@ -24,11 +24,11 @@ Examples:
   zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
   zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16 --html plan.html
 
---rows narrows what is printed, as text or JSON; the HTML page always holds the whole plan.
+--rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
 """
 
 EXPLAIN = """\
-Show one parameter: each of its dtypes, what set it, and which rank owns what.
+Show one parameter: its dtypes, what set each of them, and which rank owns which part.
 
 \b
 Example:
@@ -36,7 +36,7 @@ Example:
 """
 
 SUPPORT = """\
-Show which modes, accumulate dtypes, states, stages, pipelines and backends go together.
+Show which modes, accumulate dtypes, states, stages, pipelines and backends work together.
 
 \b
 Examples:
@@ -47,7 +47,7 @@ Examples:
 INSPECT = """\
 Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete.
 
-Exit code 2 if one is not.
+Exits with code 2 if it is not complete.
 
 \b
 Examples:
@@ -56,24 +56,25 @@ Examples:
 """
 
 CONVERT = """\
-Convert weights, and masters, moments and counters where both sides have them.
+Convert weights, together with masters, moments and counters where both formats have them.
 
-What SOURCE is, is found out and printed. One process does it, a few megabytes at a time. With --model,
-safetensors get the names, layout and config that transformers loads; without it, the module's own names.
+The kind of SOURCE is detected and printed. One process converts a few megabytes at a time. With --model,
+safetensors files get the names, layout and config that transformers loads; without it they keep the
+module's own names.
 
 \b
 Examples:
   zerodrift convert runs/a exported --model path/to/model --dtype bf16
-  zerodrift convert ds_run converted              (DeepSpeed ZeRO 0-3, to go on training)
+  zerodrift convert ds_run converted              (DeepSpeed ZeRO 0-3, to continue training)
   zerodrift convert ds_run exported --to safetensors --model path/to/model
   zerodrift convert path/to/model start --to checkpoint
 """
 
 TRAIN = """\
-Train: data, model, plan, steps, checkpoints, a report, and the model at the end.
+Train a model as a job file says, with checkpoints, a report, and the exported model at the end.
 
-Goes on from the newest checkpoint of the run's folder, if there is one. Under torchrun or srun it joins
-the ranks that were started. Ctrl-C finishes the step and saves; a second one ends it at once.
+Resumes from the newest checkpoint in the run's folder, if there is one. Under torchrun or srun it joins
+the ranks that were started. Ctrl-C finishes the current step and saves; a second Ctrl-C stops at once.
 
 \b
 Examples:
@@ -83,9 +84,9 @@ Examples:
 """
 
 SAMPLE = """\
-Let a trained model go on from a prompt, to see that it learned.
+Continue a prompt with a trained model, to see what it has learned.
 
-Reads the run's export, or its newest checkpoint where it has not ended.
+Uses the exported model of the run, or its newest checkpoint if the run has not finished.
 
 \b
 Examples:

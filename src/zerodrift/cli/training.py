@@ -19,7 +19,7 @@ def train(
     nproc: options.Nproc = None,
     debug: options.Debug = False,
 ) -> None:
-    """Train: data, model, plan, steps, checkpoints, a report, and the model at the end."""
+    """Train a model as a job file says, with checkpoints, a report, and the exported model at the end."""
     with streams.errors(debug):
         from zerodrift.train.start import train as run
 
@@ -38,7 +38,7 @@ def sample(
     chat: options.Chat = False,
     debug: options.Debug = False,
 ) -> None:
-    """Let a trained model go on from a prompt, to see that it learned."""
+    """Continue a prompt with a trained model, to see what it has learned."""
     with streams.errors(debug):
         from zerodrift.train.sample import SamplingOptions, TextGenerator
 

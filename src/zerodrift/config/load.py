@@ -50,8 +50,11 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 
 
 def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
-    """The config in a YAML or JSON file, a dict or a `Config`, with every key accounted for, after
-    `overrides`, texts such as `bf16.enabled=true`."""
+    """Read a config from a YAML or JSON file, a dict or a `Config`, and check it.
+
+    `overrides` are texts such as `bf16.enabled=true`, applied in order. `Config.keys` then says of every
+    written key whether it is used or ignored, and why. One ConfigError lists everything that is wrong.
+    """
     if isinstance(source, Config) and source.was_loaded:
         if overrides:
             raise ConfigError(

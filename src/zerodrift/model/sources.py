@@ -39,7 +39,11 @@ ACCEPTED = (
 
 
 def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec:
-    """The ModelSpec of whatever `model` is; see ACCEPTED."""
+    """Names, shapes, dtypes and module classes of a model, without its weights.
+
+    `model` is a `torch.nn.Module`, a folder or file with a `transformers` config, safetensors files, or
+    `package.module:function` for a function that returns a model.
+    """
     if isinstance(model, ModelSpec):
         return model
     if isinstance(model, (str, os.PathLike)):

@@ -66,7 +66,7 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as a plan sees it."""
+    """A model as a plan sees it: names, shapes, dtypes and module classes, and no tensor."""
 
     source: str
     """Where it came from, for titles and messages."""

@@ -27,7 +27,10 @@ from zerodrift.policy.rules import require_matches, require_one_compute
 
 
 def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
-    """The plan of a model under a policy on a mesh."""
+    """Apply a policy to every parameter of a model, lay the result out on a mesh, and check it.
+
+    `make_plan` does this and the steps before it in one call.
+    """
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
     columns = _columns(policy, model)

@@ -77,9 +77,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The bill."""
+    """What one rank holds and sends: bytes at rest, at peak without activations, and on the wire per step."""
 
     micro_batches: int
+    """Of one optimizer step."""
     pipeline_stage: int
     """The most loaded one, which the figures are of."""
     parameters: int
@@ -89,8 +90,11 @@ class Cost:
     whole_padding: int
     """Of those, the ones that keep parameters or matrices whole."""
     rest: RestingBytes
+    """Bytes between steps: `storage`, `master`, `state`, and their `total`."""
     peak: Peak
+    """Bytes at the worst moment of a step."""
     traffic: tuple[Traffic, ...]
+    """What is sent, collective by collective."""
 
     @property
     def wire(self) -> int:
@@ -103,7 +107,10 @@ class Cost:
 
 
 def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
-    """The bill of the pipeline stage with the highest peak, for the plan's own micro-batches unless told."""
+    """Count the bytes of a plan, on the pipeline stage with the highest peak.
+
+    `micro_batches` is the number per optimizer step; by default it is that of the plan.
+    """
     count = plan.policy.batch.accumulation if micro_batches is None else micro_batches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError("micro_batches", "must be a whole number of at least 1", got=repr(count))

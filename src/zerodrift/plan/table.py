@@ -149,17 +149,20 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided, before the first tensor moves."""
+    """Everything that is decided before the first tensor moves: a frozen value that can be printed, compared,
+    hashed and written as JSON."""
 
     source: str
     """The model's name."""
     policy: Policy
     mesh: MeshShape
     rows: tuple[Row, ...]
+    """Every parameter, with its columns and its place."""
     buffers: tuple[BufferRow, ...]
     units: tuple[Unit, ...]
     """In order of execution; the root comes first."""
     segments: tuple[Segment, ...]
+    """The flat buffers: rows that agree in every column lie in one."""
     boundaries: tuple[Boundary, ...]
     """What is cast where, in a forward. Outside of autocast the model's own floating inputs are cast to the
     mode's dtype, too."""

@@ -308,7 +308,7 @@ class ComponentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is meant."""
+    """What a config means on a mesh: nothing is left open, and every decision has its reason."""
 
     mode: Mode
     backend: BackendName

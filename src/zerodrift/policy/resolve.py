@@ -26,7 +26,10 @@ SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.
 
 
 def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShape:
-    """The mesh that a config means on `world_size` ranks. `tensor`: how many share a DTensor of the model."""
+    """The mesh that a config asks for on `world_size` ranks.
+
+    `tensor` is the number of ranks that share each DTensor of the model, where it has any.
+    """
     config = load(config)
     meshes.require_ranks(world_size)
     if world_size % tensor:
@@ -55,7 +58,11 @@ def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShap
 
 
 def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = None) -> Policy:
-    """What a config means on a mesh. `auto` stands in for numeric "auto" values, by dotted key."""
+    """Decide everything that a config leaves open on a mesh.
+
+    `auto` has the numbers for keys that the config sets to "auto", by dotted key. Keys that contradict each
+    other are one ConfigError that names them all.
+    """
     config = load(config)
     problems = Problems()
     numbers = AutoNumbers(auto or {}, problems)

@@ -58,11 +58,12 @@ ALL: frozenset[Part] = frozenset(get_args(Part))
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load found."""
+    """A checkpoint that was loaded."""
 
     path: Path
     tag: str
     step: int
+    """Optimizer steps taken when it was saved."""
     client: Any
     """What this rank gave to `save`. On another number of ranks what all of them gave, None where they
     differed."""

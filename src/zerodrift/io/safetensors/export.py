@@ -47,7 +47,7 @@ _UNBOUNDED = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """A model folder that was written: its files, their size, and the dtypes in them. Prints as one line."""
 
     path: Path
     files: tuple[str, ...]

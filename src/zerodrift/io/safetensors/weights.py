@@ -42,7 +42,7 @@ WINDOW = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """What a load did."""
+    """Weights that were loaded from safetensors: how many bytes, how fast, and which names did not match."""
 
     path: str
     bytes: int
