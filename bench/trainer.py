@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from about import about
 
+from zerodrift.engine.unit import loss_in
 from zerodrift.train.display import LineDisplay
-from zerodrift.train.drivers import loss_of
 from zerodrift.train.loop import Loop, _Clock
 from zerodrift.train.metrics import Metrics
 from zerodrift.train.read import read_job
@@ -66,7 +66,7 @@ def bare(session: Session, steps: int) -> float:
     engine, batch = session.engine, next(session.feed.step(0))
     start = time.perf_counter()
     for _ in range(steps):
-        loss = loss_of(engine(input_ids=batch.tokens, labels=batch.labels))
+        loss = loss_in(engine(input_ids=batch.tokens, labels=batch.labels))
         engine.backward(loss)
         engine.step()
         loss.item()
