@@ -85,11 +85,11 @@ class ZerodriftError(Exception):
         prefix = f"{legible(heading)}: " if heading else ""
         if len(found) == 1:
             return cls._made(f"{prefix}{found[0]}", found)
-        told = [f"{prefix}{len(found)} problems"]
-        told += [f"  {number}. {problem}" for number, problem in enumerate(found[:MOST], 1)]
+        lines = [f"{prefix}{len(found)} problems"]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(found[:MOST], 1)]
         if len(found) > MOST:
-            told.append(f"  and {len(found) - MOST:,} more")
-        return cls._made("\n".join(told), found)
+            lines.append(f"  and {len(found) - MOST:,} more")
+        return cls._made("\n".join(lines), found)
 
     @classmethod
     def joined(cls, errors: Iterable[ZerodriftError]) -> Self:

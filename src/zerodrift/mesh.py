@@ -75,8 +75,8 @@ def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int 
 
 def require_ranks(world_size: int) -> None:
     """A number of ranks that there may be."""
-    whole = isinstance(world_size, int) and not isinstance(world_size, bool)
-    if not whole or not 1 <= world_size <= MOST_RANKS:
+    is_whole = isinstance(world_size, int) and not isinstance(world_size, bool)
+    if not is_whole or not 1 <= world_size <= MOST_RANKS:
         must = f"must be at least 1 and at most {MOST_RANKS:,}, a whole number"
         raise MeshError("world size", must, got=repr(world_size))
 

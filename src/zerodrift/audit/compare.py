@@ -109,7 +109,7 @@ def _wider(said: str, seen: Iterable[str]) -> bool:
     """Whether everything that was seen holds every value of what was declared."""
     at_least = from_torch(getattr(torch, said))
     dtypes = [from_torch(getattr(torch, what)) for what in seen]
-    return at_least is not None and all(each is not None and not lost(at_least, each) for each in dtypes)
+    return at_least is not None and all(dtype is not None and not lost(at_least, dtype) for dtype in dtypes)
 
 
 def findings(plan: Plan, observed: Observed) -> list[Finding]:

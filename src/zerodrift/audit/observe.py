@@ -180,13 +180,13 @@ class _Watch:
     def __init__(
         self,
         module: torch.nn.Module,
-        whole: bool,
+        is_model: bool,
         names: Mapping[int, str],
         seen: Observed,
         operations: _Operations | None,
     ) -> None:
         self._seen, self._operations, self._names = seen, operations, names
-        self._whole = whole
+        self._is_model = is_model
         """Whether it is the model: what leaves a piece of one is no logits."""
         self.handles = [
             module.register_forward_pre_hook(self._before),
@@ -207,7 +207,7 @@ class _Watch:
         logits = getattr(output, "logits", None)
         if isinstance(logits, torch.Tensor):
             floating = [logits]
-        if self._whole:
+        if self._is_model:
             self._seen.logits |= {name(tensor.dtype) for tensor in floating}
         if self._operations is not None:
             roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]

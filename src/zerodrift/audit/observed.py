@@ -54,11 +54,11 @@ class Observed:
 
 def merged(parts: Iterable[Observed]) -> Observed:
     """What all of them saw."""
-    whole = Observed()
+    total = Observed()
     for part in parts:
-        whole.logits |= part.logits
+        total.logits |= part.logits
         for name, columns in part.cells.items():
             for column, dtypes in columns.items():
                 for what in dtypes:
-                    whole.see(name, column, what)  # type: ignore[arg-type]
-    return whole
+                    total.see(name, column, what)  # type: ignore[arg-type]
+    return total

@@ -142,8 +142,8 @@ def _sent(engine: Engine, log: list[Recorded]) -> Iterator[tuple[FlatSegment, Co
     segments = native(engine.executor).segments
     planned = list(collectives(engine.plan, engine.mesh.rank("pipeline")))
     for axis, op in _REDUCES.items():
-        calls = [each for each in log if each.op == op and each.axis == axis and each.dtype.is_floating]
-        wanted = [each for each in planned if each.purpose in ("reduce", "replicate") and each.axis == axis]
+        calls = [call for call in log if call.op == op and call.axis == axis and call.dtype.is_floating]
+        wanted = [call for call in planned if call.purpose in ("reduce", "replicate") and call.axis == axis]
         if engine.plan.policy.pipeline is None:
             pairs = list(zip(calls, wanted, strict=False))
         else:
@@ -152,9 +152,9 @@ def _sent(engine: Engine, log: list[Recorded]) -> Iterator[tuple[FlatSegment, Co
             if call.numel == like.numel:
                 wire, total = name(call.dtype.torch), name((call.sum or call.dtype).torch)
                 yield segments[like.segment], "reduce", wire if wire == total else f"{wire}>{total}"
-    gathers = [each for each in planned if each.purpose in ("forward", "backward")]
-    for numel in {each.numel for each in gathers}:
-        fitting = {each.segment: each.dtype for each in gathers if each.numel == numel}
+    gathers = [call for call in planned if call.purpose in ("forward", "backward")]
+    for numel in {call.numel for call in gathers}:
+        fitting = {call.segment: call.dtype for call in gathers if call.numel == numel}
         dtypes = {call.dtype for call in log if call.op == "all_gather" and call.numel == numel}
         for number, dtype in fitting.items():
             for what in {dtype} if dtypes == set(fitting.values()) else dtypes:

@@ -38,8 +38,8 @@ def plan(
     """Show every dtype of every parameter, why it is so, and what a step costs."""
     with streams.errors(debug):
         with streams.progress(f"planning {model}"):
-            made = _made(config, model, world_size, set_, auto)
-            text = _plan_text(made, micro_batches, rows, json, html)
+            planned = _made(config, model, world_size, set_, auto)
+            text = _plan_text(planned, micro_batches, rows, json, html)
         streams.emit(text)
 
 
@@ -59,12 +59,12 @@ def explain(
         from zerodrift.report.explain import explain as explained
 
         with streams.progress(f"planning {model}"):
-            made = _made(config, model, world_size, set_, auto)
-            explanation = explained(made, parameter)
+            planned = _made(config, model, world_size, set_, auto)
+            explanation = explained(planned, parameter)
         if json:
-            streams.emit(as_json.explanation_json(explanation, made))
+            streams.emit(as_json.explanation_json(explanation, planned))
         else:
-            streams.emit(terminal.explanation_text(explanation, made.digest, color=streams.color()))
+            streams.emit(terminal.explanation_text(explanation, planned.digest, color=streams.color()))
 
 
 def support(
@@ -83,8 +83,10 @@ def support(
         if json:
             streams.emit(as_json.support_json(table(), states()))
         else:
-            made = table(), states()
-            streams.emit(support_markdown(*made) if markdown else support_text(*made, color=streams.color()))
+            tables = table(), states()
+            streams.emit(
+                support_markdown(*tables) if markdown else support_text(*tables, color=streams.color())
+            )
 
 
 # --- work of the verbs --------------------------------------------------------------------------------
@@ -98,35 +100,37 @@ def _made(
     return make_plan(config, model, world_size, auto=numbers(auto or ()), overrides=tuple(overrides or ()))
 
 
-def _plan_text(made: Plan, micro_batches: int | None, rows: str | None, json: bool, html: Path | None) -> str:
+def _plan_text(
+    planned: Plan, micro_batches: int | None, rows: str | None, json: bool, html: Path | None
+) -> str:
     """What `plan` prints. The page is written first: if it cannot be, nothing else is said."""
     from zerodrift.plan.cost import cost
     from zerodrift.report import as_json, names, terminal
     from zerodrift.report.explain import explain_row
     from zerodrift.report.rows import grouped, single
 
-    bill, timeline = cost(made, micro_batches), _timeline(made)
+    bill, timeline = cost(planned, micro_batches), _timeline(planned)
     if html is not None:
         from zerodrift.report.page import plan_page
 
-        write_page(html, plan_page(made, bill, grouped(made), timeline))
+        write_page(html, plan_page(planned, bill, grouped(planned), timeline))
     if rows is None:
         if json:
-            return as_json.plan_json(made, bill, timeline)
-        return terminal.plan_text(made, bill, grouped(made), timeline, color=streams.color())
-    chosen = names.matching(made, rows, "--rows")
+            return as_json.plan_json(planned, bill, timeline)
+        return terminal.plan_text(planned, bill, grouped(planned), timeline, color=streams.color())
+    chosen = names.matching(planned, rows, "--rows")
     if json:
-        return as_json.rows_json((explain_row(made, index) for index in chosen), made)
-    return terminal.rows_text(made, single(made, chosen), color=streams.color())
+        return as_json.rows_json((explain_row(planned, index) for index in chosen), planned)
+    return terminal.rows_text(planned, single(planned, chosen), color=streams.color())
 
 
-def _timeline(made: Plan) -> Timeline | None:
+def _timeline(planned: Plan) -> Timeline | None:
     """The order of a pipeline, which is torch's to say; None without a pipeline."""
-    if made.policy.pipeline is None:
+    if planned.policy.pipeline is None:
         return None
     from zerodrift.pipeline.schedules import timeline
 
-    return timeline(made)
+    return timeline(planned)
 
 
 def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:

@@ -249,8 +249,8 @@ class Collectives:
             return [value]
         values: list[Any] = [None] * line.size
         turn = self._turn("all_gather_object", line, "")
-        told = (turn.number, value)
-        self._issue(turn, line, dist.all_gather_object, values, told, group=line.group)
+        numbered = (turn.number, value)
+        self._issue(turn, line, dist.all_gather_object, values, numbered, group=line.group)
         if len({number for number, _ in values}) > 1:
             counts = ", ".join(
                 f"rank {rank} {number}" for rank, (number, _) in zip(line.ranks, values, strict=True)

@@ -305,21 +305,21 @@ def _axes(
 ) -> dict[AxisName, Axis]:
     """Every axis of this rank; `created` gains the groups that had to be made."""
     everybody = range(shape.world)
-    made = {everybody: (created[0] if created else None, Trail(everybody))}
+    groups = {everybody: (created[0] if created else None, Trail(everybody))}
     axes: dict[AxisName, Axis] = {}
     for name in AXES:
         # Every rank builds the groups of every line, in one order, though it is on one of them. torch can
         # also build a group among its members alone, but names it so that one built after a `stop` meets
         # the addresses that the first left in the store, and hangs.
         for line in dict.fromkeys(_line(shape, other, name) for other in range(shape.world)):
-            if line in made:
+            if line in groups:
                 continue
             group = _group(line, timedelta(seconds=timeout)) if len(line) > 1 else None
             if group is not None and rank in line:
                 created.append(group)
-            made[line] = (group, Trail(line))
+            groups[line] = (group, Trail(line))
         mine = _line(shape, rank, name)
-        axes[name] = Axis(name, tuple(mine), mine.index(rank), *made[mine])
+        axes[name] = Axis(name, tuple(mine), mine.index(rank), *groups[mine])
     return axes
 
 

@@ -98,7 +98,7 @@ def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:
         name: str = store.get(f"zerodrift/told/{mine}").decode()
         store.set(f"{name}/{rank}", "came")
         return name
-    name, told, missing = f"zerodrift/start/{mine}", dict[int, str](), set(range(1, world))
+    name, asked_by, missing = f"zerodrift/start/{mine}", dict[int, str](), set(range(1, world))
     end = time.monotonic() + timeout.total_seconds()
     while missing:
         for other in sorted(missing):
@@ -106,9 +106,9 @@ def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:
                 missing.discard(other)
             elif store.check([f"zerodrift/asks/{other}"]):
                 asked = store.get(f"zerodrift/asks/{other}").decode()
-                if told.get(other) != asked:
+                if asked_by.get(other) != asked:
                     store.set(f"zerodrift/told/{asked}", name)
-                    told[other] = asked
+                    asked_by[other] = asked
         if time.monotonic() > end:
             raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come")
         time.sleep(_PAUSE)

@@ -31,11 +31,11 @@ def raise_on_all_ranks(comm: Collectives, axis: AxisName = "world") -> Iterator[
         failed = error
     mine = failed if failed is None or isinstance(failed, ZerodriftError) else _other(failed)
     said: dict[str, ZerodriftError] = {}
-    for rank, told in enumerate(comm.all_gather_object(mine, axis)):
-        if isinstance(told, RankError):
-            told = RankError.relayed(f"rank {rank} of axis `{axis}`: {told}")
-        if told is not None:
-            said.setdefault(str(told), told)
+    for rank, theirs in enumerate(comm.all_gather_object(mine, axis)):
+        if isinstance(theirs, RankError):
+            theirs = RankError.relayed(f"rank {rank} of axis `{axis}`: {theirs}")
+        if theirs is not None:
+            said.setdefault(str(theirs), theirs)
     if failed is not None and not isinstance(failed, ZerodriftError):
         raise failed
     if said:

@@ -70,8 +70,8 @@ def written(block: BaseModel) -> Tree:
 
 def plain(value: object, problems: Problems) -> Tree:
     """A plain copy of a block of keys."""
-    made = _Copier(problems).copy(value, "", 0)
-    return made if isinstance(made, dict) else {}
+    copied = _Copier(problems).copy(value, "", 0)
+    return copied if isinstance(copied, dict) else {}
 
 
 class _Copier:
@@ -100,26 +100,26 @@ class _Copier:
         return self._scalar(value, path)
 
     def _list(self, items: Sequence[Any], path: str, depth: int) -> list[Any]:
-        made: list[Any] = []
+        copies: list[Any] = []
         for index, item in enumerate(items):
             copied = self.copy(item, join(path, index), depth + 1)
             if self._left < 0:
                 break
-            made.append(copied)
-        return made
+            copies.append(copied)
+        return copies
 
     def _block(self, block: Mapping[Any, Any], path: str, depth: int) -> Tree:
         for key in block.repeated if isinstance(block, WrittenBlock) else ():
             self._problems.add(join(path, key), "must be written once", got="two of them", do="Keep one.")
-        made: Tree = {}
+        tree: Tree = {}
         for key, value in block.items():
             if self._left < 0:
                 break
             if not isinstance(key, str):
                 self._problems.add(path or "config", "must have strings as keys", got=shown(key))
             elif self._is_text(key, join(path, key)):
-                made[str(key)] = self.copy(value, join(path, key), depth + 1)
-        return made
+                tree[str(key)] = self.copy(value, join(path, key), depth + 1)
+        return tree
 
     def _scalar(self, value: object, path: str) -> Any:
         if value is None or isinstance(value, bool):

@@ -133,9 +133,9 @@ def _json(text: str, name: str) -> Any:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> WrittenBlock:
-    made = WrittenBlock(pairs)
-    made.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-    return made
+    block = WrittenBlock(pairs)
+    block.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+    return block
 
 
 def _whole(digits: str) -> int:
@@ -201,10 +201,10 @@ class _Builder:
         if id(node) in self._open:
             self._refuse("must not contain itself", "an alias of what it is in", node)
         self._open.add(id(node))
-        made = self._build(node)
+        built = self._build(node)
         self._open.discard(id(node))
-        self._made[id(node)] = made
-        return made
+        self._made[id(node)] = built
+        return built
 
     def _build(self, node: yaml.Node) -> Any:
         kind = node.tag.removeprefix(_TAG)
@@ -243,9 +243,9 @@ class _Builder:
             if key in written:
                 repeated.append(key)
             written[key] = self.value(value_node)
-        made = WrittenBlock(merged | written)
-        made.repeated = tuple(repeated)
-        return made
+        block = WrittenBlock(merged | written)
+        block.repeated = tuple(repeated)
+        return block
 
     def _merge(self, node: yaml.Node) -> dict[Any, Any]:
         """`<<: *anchor` or a list of them; the first to name a key wins."""

@@ -77,7 +77,7 @@ def render_page() -> str:
         parts += [f"## {section.title}", _table(("Key", "What happens", "As what, or why"), rows)]
     parts += ["## Where DeepSpeed 0.19.6 is silently wrong, and what happens here", _DIFFERENCES_INTRO]
     for title, differences in GROUPS:
-        shown = [(each.written, each.there, each.here) for each in differences]
+        shown = [(difference.written, difference.there, difference.here) for difference in differences]
         parts += [f"### {title}", _table(("Written", "DeepSpeed 0.19.6", "zerodrift"), shown)]
     return "\n\n".join(parts) + "\n"
 

@@ -245,5 +245,5 @@ def is_harmless(entry: deepspeed.Entry, value: Any) -> bool:
 
 def off_values(entry: deepspeed.Entry) -> str:
     """The values at which a refused key asks for nothing, in words; blocks are not worth a word."""
-    values = [each for each in entry.harmless if not isinstance(each, dict)]
+    values = [value for value in entry.harmless if not isinstance(value, dict)]
     return fields.either([json.dumps(value) for value in values])

@@ -61,10 +61,10 @@ def initialize(  # DeepSpeed's thirteen parameters
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank()
     loaded = load(written)
-    made = _optimizer(optimizer, model_parameters, model, written)
-    has_one = made is not None or loaded.optimizer is not None
+    built = _optimizer(optimizer, model_parameters, model, written)
+    has_one = built is not None or loaded.optimizer is not None
     schedule = lr_scheduler if has_one else None
-    engine = make_engine(model, made, loaded, schedule=schedule, quiet=True)
+    engine = make_engine(model, built, loaded, schedule=schedule, quiet=True)
     wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer)
     return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
 

@@ -59,17 +59,17 @@ def imported(
     """A call of all ranks. `schedule` is the run's: what was saved of a caller's own is taken for its."""
     path = Path(folder)
     lead = comm.mesh.rank() == 0
-    made: list[Path] = []
+    rooms: list[Path] = []
     written: list[ImportedCheckpoint] = []
     try:
         with raise_on_all_ranks(comm):
             if lead:
-                made.append(_room(path))
-                written.append(_write(path, str(tag or ""), made[0], schedule))
+                rooms.append(_room(path))
+                written.append(_write(path, str(tag or ""), rooms[0], schedule))
         yield comm.broadcast_object(written[0] if lead else None, 0)
         comm.barrier()
     finally:
-        for place in made:
+        for place in rooms:
             shutil.rmtree(place, ignore_errors=True)
 
 

@@ -79,7 +79,9 @@ class Exchange:
         self.own = experts // self._ranks
         """Experts of this rank."""
         names = list(inspect.signature(forward).parameters.values())
-        if len(names) < 3 or any(each.kind is not each.POSITIONAL_OR_KEYWORD for each in names[:3]):
+        if len(names) < 3 or any(
+            parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in names[:3]
+        ):
             raise ModelError(
                 path,
                 "must have a forward of tokens `[tokens, width]`, their experts `[tokens, k]` and "
@@ -87,7 +89,7 @@ class Exchange:
                 got=inspect.signature(forward),
                 do="Write it so, or leave it out of `experts.parameters`.",
             )
-        self._names = [each.name for each in names[:3]]
+        self._names = [parameter.name for parameter in names[:3]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         # A copy of the module has the same experts and talks to the same ranks.
@@ -114,8 +116,8 @@ class Exchange:
         run = functools.partial(self._run, args[3:], kwargs)
         tokens = hidden.reshape(-1, hidden.shape[-1])
         k = index.shape[-1]
-        made = self._exchange(tokens, index.reshape(-1, k), weights.reshape(-1, k), run)
-        return made.view(hidden.shape)
+        output = self._exchange(tokens, index.reshape(-1, k), weights.reshape(-1, k), run)
+        return output.view(hidden.shape)
 
     def _exchange(
         self,
@@ -126,8 +128,8 @@ class Exchange:
     ) -> torch.Tensor:
         going = TokenRouting(index, self._experts)
         counts = going.counts.view(self._ranks, self.own)
-        each = [1] * self._ranks
-        coming = self._comm.all_to_all(counts, each, each, "expert")
+        ones = [1] * self._ranks
+        coming = self._comm.all_to_all(counts, ones, ones, "expert")
         send, receive = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
         arrived = _Travel.apply(self._comm, going.rows_of(tokens), send, receive)
         kinds = torch.arange(self.own, device=index.device).repeat(self._ranks)
@@ -176,8 +178,8 @@ class TokenRouting:
 
     def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[pairs, width]`: the token of each pair."""
-        made: torch.Tensor = _Copies.apply(tokens, self._token, self._slot, self._k)
-        return made
+        rows: torch.Tensor = _Copies.apply(tokens, self._token, self._slot, self._k)
+        return rows
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`[tokens, width]`: each token's rows, as they were sent, added up with their weights, the expert of

@@ -48,8 +48,8 @@ def ranks(module: nn.Module) -> int:
             held: Any = parameter
             sizes.setdefault(held.device_mesh.size(), name)
     if len(sizes) > 1:
-        told = " and ".join(f"{size} ranks for `{name}`" for size, name in sizes.items())
-        problems.add("model", "must have all its DTensors on one mesh", got=told, do=LAYOUT)
+        listed = " and ".join(f"{size} ranks for `{name}`" for size, name in sizes.items())
+        problems.add("model", "must have all its DTensors on one mesh", got=listed, do=LAYOUT)
     problems.raise_as(ModelError)
     return next(iter(sizes), 1)
 

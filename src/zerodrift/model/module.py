@@ -110,8 +110,8 @@ class _Used:
             near = self._modules[path]
             beside = [near, *near.children()]
             # `top_k` of a config may be that of sampling.
-            configs = [(getattr(each, "config", None), self.CHOSEN[:3]) for each in beside]
-            for place, keys in [*((each, self.CHOSEN) for each in beside), *configs]:
+            configs = [(getattr(near_module, "config", None), self.CHOSEN[:3]) for near_module in beside]
+            for place, keys in [*((near_module, self.CHOSEN) for near_module in beside), *configs]:
                 for key in keys:
                     value = getattr(place, key, None)
                     if isinstance(value, int) and not isinstance(value, bool):

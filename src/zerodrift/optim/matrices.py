@@ -204,12 +204,12 @@ def _groups(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The two groups' numbers, with torch's defaults; a key that both have means both, as in DeepSpeed."""
     muon_group = {field.name: field.default for field in fields(MuonHyper)}
     adamw_group = dict(_REST)
-    made = (muon_group, adamw_group)
+    groups = (muon_group, adamw_group)
     for key, value in params.items():
-        for group in made:
+        for group in groups:
             if key in group:
                 group[key] = value
     for key, place in _OWN_RATES.items():
         if key in params:
-            made[place]["lr"] = params[key]
-    return made
+            groups[place]["lr"] = params[key]
+    return groups

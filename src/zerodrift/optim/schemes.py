@@ -84,7 +84,7 @@ def allocate(
     """
     scaled = moments if scheme.state is State.EIGHT_BIT else 0
     blocks = -(-storage.numel() // BLOCK)
-    made = SliceTensors(
+    tensors = SliceTensors(
         storage=storage,
         master=_first_master(scheme, storage, initial),
         moments=tuple(torch.zeros_like(storage, dtype=scheme.state.dtype.torch) for _ in range(moments)),
@@ -92,10 +92,10 @@ def allocate(
         groups=groups,
         keys=keys,
     )
-    check(scheme, made)
+    check(scheme, tensors)
     if initial is not None and initial.dtype is not torch.int16:
-        write(scheme, made, initial)
-    return made
+        write(scheme, tensors, initial)
+    return tensors
 
 
 def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Tensor | None:

@@ -110,10 +110,10 @@ class _Decide:
         dtypes = {cells.compute for cells in floating}
         if len(dtypes) != 1 or not self._is_called(path, inside):
             return None
-        told = self._told(inside)
-        output, why = told or self._untold(path, inside)
+        by_rule = self._told(inside)
+        output, why = by_rule or self._untold(path, inside)
         mode = self._policy.mode
-        lookup = None if mode.autocast or (told and output == "keep") else mode.dtype
+        lookup = None if mode.autocast or (by_rule and output == "keep") else mode.dtype
         reasons = (("dtype", floating[0].reasons()["compute"]), ("output", why))
         return Boundary(path, dtypes.pop(), output, lookup, reasons)
 

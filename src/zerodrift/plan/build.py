@@ -194,11 +194,11 @@ def _padding(segments: list[Segment], shard: int) -> Iterable[str]:
     padding = sum(s.padded - s.numel for s in segments if not s.whole)
     if padding > 0.01 * total and padding > 1 << 20:
         yield f"padding is {padding / total:.1%} of the parameters: fewer shards waste less"
-    whole = sum(s.padded - s.numel for s in segments if s.whole)
+    padded = sum(s.padded - s.numel for s in segments if s.whole)
     placed = sum(s.numel for s in segments if s.whole)
-    if whole > 0.1 * placed and whole > 1 << 20:
+    if padded > 0.1 * placed and padded > 1 << 20:
         yield (
-            f"keeping parameters whole pads them by {whole / placed:.0%}, in memory and on the wire: slices "
+            f"keeping parameters whole pads them by {padded / placed:.0%}, in memory and on the wire: slices "
             f"over {shard} ranks are as long as the fullest. Fewer shard ranks waste less "
             f"(`sharding.replicate`), and so do rules that leave out what is much larger than the rest"
         )

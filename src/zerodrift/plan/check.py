@@ -85,13 +85,13 @@ def no_slice_cuts_what_is_whole(plan: Plan) -> Iterator[str]:
     for number, segment in enumerate(plan.segments):
         if not segment.whole:
             continue
-        each = segment.padded // plan.slices(segment)
+        size = segment.padded // plan.slices(segment)
         for row in (plan.rows[index] for index in segment.rows if plan.rows[index].numel):
             update = row.columns.update
             matrices = update is not None and update.placement == "matrices"
             unit = math.prod(row.shape[-2:]) if matrices else row.numel
-            cuts = range(row.offset // each + 1, (row.offset + row.numel - 1) // each + 1)
-            if any((cut * each - row.offset) % unit for cut in cuts):
+            cuts = range(row.offset // size + 1, (row.offset + row.numel - 1) // size + 1)
+            if any((cut * size - row.offset) % unit for cut in cuts):
                 what = "a matrix of it" if matrices else "it"
                 yield f"{row.name} is placed whole, but a slice of segment {number} cuts {what}"
 

@@ -118,9 +118,9 @@ def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
     return max(bills, key=lambda bill: bill.peak.total)
 
 
-def stage_cost(whole: Plan, stage: int, micro_batches: int) -> Cost:
+def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
     """The bill of one rank at a place on the pipeline axis."""
-    plan = part(whole, stage)
+    plan = part(whole_plan, stage)
     units, segments = plan.units, plan.segments
     rest = _rest(plan, segments)
     return Cost(
@@ -131,7 +131,7 @@ def stage_cost(whole: Plan, stage: int, micro_batches: int) -> Cost:
         whole_padding=sum(_padding(plan, segment) for segment in segments if segment.whole),
         rest=rest,
         peak=_peak(plan, units, segments, rest, micro_batches),
-        traffic=_traffic(whole, stage, micro_batches),
+        traffic=_traffic(whole_plan, stage, micro_batches),
     )
 
 
@@ -209,15 +209,15 @@ def _sums(plan: Plan, segment: Segment, micro_batches: int) -> int:
     update, shard = segment.columns.update, plan.slices(segment)
     if update is None:
         raise AssertionError("a frozen segment has no accumulator")
-    whole = segment.padded * update.accumulate.dtype.size
+    size = segment.padded * update.accumulate.dtype.size
     if shard == 1:
-        return whole
+        return size
     if not update.axis:
         in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
-        return whole if in_place else whole + whole // shard
+        return size if in_place else size + size // shard
     # A pipeline's gradients land in place all through a step, whichever micro-batch they are of.
     waits = _waits(update, micro_batches) or plan.policy.pipeline is not None
-    return whole // shard + (whole if waits else 0)
+    return size // shard + (size if waits else 0)
 
 
 def _waits(update: Update, micro_batches: int) -> bool:

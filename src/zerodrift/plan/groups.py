@@ -202,13 +202,13 @@ class _Unit:
 
     def _refuse(self, node: _Node, kinds: list[Kind]) -> None:
         """Parameters of two kinds in one module."""
-        told = " and ".join(kind_text(kind) for kind in kinds)
+        listed = " and ".join(kind_text(kind) for kind in kinds)
         names = [self._plan.rows[row].name.rpartition(".")[2] for row in node.rows]
         below = f"{node.path}.*" if node.path else "*"
         self._problems.add(
             node.path or "model",
             "must hold parameters of one kind: fully_shard has one policy for what hangs in a module",
-            got=f"{told} among {', '.join(names)}",
+            got=f"{listed} among {', '.join(names)}",
             do=f"Give all of `{below}` the same columns, or use the native backend.",
         )
 

@@ -235,9 +235,9 @@ def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
         length, number = filled[0]
         places[index] = (number, length)
         heapq.heapreplace(filled, (length + lengths[index], number))
-    each = max(length for length, _ in filled)
-    offsets = tuple(number * each + start for number, start in places)
-    return Packed(offsets, sum(parameter.numel for parameter in parameters), each * slices)
+    size = max(length for length, _ in filled)
+    offsets = tuple(number * size + start for number, start in places)
+    return Packed(offsets, sum(parameter.numel for parameter in parameters), size * slices)
 
 
 def _pack_stack(parameter: ParameterSpec, slices: int) -> Packed:
@@ -246,5 +246,5 @@ def _pack_stack(parameter: ParameterSpec, slices: int) -> Packed:
     if matrix == 0:
         return Packed((0,), 0, 0)
     step = BLOCK // math.gcd(matrix, BLOCK)  # matrices that fill whole blocks
-    each = round_up(-(-parameter.numel // (matrix * slices)), step) * matrix
-    return Packed((0,), parameter.numel, each * slices)
+    size = round_up(-(-parameter.numel // (matrix * slices)), step) * matrix
+    return Packed((0,), parameter.numel, size * slices)

@@ -71,7 +71,7 @@ def travelling(plan: Plan) -> DType:
 
 
 def _embedding(plan: Plan) -> Row | None:
-    if not any(each.klass.startswith("transformers.models.") for each in plan.rows):
+    if not any(row.klass.startswith("transformers.models.") for row in plan.rows):
         return None
     rows = (plan.row(f"{name}.weight") for name in ("model.embed_tokens", "transformer.wte"))
     return next((row for row in rows if row is not None and len(row.shape) == 2), None)
@@ -137,7 +137,7 @@ def require_ends(
     of one piece: the other pieces that use them."""
     ends = {rank_of(pipeline, mesh, 0), rank_of(pipeline, mesh, pieces(pipeline, mesh) - 1)}
     for index, others in copies.items():
-        homes = {rank_of(pipeline, mesh, each) for each in (piece, *others)}
+        homes = {rank_of(pipeline, mesh, number) for number in (piece, *others)}
         if len(homes) > 1 and not homes <= ends:
             names = model.parameters[index].names
             raise ModelError(

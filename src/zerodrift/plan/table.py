@@ -243,7 +243,7 @@ class Plan:
             "segments": segments,
             "boundary_fields": list(BOUNDARY_FIELDS),
             "boundaries": [
-                [encode(getattr(each, name)) for name in BOUNDARY_FIELDS] for each in self.boundaries
+                [encode(getattr(boundary, name)) for name in BOUNDARY_FIELDS] for boundary in self.boundaries
             ],
             "notes": list(self.notes),
         }
@@ -267,8 +267,8 @@ class Plan:
                 for unit, number, rows, numel, padded, *copies in data["segments"]
             ),
             boundaries=tuple(
-                decode(Boundary, dict(zip(BOUNDARY_FIELDS, each, strict=True)))
-                for each in data.get("boundaries", ())
+                decode(Boundary, dict(zip(BOUNDARY_FIELDS, values, strict=True)))
+                for values in data.get("boundaries", ())
             ),
             notes=tuple(data["notes"]),
         )

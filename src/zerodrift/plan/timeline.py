@@ -47,7 +47,7 @@ class Timeline:
             for number, rank in enumerate(self.ranks):
                 while len(starts[number]) < len(rank):
                     action = rank[len(starts[number])]
-                    needs = [_end_of(ended, each) for each in _needs(action, last)]
+                    needs = [_end_of(ended, need) for need in _needs(action, last)]
                     if any(end is None for end in needs):
                         break
                     begin = max([free[number], *(end for end in needs if end is not None)])
@@ -72,8 +72,8 @@ class Timeline:
     def bubble(self) -> float:
         """The part of all ranks' time in which they do nothing."""
         busy = sum(TIME[action.kind] for rank in self.ranks for action in rank)
-        whole = self.length * len(self.ranks)
-        return 1 - busy / whole if whole else 0.0
+        total = self.length * len(self.ranks)
+        return 1 - busy / total if total else 0.0
 
     @property
     def most_alive(self) -> tuple[int, ...]:

@@ -59,8 +59,8 @@ def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPoli
                 "`zero_optimization.offload_optimizer.device`: in host memory; the bill counts them too",
             )
         )
-    made = ShardingPolicy(stage, tuple(block.units or ()), keep, free, offload)  # type: ignore[arg-type]
-    return made, tuple(decisions)
+    policy = ShardingPolicy(stage, tuple(block.units or ()), keep, free, offload)  # type: ignore[arg-type]
+    return policy, tuple(decisions)
 
 
 def clip(config: Config, numbers: AutoNumbers) -> tuple[float, str]:

@@ -83,16 +83,18 @@ def complete(
     update = fill.update(storage, compute) if subject.trained else None
     export = fill.export(compute)
     why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
-    made = Columns(Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why)
-    setting.backend.refuse_columns(made, fill.place, problems)
-    return _divided(made, subject)
+    columns = Columns(
+        Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why
+    )
+    setting.backend.refuse_columns(columns, fill.place, problems)
+    return _divided(columns, subject)
 
 
-def _divided(made: Columns, subject: ParameterTraits) -> Columns:
+def _divided(columns: Columns, subject: ParameterTraits) -> Columns:
     """The same columns, of a rank's own experts where the parameter is a stack of experts."""
     if not subject.expert:
-        return made
-    return replace(made, parallel="expert", why=(*made.why, ("parallel", subject.expert)))
+        return columns
+    return replace(columns, parallel="expert", why=(*columns.why, ("parallel", subject.expert)))
 
 
 def _kept(dtype: DType, output: Output | None) -> Columns:

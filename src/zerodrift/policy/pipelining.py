@@ -59,8 +59,8 @@ def pipelining(
             got="true",
             do="Measure without a pipeline.",
         )
-    made = Pipelining(schedule, chunks, block.split or "layers", block.weight_grads or "queue")
-    return made, tuple(_decisions(block, made, mesh.pipeline))
+    pipelining_policy = Pipelining(schedule, chunks, block.split or "layers", block.weight_grads or "queue")
+    return pipelining_policy, tuple(_decisions(block, pipelining_policy, mesh.pipeline))
 
 
 def micro_batches(config: Config, steps: int | None, problems: Problems) -> int | None:
@@ -123,15 +123,17 @@ def _check_gathered(config: Config, problems: Problems) -> None:
         )
 
 
-def _decisions(block: Pipeline, made: Pipelining, ranks: int) -> list[Decision]:
-    pieces = made.chunks * ranks
+def _decisions(block: Pipeline, pipelining: Pipelining, ranks: int) -> list[Decision]:
+    pieces = pipelining.chunks * ranks
     split_why = "`pipeline.split`" if block.split else "default"
-    default = "default" if made.schedule == "1f1b" else f"default below {ranks} micro-batches"
+    default = "default" if pipelining.schedule == "1f1b" else f"default below {ranks} micro-batches"
     decisions = [
-        Decision("pipeline.schedule", made.schedule, "`pipeline.schedule`" if block.schedule else default),
-        Decision("pipeline.split", f"{pieces} pieces by {made.split}", split_why),
+        Decision(
+            "pipeline.schedule", pipelining.schedule, "`pipeline.schedule`" if block.schedule else default
+        ),
+        Decision("pipeline.split", f"{pieces} pieces by {pipelining.split}", split_why),
     ]
-    if made.schedule in SPLIT:
+    if pipelining.schedule in SPLIT:
         why = "`pipeline.weight_grads`" if block.weight_grads else "default: formed in the accumulate dtype"
-        decisions.append(Decision("pipeline.weight_grads", made.weight_grads, why))
+        decisions.append(Decision("pipeline.weight_grads", pipelining.weight_grads, why))
     return decisions

@@ -57,7 +57,7 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
     """The ordered rules of a config: DeepSpeed's pinned substrings first, then ours, so ours win."""
-    made = [
+    built_in = [
         ResolvedRule(
             "substring",
             text,
@@ -69,7 +69,7 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
         )
         for number, text in enumerate(substrings)
     ]
-    return (*made, *(_from_block(number, rule) for number, rule in enumerate(rules)))
+    return (*built_in, *(_from_block(number, rule) for number, rule in enumerate(rules)))
 
 
 def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
@@ -122,7 +122,7 @@ def demands(
     base: Demands, rules: Sequence[ResolvedRule], parameter: ParameterSpec
 ) -> tuple[Demands, tuple[ResolvedRule, ...]]:
     """What is demanded of a parameter, and the rules that matched it, over all its names."""
-    each: list[Demands] = []
+    per_name: list[Demands] = []
     matched: dict[ResolvedRule, None] = {}
     for name, owner in zip(parameter.names, parameter.owners, strict=True):
         mine = dict(base)
@@ -130,8 +130,8 @@ def demands(
             if matches(rule, name, owner):
                 matched[rule] = None
                 mine |= {column: (value, rule.why) for column, value in rule.sets}
-        each.append(mine)
-    return functools.reduce(_wider, each), tuple(matched)
+        per_name.append(mine)
+    return functools.reduce(_wider, per_name), tuple(matched)
 
 
 _WIDTH = {

@@ -95,7 +95,7 @@ def explain_row(plan: Plan, index: int) -> Explanation:
         source=str(row.source),
         klass=row.klass,
         kind=summary.kind(row.columns),
-        boundaries=tuple(each for each in plan.boundaries if each.path in modules),
+        boundaries=tuple(boundary for boundary in plan.boundaries if boundary.path in modules),
         unit=plan.units[row.unit].name,
         pipeline_stage=plan.units[row.unit].stage,
         segment=row.segment,
@@ -112,12 +112,12 @@ def explain_row(plan: Plan, index: int) -> Explanation:
 def _slices(plan: Plan, row: Row) -> tuple[OwnedRange, ...]:
     """Each rank owns one equal contiguous slice of the segment; this is the parameter's part of each, of its
     own experts where these are spread."""
-    each, numel = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment]), row.numel
-    if not numel or not each:
+    size, numel = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment]), row.numel
+    if not numel or not size:
         return ()
     slices = []
     for part in range(row.parts):
-        for place in range(row.offset // each, (row.offset + numel - 1) // each + 1):
-            start, stop = max(place * each - row.offset, 0), min((place + 1) * each - row.offset, numel)
+        for place in range(row.offset // size, (row.offset + numel - 1) // size + 1):
+            start, stop = max(place * size - row.offset, 0), min((place + 1) * size - row.offset, numel)
             slices.append(OwnedRange(place * row.parts + part, part * numel + start, part * numel + stop))
     return tuple(slices)

@@ -111,7 +111,7 @@ def single(plan: Plan, chosen: Sequence[int]) -> Table:
         for index, row in rows
     )
     near = {path for _, row in rows for name in row.names for path in around(name)}
-    casts = tuple(Casts(each.path, (each,)) for each in plan.boundaries if each.path in near)
+    casts = tuple(Casts(boundary.path, (boundary,)) for boundary in plan.boundaries if boundary.path in near)
     return Table(_sets(plan.rows, numbers), lines, casts)
 
 
@@ -211,9 +211,9 @@ def _casts(boundaries: Iterable[Boundary], universe: dict[Template, set[int]]) -
     """A line per pattern of paths, in the order of their first boundaries."""
     families: dict[tuple[Template, Boundary], dict[Numbers, int]] = defaultdict(dict)
     listed = list(boundaries)
-    for index, each in enumerate(listed):
-        text, numbers = _split(each.path)
-        families[text, replace(each, path="")][numbers] = index
+    for index, boundary in enumerate(listed):
+        text, numbers = _split(boundary.path)
+        families[text, replace(boundary, path="")][numbers] = index
     patterns = []
     for (text, _), members in families.items():
         for box in _boxes(list(members)):

@@ -115,7 +115,7 @@ def kind(columns: Columns) -> str:
 
 def share(item: ColumnSet, table: Table) -> str:
     """A column set's part of the plan's elements."""
-    total = sum(each.numel for each in table.sets)
+    total = sum(columns.numel for columns in table.sets)
     return figures.percent(item.numel / total) if total else "0%"
 
 
@@ -242,12 +242,12 @@ def casts(table: Table) -> tuple[tuple[str, str, str, str], ...]:
     """A line per pattern of boundaries, as CASTS has it."""
     return tuple(
         (
-            each.pattern + (f" x{len(each.boundaries)}" if len(each.boundaries) > 1 else ""),
-            str(each.first.dtype),
-            OUTPUT[each.first.output],
-            because(each.first),
+            cast.pattern + (f" x{len(cast.boundaries)}" if len(cast.boundaries) > 1 else ""),
+            str(cast.first.dtype),
+            OUTPUT[cast.first.output],
+            because(cast.first),
         )
-        for each in table.casts
+        for cast in table.casts
     )
 
 
@@ -261,7 +261,7 @@ def entered(plan: Plan) -> str:
 
 def lookups(table: Table) -> str:
     """What modules return that get no floating input; `""` where that is their own dtype."""
-    dtypes = dict.fromkeys(each.first.lookup for each in table.casts if each.first.lookup is not None)
+    dtypes = dict.fromkeys(cast.first.lookup for cast in table.casts if cast.first.lookup is not None)
     return "".join(
         f"a module that gets no floating input, an embedding, returns {dtype} unless a rule says `keep`"
         for dtype in dtypes
@@ -315,8 +315,8 @@ def peak_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
 
 def per_parameter(count: int, cost: Cost) -> str:
     """Bytes per parameter, of one rank."""
-    each = count / cost.parameters if cost.parameters else 0.0
-    return "<0.001" if 0.0 < each < 0.001 else figures.significant(each)
+    bytes_each = count / cost.parameters if cost.parameters else 0.0
+    return "<0.001" if 0.0 < bytes_each < 0.001 else figures.significant(bytes_each)
 
 
 def padding(plan: Plan, cost: Cost) -> str:

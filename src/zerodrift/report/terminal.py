@@ -124,7 +124,7 @@ def explanation_text(explanation: Explanation, digest: str, *, color: bool) -> s
         ("segment", f"{explanation.segment}, from element {explanation.offset:,}"),
         *_slices(explanation),
     ]
-    facts += [("boundary", _boundary(each, explanation.klass)) for each in explanation.boundaries]
+    facts += [("boundary", _boundary(boundary, explanation.klass)) for boundary in explanation.boundaries]
     if "pinned" in explanation.kind and not explanation.boundaries:
         facts.append(("boundary", "none: no module around it casts its inputs"))
     cells = [(cell.column, cell.words, cell.why) for cell in (*explanation.cells, *explanation.options)]
@@ -270,8 +270,8 @@ def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost
     table.add_column(width=14, no_wrap=True)
     shown = [(label, count) for label, count in parts if count]
     for label, count in shown:
-        each = summary.per_parameter(count, cost)
-        table.add_row(label, figures.size(count), each, Text(_bar(count, most, 14), style="blue"))
+        per_parameter = summary.per_parameter(count, cost)
+        table.add_row(label, figures.size(count), per_parameter, Text(_bar(count, most, 14), style="blue"))
     table.add_row(
         Text("total", style="bold"),
         Text(figures.size(total), style="bold"),
@@ -318,11 +318,11 @@ def _slices(explanation: Explanation) -> list[tuple[str, str]]:
     more = len(explanation.slices) - _MOST_SLICES
     if more > 0:
         first, last = explanation.slices[:3], explanation.slices[-2:]
-    lines = [_slice(each, explanation) for each in first]
+    lines = [_slice(owned, explanation) for owned in first]
     lines += [f"... {more + 1} more ranks ..."] if more > 0 else []
-    lines += [_slice(each, explanation) for each in last]
+    lines += [_slice(owned, explanation) for owned in last]
     return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
-def _slice(each: OwnedRange, explanation: Explanation) -> str:
-    return f"rank {each.rank} of {explanation.shard}: elements {each.start:,} to {each.stop - 1:,}"
+def _slice(owned: OwnedRange, explanation: Explanation) -> str:
+    return f"rank {owned.rank} of {explanation.shard}: elements {owned.start:,} to {owned.stop - 1:,}"

@@ -133,7 +133,7 @@ def _templated(messages: Sequence[Message], tokenizer: TransformersTokenizer) ->
 
 def _apply(messages: Sequence[Message], tokenizer: TransformersTokenizer, *, ask: bool) -> Tokens:
     try:
-        made = tokenizer.inner.apply_chat_template(
+        tokens = tokenizer.inner.apply_chat_template(
             list(messages), tokenize=True, add_generation_prompt=ask, return_dict=False
         )
     except Exception as error:  # the template is a program of its owner's
@@ -141,4 +141,4 @@ def _apply(messages: Sequence[Message], tokenizer: TransformersTokenizer, *, ask
         must, todo = f"must write a conversation of {roles}", "Change the template or the conversation."
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(f"chat template of {tokenizer.name}", must, got=got, do=todo) from error
-    return np.asarray(made, dtype=np.int64)
+    return np.asarray(tokens, dtype=np.int64)

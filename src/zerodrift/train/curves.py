@@ -68,7 +68,7 @@ class _Scale:
 
 def chart(spec: Chart) -> Markup:
     """The drawing with its title; says so where there is nothing to draw."""
-    lines = [[point for point in each.points if _drawable(point, spec.log)] for each in spec.series]
+    lines = [[point for point in series.points if _drawable(point, spec.log)] for series in spec.series]
     flat = [point for line in lines for point in line]
     if not flat:
         return _figure(spec, tag("p", "nothing yet", class_="quiet"))
@@ -77,7 +77,7 @@ def chart(spec: Chart) -> Markup:
     low, high = min(ticks[0], min(values)), max(ticks[-1], max(values))
     across = _Scale(min(steps), max(steps), _LEFT, WIDTH - _RIGHT, log=False)
     up = _Scale(low, high, HEIGHT - _BOTTOM, _TOP, spec.log)
-    drawn = [_line(each, line, across, up) for each, line in zip(spec.series, lines, strict=True) if line]
+    drawn = [_line(series, line, across, up) for series, line in zip(spec.series, lines, strict=True) if line]
     svg = tag(
         "svg",
         [_row(tick, up, spec.shown) for tick in ticks],
@@ -103,11 +103,11 @@ def _drawable(point: Point, log: bool) -> bool:
 
 def _figure(spec: Chart, drawing: Markup) -> Markup:
     labels = [
-        tag("span", tag("i", class_=f"dot b-{each.color}"), f" {each.label}", class_="quiet label")
-        for each in spec.series
+        tag("span", tag("i", class_=f"dot b-{series.color}"), f" {series.label}", class_="quiet label")
+        for series in spec.series
         if len(spec.series) > 1
     ]
-    last = next((each.points[-1][1] for each in spec.series if each.points), None)
+    last = next((series.points[-1][1] for series in spec.series if series.points), None)
     shown = tag("b", spec.shown(last)) if last is not None and math.isfinite(last) else ""
     return tag("figure", tag("figcaption", tag("span", spec.title, " ", shown), tag("span", labels)), drawing)
 
@@ -148,10 +148,10 @@ def _line(series: Series, points: Sequence[Point], across: _Scale, up: _Scale) -
     stretched = stretches(points)
     band: Markup = Markup("")
     if len(stretched) < len(points):
-        upper = [(across(each.x), up(each.high)) for each in stretched]
-        lower = [(across(each.x), up(each.low)) for each in reversed(stretched)]
+        upper = [(across(stretch.x), up(stretch.high)) for stretch in stretched]
+        lower = [(across(stretch.x), up(stretch.low)) for stretch in reversed(stretched)]
         band = tag("path", d=_path([*upper, *lower]) + "Z", class_="band")
-    path = _path([(across(each.x), up(each.mean)) for each in stretched])
+    path = _path([(across(stretch.x), up(stretch.mean)) for stretch in stretched])
     last = stretched[-1]
     end = tag("circle", cx=_n(across(last.x)), cy=_n(up(last.mean)), r="2.5")
     return tag("g", band, tag("path", d=path, class_="line"), end, class_=f"s-{series.color}")

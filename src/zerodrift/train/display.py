@@ -54,8 +54,8 @@ def _number(value: float) -> str:
 
 def clock(seconds: float) -> str:
     """`1:02:03`, `4:05`."""
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
+    total = round(seconds)
+    hours, rest = divmod(total, 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 

@@ -202,10 +202,10 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _block(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    block = dict(pairs)
+    if len(block) < len(pairs):
         raise ValueError(f"a key twice in {', '.join(repr(key) for key, _ in pairs[:8])}")
-    return made
+    return block
 
 
 def _parquet(file: Path) -> Iterator[dict[str, Any]]:

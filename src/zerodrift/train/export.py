@@ -72,15 +72,15 @@ def read(folder: Path, job: Job) -> nn.Module:
         return models.loaded(folder, torch.float32)
     from safetensors.torch import load_file
 
-    made, tensors = make(source.text), dict[str, torch.Tensor]()
+    model, tensors = make(source.text), dict[str, torch.Tensor]()
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= attempt(functools.partial(load_file, str(file)), str(file), "must be readable")
-    keys = attempt(lambda: made.load_state_dict(tensors, strict=False), str(folder), _HOLD)
-    here = made.state_dict(keep_vars=True)
+    keys = attempt(lambda: model.load_state_dict(tensors, strict=False), str(folder), _HOLD)
+    here = model.state_dict(keep_vars=True)
     filled = {id(here[name]) for name in tensors if name in here}
     missing = [name for name in keys.missing_keys if id(here[name]) not in filled]
     models.require_whole(folder, missing, keys.unexpected_keys)
-    return made
+    return model
 
 
 _HOLD = "must hold the tensors of the model of this run"

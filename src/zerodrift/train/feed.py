@@ -109,9 +109,9 @@ def validation_batches(blocks: Blocks, seat: BatchLayout, most: int) -> Iterator
         real = chosen < len(blocks)
         # Every micro-batch has the same shape; of blocks that are only there for that, nothing is counted.
         chosen[~real] = 0
-        made = micro_batch(blocks, chosen, 1.0, seat.device)
+        batch = micro_batch(blocks, chosen, 1.0, seat.device)
         if not real.all():
-            labels = made.labels.clone()  # may be the tokens themselves
+            labels = batch.labels.clone()  # may be the tokens themselves
             labels[torch.from_numpy(~real).to(seat.device)] = IGNORED
-            made = replace(made, labels=labels, blocks=chosen[real])
-        yield ValidationBatch(made, int(blocks.labels(chosen[real]).sum()))
+            batch = replace(batch, labels=labels, blocks=chosen[real])
+        yield ValidationBatch(batch, int(blocks.labels(chosen[real]).sum()))

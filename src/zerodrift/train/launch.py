@@ -199,9 +199,9 @@ def _told(failed: Sequence[_Rank], count: int) -> Exception:
     that only missed it."""
     silent = [rank for rank in failed if not rank.failure.is_file()]
     killed = [rank for rank in silent if rank.process.returncode in (-signal.SIGKILL, -signal.SIGSEGV)]
-    told = [(_failure(rank), rank) for rank in failed if rank.failure.is_file()]
-    told.sort(key=lambda pair: pair[0].when)
-    if killed and all(failure.refused for failure, _ in told):
+    failures = [(_failure(rank), rank) for rank in failed if rank.failure.is_file()]
+    failures.sort(key=lambda pair: pair[0].when)
+    if killed and all(failure.refused for failure, _ in failures):
         rank = killed[0]
         name = signal.Signals(-rank.process.returncode).name
         cause = "The system may have run out of memory. " if name == "SIGKILL" else ""
@@ -211,8 +211,8 @@ def _told(failed: Sequence[_Rank], count: int) -> Exception:
             got=f"one that was ended by {name}",
             do=f"{cause}Start again to go on from the last checkpoint. What it printed is in {rank.log}.",
         )
-    if told:
-        failure, rank = told[0]
+    if failures:
+        failure, rank = failures[0]
         if failure.refused:
             behind = f"rank {rank.number}: " if count > 1 else ""
             return ZerodriftError.relayed(f"{behind}{failure.message}")

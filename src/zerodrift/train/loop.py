@@ -157,8 +157,8 @@ class Loop:
         if mesh.rank("pipeline"):
             total = torch.zeros_like(total)  # all stages have the same losses
         # One small sum: the loss of all ranks, and whether any of them was asked to stop.
-        told = torch.stack([total.double(), total.new_tensor(float(self._stop.asked)).double()])
-        loss_sum, asked = self._engine.comm.all_reduce_sum(told, "world").tolist()
+        sums = torch.stack([total.double(), total.new_tensor(float(self._stop.asked)).double()])
+        loss_sum, asked = self._engine.comm.all_reduce_sum(sums, "world").tolist()
         loss = loss_sum / (len(batches) * self._feed.seat.ranks)
         if asked:
             self._asked = self._stop.by or "another rank"
@@ -252,8 +252,8 @@ class Loop:
         if session.validation is None:
             return
         held = list(validation_batches(session.validation, self._feed.seat, self._run.evaluate_batches))
-        losses = self._driver.losses([each.batch for each in held])
-        counts = torch.tensor([each.labels for each in held], device=losses.device)
+        losses = self._driver.losses([batch.batch for batch in held])
+        counts = torch.tensor([batch.labels for batch in held], device=losses.device)
         known = counts > 0
         sums = torch.stack([(losses[known] * counts[known]).sum(), counts.sum().double()])
         total, labels = engine.comm.all_reduce_sum(sums, "data").tolist()

@@ -95,11 +95,11 @@ def parts(written: Model) -> Parts | None:
     """How a model is cut over a pipeline, where its owner says so."""
     if not written.parts:
         return None
-    made = call(written.parts, "`zerodrift.Parts`")
-    if not isinstance(made, Parts):
-        must, got = "must be a function that returns `zerodrift.Parts`", type(made).__name__
+    parts_made = call(written.parts, "`zerodrift.Parts`")
+    if not isinstance(parts_made, Parts):
+        must, got = "must be a function that returns `zerodrift.Parts`", type(parts_made).__name__
         raise ModelError("model.parts", must, got=got)
-    return made
+    return parts_made
 
 
 def prepare(model: nn.Module, blocks: list[str], written: Model) -> None:

@@ -279,10 +279,10 @@ class _Writer:
             room = length - len(tokens) % length
             tokens = np.append(tokens, np.full(room, self._end))
             learned = np.append(learned, np.zeros(room, dtype=bool))
-        whole = len(tokens) // length * length
-        self._maps.write(self._part, tokens[:whole].reshape(-1, length), learned[:whole].reshape(-1, length))
-        self._tokens, self._learned = [tokens[whole:]], [learned[whole:]]
-        self._held = len(tokens) - whole
+        count = len(tokens) // length * length
+        self._maps.write(self._part, tokens[:count].reshape(-1, length), learned[:count].reshape(-1, length))
+        self._tokens, self._learned = [tokens[count:]], [learned[count:]]
+        self._held = len(tokens) - count
         if not self._held:
             self._tokens, self._learned = [], []
 

@@ -107,11 +107,11 @@ def _tiles(lines: Lines, steps: int) -> Markup:
     if memory:
         most = max(value for _, value in _points(lines, "step", "memory"))
         tiles.append(("memory of rank 0", size(round(most)), "most, with the program itself"))
-    made = [
+    parts = [
         tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="quiet"))
         for name, value, note in tiles
     ]
-    return tag("dl", made, class_="tiles")
+    return tag("dl", parts, class_="tiles")
 
 
 # --- curves -------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _charts(lines: Lines) -> list[Markup]:
     scale = of("loss_scale", "loss scale", "buffers")
     if any(value != 1.0 for _, value in scale.points):
         charts.append(Chart("Loss scale", (scale,), _count, log=True))
-    return [chart(each) for each in charts]
+    return [chart(spec) for spec in charts]
 
 
 def _spread(series: Series) -> float:

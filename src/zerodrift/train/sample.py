@@ -71,10 +71,10 @@ class TextGenerator:
             said.append(token)
             text = self._letters.decode(said)
             # The end of a text that is cut inside a character is not to be shown yet.
-            whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
-            if len(whole) > len(shown):
-                yield whole[len(shown) :]
-                shown = whole
+            complete = text.rstrip("\N{REPLACEMENT CHARACTER}")
+            if len(complete) > len(shown):
+                yield complete[len(shown) :]
+                shown = complete
 
     @torch.no_grad()
     def _tokens(

@@ -35,7 +35,7 @@ class BlockSampler:
 
     def step(self, number: int, samples: int) -> np.ndarray:
         """The blocks of optimizer step `number`, counted from 0, which takes `samples` of them."""
-        return np.array([self.at(number * samples + each) for each in range(samples)], dtype=np.int64)
+        return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
 
 
 def share(indices: np.ndarray, micro_batch: int, rank: int, ranks: int, size: int) -> np.ndarray:

@@ -131,5 +131,5 @@ class GatheredParameters:
 def fingerprint(parameter: torch.Tensor) -> int:
     """A number that changes with the bits: one read, no memory."""
     values = parameter.detach()
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    return int(values.contiguous().view(-1).view(whole).sum(dtype=torch.int64))
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return int(values.contiguous().view(-1).view(integer).sum(dtype=torch.int64))

@@ -50,14 +50,14 @@ class ParameterSlice:
         comm.all_gather_into_tensor(flat, self.flat)
         return flat[: math.prod(self.shape)].view(self.shape)
 
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+    def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """What this rank holds of `whole`, padded."""
         count = self.flat.numel()
-        mine = whole.reshape(-1)[comm.get_rank() * count :][:count]
+        mine = values.reshape(-1)[comm.get_rank() * count :][:count]
         return torch.cat([mine, mine.new_zeros(count - mine.numel())])
 
-    def replace(self, whole: torch.Tensor) -> None:
-        self.flat = self.part_of(whole).to(self.flat)
+    def replace(self, values: torch.Tensor) -> None:
+        self.flat = self.part_of(values).to(self.flat)
 
 
 def slice_of(parameter: torch.Tensor) -> ParameterSlice | None:
@@ -68,14 +68,14 @@ def take_apart(parameter: nn.Parameter, number: int, dtype: torch.dtype | None) 
     """Leave this rank's part of rank 0's values. Collective."""
     if slice_of(parameter) is not None or parameter.is_meta or comm.get_world_size() == 1:
         return
-    whole = parameter.detach()
-    if dtype is not None and whole.is_floating_point():
-        whole = whole.to(dtype)
-    whole = whole.contiguous()
-    comm.broadcast(whole, 0)
-    count = -(-whole.numel() // comm.get_world_size())
-    part = ParameterSlice(number, whole.shape, whole.new_empty(count))
-    part.replace(whole)
+    values = parameter.detach()
+    if dtype is not None and values.is_floating_point():
+        values = values.to(dtype)
+    values = values.contiguous()
+    comm.broadcast(values, 0)
+    count = -(-values.numel() // comm.get_world_size())
+    part = ParameterSlice(number, values.shape, values.new_empty(count))
+    part.replace(values)
     setattr(parameter, SLICE, part)
     setattr(parameter, ELSEWHERE, part.whole)
     mark(parameter, number)

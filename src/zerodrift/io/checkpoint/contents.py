@@ -112,8 +112,8 @@ def entries(
 
 def head(engine: Engine, run: str, tag: str, ranks: Sequence[RankSummary], frozen: bool = True) -> Head:
     """What rank 0 adds, of what all ranks told; with `frozen` parameters or without."""
-    counters, alike = merged([each.counters for each in ranks]), all(each.alike for each in ranks)
-    moments = {name: names for each in ranks for name, names in each.moments.items()}
+    counters, alike = merged([rank.counters for rank in ranks]), all(rank.alike for rank in ranks)
+    moments = {name: names for rank in ranks for name, names in rank.moments.items()}
     rows = _saved(engine, frozen)
     plan, updater = engine.plan, engine.updater
     manifest = Manifest(
@@ -138,8 +138,8 @@ def head(engine: Engine, run: str, tag: str, ranks: Sequence[RankSummary], froze
         files=(),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
-    for each in ranks:
-        shared["buffers"] = {**each.buffers, **shared["buffers"]}
+    for rank in ranks:
+        shared["buffers"] = {**rank.buffers, **shared["buffers"]}
     return Head(
         manifest,
         entries(engine, counters, frozen, moments),

@@ -93,10 +93,10 @@ def check_model(
     if extra and strict:
         problems.add(where, "must hold no parameter that the model does not have", got=_list(extra), do=todo)
     problems.raise_as(CheckpointError, f"`{where}` is of another model")
-    told = (("missing", missing, "they stay as they are"), ("more", extra, "they are not read"))
+    names_by_fault = (("missing", missing, "they stay as they are"), ("more", extra, "they are not read"))
     return [
         CheckpointDifference("model", f"{len(names)} parameters {what}", _list(names), effect)
-        for what, names, effect in told
+        for what, names, effect in names_by_fault
         if names
     ]
 
@@ -275,7 +275,9 @@ def _columns(before: Plan, now: Plan) -> list[CheckpointDifference]:
 
 def _boundaries(before: Plan, now: Plan) -> list[CheckpointDifference]:
     """Modules that computed in another dtype or returned another, the first by name."""
-    old, new = ({each.path: replace(each, why=()) for each in plan.boundaries} for plan in (before, now))
+    old, new = (
+        {boundary.path: replace(boundary, why=()) for boundary in plan.boundaries} for plan in (before, now)
+    )
     changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
     if not changed:
         return []

@@ -36,9 +36,9 @@ class SymbolicTensor(torch.Tensor):
     @staticmethod
     def make(layout: Layout, dtype: torch.dtype) -> SymbolicTensor:
         plain = torch.empty(layout.shape, dtype=dtype, device="meta")
-        made = torch.Tensor._make_subclass(SymbolicTensor, plain)
-        made.elements = layout
-        return made
+        tensor = torch.Tensor._make_subclass(SymbolicTensor, plain)
+        tensor.elements = layout
+        return tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -296,10 +296,10 @@ class _Library:
     def _converted(self, name: str, converter: Any, result: ModelTensors) -> None:
         operations = ", ".join(type(operation).__name__ for operation in converter.operations)
         try:
-            made = converter.convert(name, model=self._model, config=self._model.config)
-            if isinstance(made, tuple):  # with what went wrong, which is None; transformers 5.0
-                made, _ = made
-            for target, value in made.items():
+            converted = converter.convert(name, model=self._model, config=self._model.config)
+            if isinstance(converted, tuple):  # with what went wrong, which is None; transformers 5.0
+                converted, _ = converted
+            for target, value in converted.items():
                 tensor = value[0] if isinstance(value, list) else value
                 result.layouts[target] = tensor.elements
         except (NotTraceableError, NoStridesError) as error:
@@ -335,11 +335,11 @@ def saved_form(
         for number, name in enumerate(names)
     }
     try:
-        made = revert(model, dict(state))
+        reverted = revert(model, dict(state))
     except (NotTraceableError, NoStridesError) as error:
         raise _refused(where, str(error)) from error
     saved = []
-    for name, tensor in made.items():
+    for name, tensor in reverted.items():
         if not isinstance(tensor, SymbolicTensor):
             raise _refused(where, f"`{name}` is made of something else")
         parts = tuple(SavedPart(names[box.number], box.reversed()) for box in tensor.elements.boxes())
