@@ -54,6 +54,6 @@ def warn() -> None:
 
 def numbers(version: str, like: str | None = None) -> tuple[int, ...]:
     """The leading numbers of a version, as many as another one has; (-1,) where there are none."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = tuple(map(int, found[0].split("."))) if found else (-1,)
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = tuple(map(int, match[0].split("."))) if match else (-1,)
     return numbers if like is None else numbers[: len(like.split("."))]

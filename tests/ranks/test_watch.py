@@ -201,7 +201,7 @@ def test_a_place_is_read_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("name", ["a", "ü `x`"])
 def test_words_of_a_trail_are_kept_in_order(name: str) -> None:
-    trail = watch.Trail(range(2))
+    trail = watch.CollectiveLog(range(2))
     for number in range(watch.KEPT + 3):
         assert trail.begin("gather", f"{name}{number}").number == number
     assert trail.last()[-1] == f"gather of {name}{watch.KEPT + 2}"

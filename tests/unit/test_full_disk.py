@@ -234,12 +234,12 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
 
 def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
     """A line that did not fit is an error of ours where a run writes it, and is not read as a line."""
-    from zerodrift.io.paths import room
+    from zerodrift.io.paths import full_disk_named
 
     metrics = Metrics(RunFolder(tmp_path / "run"), Run(folder=str(tmp_path / "run")), 0)
     metrics.write("step", {"step": 1})
     disk.left = 0
-    with pytest.raises(ZerodriftError, match="No space left on device"), room(tmp_path / "run"):
+    with pytest.raises(ZerodriftError, match="No space left on device"), full_disk_named(tmp_path / "run"):
         metrics.write("step", {"step": 2})
     disk.left = None
     with contextlib.suppress(OSError):

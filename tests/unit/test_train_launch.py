@@ -11,7 +11,7 @@ import pytest
 
 from zerodrift.errors import ZerodriftError
 from zerodrift.train import launch
-from zerodrift.train.launch import Failure, RankFailedError, Work, first_host, slurm, write_failure
+from zerodrift.train.launch import Failure, RankArguments, RankFailedError, first_host, slurm, write_failure
 from zerodrift.train.stopping import listening
 
 STEP = {
@@ -56,8 +56,8 @@ def test_slurm_is_not_joined_where_it_did_not_start_ranks(change: dict[str, str 
 
 
 def test_what_a_rank_is_told_survives_its_command_line() -> None:
-    work = Work("job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True)
-    assert Work.from_json(work.to_json()) == work
+    work = RankArguments("job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True)
+    assert RankArguments.from_json(work.to_json()) == work
 
 
 def ended(tmp_path: Path, number: int, code: int, failure: Failure | None) -> launch._Rank:
@@ -76,7 +76,7 @@ def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path) -> None:
         ended(tmp_path, 0, 2, Failure(20.0, "rank 1 is missing", refused=True)),
         ended(tmp_path, 1, 2, Failure(10.0, "`data`: must be there", refused=True)),
     ]
-    told = launch._told(ranks, 2)
+    told = launch._first_failure(ranks, 2)
     assert isinstance(told, ZerodriftError) and str(told) == "rank 1: `data`: must be there"
 
 
@@ -85,14 +85,14 @@ def test_a_killed_rank_comes_before_those_that_missed_it(tmp_path: Path) -> None
         ended(tmp_path, 0, 2, Failure(20.0, "rank 1 is missing", refused=True)),
         ended(tmp_path, 1, -signal.SIGKILL, None),
     ]
-    told = launch._told(ranks, 2)
+    told = launch._first_failure(ranks, 2)
     assert isinstance(told, ZerodriftError)
     assert "`rank 1`" in str(told) and "SIGKILL" in str(told) and "last checkpoint" in str(told)
 
 
 def test_a_defect_is_told_with_its_traceback(tmp_path: Path) -> None:
     ranks = [ended(tmp_path, 0, 1, Failure(1.0, "Traceback ...\nKeyError: 3", refused=False))]
-    told = launch._told(ranks, 1)
+    told = launch._first_failure(ranks, 1)
     assert isinstance(told, RankFailedError) and "KeyError: 3" in str(told)
 
 

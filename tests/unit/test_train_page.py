@@ -204,6 +204,6 @@ def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture
 
 def test_the_rest_is_told_from_the_pace() -> None:
     pace = Pace()
-    assert pace.left(step(1), 11) is None
-    assert pace.left(step(2), 11) == pytest.approx(4.5)
+    assert pace.remaining(step(1), 11) is None
+    assert pace.remaining(step(2), 11) == pytest.approx(4.5)
     assert [clock(5), clock(65), clock(3725)] == ["0:05", "1:05", "1:02:05"]

@@ -10,7 +10,7 @@ import torch
 
 from zerodrift.train.blocks import Blocks, Rows
 from zerodrift.train.feed import BatchLayout, Feed, validation_batches
-from zerodrift.train.sampler import BlockSampler, permuted, share
+from zerodrift.train.sampler import BlockSampler, blocks_of_rank, permuted
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
@@ -39,7 +39,11 @@ def test_an_order_looks_like_chance() -> None:
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 2, 6), (2, 3, 2), (4, 1, 3), (6, 2, 1)])
 def test_a_step_has_the_same_blocks_on_any_number_of_ranks(ranks: int, micro: int, accumulation: int) -> None:
     chosen = BlockSampler(100, 0).step(7, 12)
-    found = [share(chosen, turn, rank, ranks, micro) for rank in range(ranks) for turn in range(accumulation)]
+    found = [
+        blocks_of_rank(chosen, turn, rank, ranks, micro)
+        for rank in range(ranks)
+        for turn in range(accumulation)
+    ]
     assert sorted(np.concatenate(found)) == sorted(chosen)
 
 

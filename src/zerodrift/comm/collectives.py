@@ -24,7 +24,7 @@ import torch.distributed as dist
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import Axis, AxisName, Mesh
 from zerodrift.comm.pairs import Pairs, missing
-from zerodrift.comm.watch import EVERYWHERE, Turn
+from zerodrift.comm.watch import EVERYWHERE, StartedCollective
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import RankError
 
@@ -80,7 +80,7 @@ class Collectives:
         self.carrier: Carrier = carrier or ("pairs" if mesh.device.type == "cpu" else "native")
         self._logs: list[list[Recorded]] = []
         self._pairs = Pairs()
-        self._last: Turn | None = None
+        self._last: StartedCollective | None = None
         """What was started last."""
 
     @contextlib.contextmanager
@@ -306,21 +306,23 @@ class Collectives:
 
     # --- one collective ---------------------------------------------------------------------------------
 
-    def _turn(self, op: str, line: Axis, of: str) -> Turn:
+    def _turn(self, op: str, line: Axis, of: str) -> StartedCollective:
         self._last = line.trail.begin(op, of)
         return self._last
 
-    def _at(self, turn: Turn) -> contextlib.AbstractContextManager[None]:
+    def _at(self, turn: StartedCollective) -> contextlib.AbstractContextManager[None]:
         return self.mesh.watch.at(turn)
 
-    def _under_way(self, turn: Turn, finish: Callable[[], None]) -> Handle:
+    def _under_way(self, turn: StartedCollective, finish: Callable[[], None]) -> Handle:
         def wait() -> None:
             with self._at(turn):
                 finish()
 
         return Handle(wait)
 
-    def _issue(self, turn: Turn, line: Axis, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _issue(
+        self, turn: StartedCollective, line: Axis, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         with self._at(turn):
             try:
                 return call(*args, **kwargs)
@@ -328,7 +330,12 @@ class Collectives:
                 raise missing(turn.op, line, error) from error
 
     def _start(
-        self, turn: Turn, line: Axis, call: Callable[..., Any], out: torch.Tensor, values: torch.Tensor
+        self,
+        turn: StartedCollective,
+        line: Axis,
+        call: Callable[..., Any],
+        out: torch.Tensor,
+        values: torch.Tensor,
     ) -> dist.Work:
         # As bytes: nothing is computed on the way, and no backend knows every dtype.
         out, values = out.view(torch.uint8), values.view(torch.uint8)
@@ -336,7 +343,7 @@ class Collectives:
 
     def _fold_received(
         self,
-        turn: Turn,
+        turn: StartedCollective,
         line: Axis,
         work: dist.Work,
         out: torch.Tensor,

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zerodrift.comm.rendezvous import meet
-from zerodrift.comm.watch import Trail, Watch
+from zerodrift.comm.watch import CollectiveLog, DeadlockWatch
 from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
 
@@ -56,7 +56,7 @@ class Axis:
     """This rank's place among them."""
     group: dist.ProcessGroup | None
     """None where this rank is alone."""
-    trail: Trail
+    trail: CollectiveLog
     """Numbers the collectives of `group`; axes that share a group share the numbers."""
 
     @property
@@ -85,7 +85,7 @@ class Mesh:
         self._axes = axes
         self._created = created
         trails = {id(axis.trail): axis.trail for axis in axes.values() if axis.group is not None}
-        self.watch = Watch(axes["world"].rank, list(trails.values()), created, device.type)
+        self.watch = DeadlockWatch(axes["world"].rank, list(trails.values()), created, device.type)
         """Where this rank is among the collectives."""
         weakref.finalize(self, self.watch.stop)
 
@@ -305,7 +305,7 @@ def _axes(
 ) -> dict[AxisName, Axis]:
     """Every axis of this rank; `created` gains the groups that had to be made."""
     everybody = range(shape.world)
-    groups = {everybody: (created[0] if created else None, Trail(everybody))}
+    groups = {everybody: (created[0] if created else None, CollectiveLog(everybody))}
     axes: dict[AxisName, Axis] = {}
     for name in AXES:
         # Every rank builds the groups of every line, in one order, though it is on one of them. torch can
@@ -317,7 +317,7 @@ def _axes(
             group = _group(line, timedelta(seconds=timeout)) if len(line) > 1 else None
             if group is not None and rank in line:
                 created.append(group)
-            groups[line] = (group, Trail(line))
+            groups[line] = (group, CollectiveLog(line))
         mine = _line(shape, rank, name)
         axes[name] = Axis(name, tuple(mine), mine.index(rank), *groups[mine])
     return axes

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import Axis
-from zerodrift.comm.watch import Turn
+from zerodrift.comm.watch import StartedCollective
 from zerodrift.errors import RankError, first_line
 
 CHUNK = 2 << 20
@@ -48,7 +48,9 @@ class Pairs:
     def __init__(self) -> None:
         self._scratch = Scratch()
 
-    def gather(self, turn: Turn, line: Axis, out: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+    def gather(
+        self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
+    ) -> Callable[[], None]:
         """Every other rank's slice into its place in `out`."""
         post = Post(turn, line, shard.nbytes, shard.nbytes)
         for to, source in post.turns:
@@ -57,7 +59,11 @@ class Pairs:
         return post.finish
 
     def swap(
-        self, turn: Turn, line: Axis, coming: Sequence[torch.Tensor], going: Sequence[torch.Tensor]
+        self,
+        turn: StartedCollective,
+        line: Axis,
+        coming: Sequence[torch.Tensor],
+        going: Sequence[torch.Tensor],
     ) -> None:
         """`going[rank]` to every rank, what it sends us into `coming[rank]`. Both know the sizes."""
         width = going[0].shape[1] * going[0].itemsize
@@ -72,7 +78,7 @@ class Pairs:
 
     def sum(
         self,
-        turn: Turn,
+        turn: StartedCollective,
         line: Axis,
         out: torch.Tensor,
         outgoing: Sequence[torch.Tensor],
@@ -128,7 +134,7 @@ class Pairs:
 class Post:
     """The messages of one collective between this rank and the others of its axis."""
 
-    def __init__(self, turn: Turn, line: Axis, message: int, total: int) -> None:
+    def __init__(self, turn: StartedCollective, line: Axis, message: int, total: int) -> None:
         """`message` bytes at a time, `total` to each rank."""
         self._op, self.line = turn.op, line
         digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS

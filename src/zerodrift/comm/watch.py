@@ -1,10 +1,10 @@
 """Where each rank is among the collectives, and what ranks say that will wait for each other for ever.
 
-Every collective of a group has a number and a few words, `all_gather of layers.1`, kept by a `Trail`. A rank
-that has waited for a few seconds writes to the store of its group where it is, and reads where the others
-are that wait, too. Where they wait in a circle, for one that has left, or in the same turn for another thing,
-nobody can ever go on: then what happened is written to the store, connections are cut, and every rank that
-waits raises it.
+Every collective of a group has a number and a few words, `all_gather of layers.1`, kept by a `CollectiveLog`.
+A rank that has waited for a few seconds writes to the store of its group where it is, and reads where the
+others are that wait, too. Where they wait in a circle, for one that has left, or in the same turn for another
+thing, nobody can ever go on: then what happened is written to the store, connections are cut, and every rank
+that waits raises it.
 
 Invariant: nothing is sent, asked or raised while no rank waits for long; and a rank that computes, loads
 data, compiles, or sits in a debugger is waited for, however long that takes.
@@ -77,17 +77,17 @@ _COMM = str(Path(__file__).parent) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StartedCollective:
     """One collective of a group."""
 
-    trail: Trail
+    trail: CollectiveLog
     number: int
     op: str
     what: str
     """The operation and what it is for, the same on every rank that takes part."""
 
 
-class Trail:
+class CollectiveLog:
     """The collectives of one group, as this rank has started them."""
 
     def __init__(self, ranks: range) -> None:
@@ -97,10 +97,10 @@ class Trail:
         """Of all of them, in their order; below 2^32."""
         self._kept = [""] * KEPT
 
-    def begin(self, op: str, of: str) -> Turn:
+    def begin(self, op: str, of: str) -> StartedCollective:
         """The next one. `of` says what is moved, where that is the same on all ranks."""
         what = f"{op} of {of}" if of else op
-        turn = Turn(self, self.count, op, what)
+        turn = StartedCollective(self, self.count, op, what)
         self._kept[self.count % KEPT] = what
         self.checksum = zlib.crc32(what.encode(), self.checksum)
         self.count += 1
@@ -153,16 +153,18 @@ class WaitReport:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    turn: Turn
+    turn: StartedCollective
     since: float
     thread: int
     serial: int
 
 
-class Watch:
+class DeadlockWatch:
     """Of one mesh, on one rank. Every rank makes one, each before any makes another."""
 
-    def __init__(self, rank: int, trails: Iterable[Trail], groups: Sequence[Any], device: str) -> None:
+    def __init__(
+        self, rank: int, trails: Iterable[CollectiveLog], groups: Sequence[Any], device: str
+    ) -> None:
         """`groups` are those to cut; the first holds all ranks of the mesh, and its store is written to."""
         self.said = ""
         """What happened; empty as long as nothing has."""
@@ -182,14 +184,14 @@ class Watch:
             self._store = groups[0].get_group_store()
             # A launcher may keep a store longer than a mesh lasts: each has keys of its own.
             self._key = f"zerodrift/watch/{(self._store.add(_MADE, 1) - 1) // self._world}"
-            judge = _Judge(rank, self._world, self._key, self._store.clone())
+            judge = _DeadlockDetector(rank, self._world, self._key, self._store.clone())
             self._thread = threading.Thread(
                 target=self._look, args=(judge,), name="zerodrift-watch", daemon=True
             )
             self._thread.start()
 
     @contextlib.contextmanager
-    def at(self, turn: Turn) -> Iterator[None]:
+    def at(self, turn: StartedCollective) -> Iterator[None]:
         """This rank is in that collective. What ends it because ranks wait for ever, says so."""
         if self.said:
             raise RankError.relayed(self.said)
@@ -225,7 +227,7 @@ class Watch:
             self.said = _read(self._store, f"{self._key}/said").decode()
         return self.said
 
-    def _missed(self, turn: Turn) -> str:
+    def _missed(self, turn: StartedCollective) -> str:
         """What is to be said of a collective that failed, where others of its ranks have left."""
         if self._store is None:
             return ""
@@ -234,7 +236,7 @@ class Watch:
 
     # --- the thread -------------------------------------------------------------------------------------
 
-    def _look(self, judge: _Judge) -> None:
+    def _look(self, judge: _DeadlockDetector) -> None:
         call: tuple[_Call, float] | None = None
         for beat in itertools.count():
             if self._over.wait(INTERVAL):
@@ -268,13 +270,15 @@ class Watch:
         at = _user_line(sys._current_frames().get(wait.thread))
         group = str(turn.trail.ranks)
         serial = f"turn {wait.serial}"
-        return WaitReport(beat, serial, turn.what, at, group, turn.number, needs, True, self._told())
+        return WaitReport(beat, serial, turn.what, at, group, turn.number, needs, True, self._logs_as_json())
 
     def _elsewhere(self, beat: int, call: _Call) -> WaitReport:
         needs = tuple(rank for rank in call.ranks or range(self._world) if rank != self._rank)
-        return WaitReport(beat, f"call {call.key}", call.name, call.at, "", 0, needs, call.sure, self._told())
+        return WaitReport(
+            beat, f"call {call.key}", call.name, call.at, "", 0, needs, call.sure, self._logs_as_json()
+        )
 
-    def _told(self) -> dict[str, tuple[int, tuple[str, ...]]]:
+    def _logs_as_json(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         return {group: (trail.count, tuple(trail.last())) for group, trail in self._trails.items()}
 
 
@@ -291,7 +295,7 @@ class _Call:
     """Whether nobody leaves it before all have come: a barrier."""
 
 
-class _Judge:
+class _DeadlockDetector:
     """Reads where the others are, round by round."""
 
     def __init__(self, rank: int, world: int, key: str, store: Any) -> None:

@@ -63,7 +63,7 @@ def parse_yaml(text: str, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
-        _refuse(name, "must be valid YAML", what + _place(mark), _yaml_hint(text, mark))
+        _refuse(name, "must be valid YAML", what + _position(mark), _yaml_hint(text, mark))
     except yaml.reader.ReaderError as error:
         line, column = _line_and_column(text, error.position)
         _refuse(name, "must be valid YAML", f"a character that YAML forbids at line {line}, column {column}")
@@ -124,7 +124,7 @@ def _neighbour(name: str) -> str:
 
 def _json(text: str, name: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_pairs, parse_int=_whole)
+        return json.loads(text, object_pairs_hook=_pairs, parse_int=_bounded_integer)
     except json.JSONDecodeError as error:
         what = f"{error.msg} at line {error.lineno}, column {error.colno}"
         _refuse(name, "must be valid JSON", what, _json_hint(text, error.pos))
@@ -138,7 +138,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> WrittenBlock:
     return block
 
 
-def _whole(digits: str) -> int:
+def _bounded_integer(digits: str) -> int:
     return int(digits[:MAX_DIGITS])
 
 
@@ -261,7 +261,7 @@ class _Builder:
         return out
 
     def _refuse(self, must: str, got: str, node: yaml.Node) -> NoReturn:
-        _refuse(self._name, must, got + _place(node.start_mark))
+        _refuse(self._name, must, got + _position(node.start_mark))
 
 
 def _integer(text: str) -> int:
@@ -273,7 +273,7 @@ def _float(text: str) -> float:
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-def _place(mark: yaml.Mark | None) -> str:
+def _position(mark: yaml.Mark | None) -> str:
     return "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
 
 

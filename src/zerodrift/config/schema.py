@@ -38,7 +38,7 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 Written = DType | DTypeName
 
 
-def _whole(value: Any) -> Any:
+def _integer(value: Any) -> Any:
     """Published configs write whole numbers as `2e3`: a float without a fraction is one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -62,10 +62,10 @@ Flag = Annotated[bool, Field(strict=True)]
 MOST = 2**31 - 1
 """Of what is counted: more micro-batches, samples or steps are a mistake, or mean no bound at all."""
 
-Positive = Annotated[int, Field(gt=0, le=MOST, strict=True), BeforeValidator(_whole)]
-Samples = Annotated[int, Field(gt=0, strict=True), BeforeValidator(_whole)]
-Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS, strict=True), BeforeValidator(_whole)]
-Natural = Annotated[int, Field(ge=0, strict=True), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(gt=0, le=MOST, strict=True), BeforeValidator(_integer)]
+Samples = Annotated[int, Field(gt=0, strict=True), BeforeValidator(_integer)]
+Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS, strict=True), BeforeValidator(_integer)]
+Natural = Annotated[int, Field(ge=0, strict=True), BeforeValidator(_integer)]
 NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Scale = Annotated[float, Field(ge=0, le=2.0**127, strict=True, allow_inf_nan=False)]
@@ -318,7 +318,7 @@ class ZeroOptimization(Block):
     fp32_pinned_parameters: Items[str] | None = None
     """Substrings of parameter names that stay fp32 in every column."""
     mics_shard_size: (
-        Annotated[int, Field(ge=-1, le=MOST_RANKS, strict=True), BeforeValidator(_whole)] | None
+        Annotated[int, Field(ge=-1, le=MOST_RANKS, strict=True), BeforeValidator(_integer)] | None
     ) = None
     """Hybrid sharding: ranks per shard group; -1 is all of them."""
     offload_optimizer: OffloadOptimizer | None = None

@@ -29,7 +29,7 @@ def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bo
     for unit in engine.plan.units:
         rows = [engine.plan.rows[index] for index in unit.rows]
         rows = [row for row in rows if not (without_frozen and not row.trained)]
-        for row, value in zip(rows, _whole(engine, rows, keep), strict=True):
+        for row, value in zip(rows, _full_values(engine, rows, keep), strict=True):
             if value is None:
                 continue
             value = value if everywhere else value.cpu()
@@ -52,7 +52,7 @@ def _copy(buffer: torch.Tensor, everywhere: bool) -> torch.Tensor:
     return copy if everywhere else copy.cpu()
 
 
-def _whole(engine: Engine, rows: list[Row], keep: bool) -> list[torch.Tensor | None]:
+def _full_values(engine: Engine, rows: list[Row], keep: bool) -> list[torch.Tensor | None]:
     """Copies in the export dtype."""
     values: dict[str, torch.Tensor] = {}
     with torch.no_grad():

@@ -26,7 +26,7 @@ from zerodrift.io.checkpoint.differences import Allowed
 from zerodrift.io.convert import to_checkpoint
 from zerodrift.io.deepspeed.checkpoint import open_deepspeed
 from zerodrift.io.deepspeed.files import find_tag, is_deepspeed
-from zerodrift.io.paths import look
+from zerodrift.io.paths import kind_at
 from zerodrift.io.sources import from_deepspeed
 
 
@@ -46,7 +46,7 @@ class ImportedCheckpoint:
 
 def saved_by_deepspeed(folder: Path, tag: str | None) -> bool:
     """Whether what is to be loaded was saved by DeepSpeed."""
-    if look(folder) != "folder":
+    if kind_at(folder) != "folder":
         return False
     place = folder / str(tag) if tag is not None else folder
     return is_deepspeed(place)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.deepspeed.parameters import gone
+from zerodrift.deepspeed.parameters import engine_gone
 from zerodrift.deepspeed.unsupported import absent
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
@@ -29,7 +29,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def _running(self) -> Engine:
         engine = self._engine()
         if engine is None:
-            raise gone("optimizer")
+            raise engine_gone("optimizer")
         return engine
 
     @property

@@ -49,7 +49,7 @@ class EngineParameter:
     def running(self) -> Engine:
         engine = self.engine()
         if engine is None:
-            raise gone(self.name)
+            raise engine_gone(self.name)
         return engine
 
 
@@ -93,7 +93,7 @@ def unmark(parameter: nn.Parameter) -> None:
             delattr(parameter, name)
 
 
-def gone(name: str) -> UnsupportedError:
+def engine_gone(name: str) -> UnsupportedError:
     """For what is used after its engine."""
     return UnsupportedError(
         name, "must be used while its engine exists", got="one that is gone", do="Keep the engine."

@@ -82,13 +82,13 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_local_fp32_param(param: Parameter) -> torch.Tensor | None:
     """This rank's part of the master: flat, fp32, a copy."""
-    engine, segment, row = _place(param)
-    return _mine(_master(engine, segment), segment, row).clone()
+    engine, segment, row = _locate(param)
+    return _local_part(_master(engine, segment), segment, row).clone()
 
 
 def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
     """Replace it. Collective where the visible weight is whole on every rank."""
-    engine, segment, row = _place(param)
+    engine, segment, row = _locate(param)
     flat = _master(engine, segment)
     _write(flat, segment, row, value)
     if engine.updater is None or not isinstance(segment, TrainedSegment):
@@ -102,18 +102,18 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
 
 def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
     """This rank's part of the gradient of this step so far: flat, fp32, a copy."""
-    engine, segment, row = _place(param)
+    engine, segment, row = _locate(param)
     if not isinstance(segment, TrainedSegment):
         return None
     native(engine.executor).gradients.flush()
     if segment.reduced is None:
         empty = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
-        return _mine(empty, segment, row)
-    return _mine(segment.reduced, segment, row).float() * engine.progress.unscale
+        return _local_part(empty, segment, row)
+    return _local_part(segment.reduced, segment, row).float() * engine.progress.unscale
 
 
 def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
-    engine, segment, row = _place(param)
+    engine, segment, row = _locate(param)
     native(engine.executor).gradients.flush()
     if not isinstance(segment, TrainedSegment) or segment.reduced is None:
         raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
@@ -122,15 +122,15 @@ def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of a moment: flat, fp32, a copy. None before the first step."""
-    engine, segment, row = _place(param)
+    engine, segment, row = _locate(param)
     if engine.updater is None or not isinstance(segment, TrainedSegment):
         return None
     flat = engine.updater.states(segment.number).get(optim_state_key)
-    return None if flat is None else _mine(flat, segment, row).clone()
+    return None if flat is None else _local_part(flat, segment, row).clone()
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    engine, segment, row = _place(param)
+    engine, segment, row = _locate(param)
     moments = {} if engine.updater is None else engine.updater.states(segment.number)
     if engine.updater is None or optim_state_key not in moments:
         raise ModelError(
@@ -143,7 +143,7 @@ def safe_set_local_optimizer_state(param: Parameter, value: torch.Tensor, optim_
     engine.updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
 
 
-def _place(param: Parameter) -> tuple[Engine, FlatSegment, Row]:
+def _locate(param: Parameter) -> tuple[Engine, FlatSegment, Row]:
     engine, name = require_engine_parameter(param)
     row = engine.plan.row(name)
     if row is None:
@@ -158,7 +158,7 @@ def _master(engine: Engine, segment: FlatSegment) -> torch.Tensor:
     return engine.updater.master(segment.number)
 
 
-def _mine(flat: torch.Tensor, segment: FlatSegment, row: Row) -> torch.Tensor:
+def _local_part(flat: torch.Tensor, segment: FlatSegment, row: Row) -> torch.Tensor:
     """What of a row is in a flat piece that begins where this rank's slice does."""
     return flat[_span(flat, segment, row)]
 

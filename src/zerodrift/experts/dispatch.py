@@ -131,10 +131,10 @@ class Exchange:
         ones = [1] * self._ranks
         coming = self._comm.all_to_all(counts, ones, ones, "expert")
         send, receive = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
-        arrived = _Travel.apply(self._comm, going.rows_of(tokens), send, receive)
+        arrived = _AllToAll.apply(self._comm, going.rows_of(tokens), send, receive)
         kinds = torch.arange(self.own, device=index.device).repeat(self._ranks)
         done = run(arrived, kinds.repeat_interleave(coming.view(-1)).to(index.dtype))
-        back = _Travel.apply(self._comm, done, receive, send)
+        back = _AllToAll.apply(self._comm, done, receive, send)
         return going.combine(back, weights).to(tokens.dtype)
 
     def _run(
@@ -212,7 +212,7 @@ class _Copies(torch.autograd.Function):
         return total.to(grad.dtype), None, None, None
 
 
-class _Travel(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Rows to other ranks of the expert axis; their gradients come back the same way."""
 
     @staticmethod
@@ -224,7 +224,7 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, _Travel.apply(ctx.comm, grad, ctx.receive, ctx.send), None, None
+        return None, _AllToAll.apply(ctx.comm, grad, ctx.receive, ctx.send), None, None
 
 
 _CALL = "Call it so, or leave it out of `experts.parameters`."

@@ -37,7 +37,7 @@ from zerodrift.io.checkpoint.manifest import (
     write_manifest,
     write_whole,
 )
-from zerodrift.io.paths import look, writing
+from zerodrift.io.paths import kind_at, writing
 from zerodrift.io.progress import ProgressBar
 from zerodrift.io.safetensors.boxes import Shape
 from zerodrift.io.safetensors.conversions import saved_form
@@ -130,7 +130,7 @@ def _model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | No
 
     if model is None:
         if not (
-            look(source) == "folder"
+            kind_at(source) == "folder"
             and (source / huggingface.CONFIG).is_file()
             and huggingface.is_installed()
         ):

@@ -31,7 +31,7 @@ def short(text: object) -> str:
     return plain if len(plain) <= SHOWN else f"{plain[: SHOWN // 2]}...{plain[-SHOWN // 4 :]}"
 
 
-def look(path: Path) -> Kind:
+def kind_at(path: Path) -> Kind:
     """What is there, links followed."""
     try:
         mode = path.stat().st_mode
@@ -49,7 +49,7 @@ def look(path: Path) -> Kind:
 
 def is_folder(path: Path, must: str) -> bool:
     """Whether a folder is there; `must` says what a file of the name should be."""
-    kind = look(path)
+    kind = kind_at(path)
     if kind == "file":
         raise CheckpointError(short(path), must, got="a file")
     return kind == "folder"
@@ -95,7 +95,7 @@ def open_own(folder: Path, name: str) -> IO[bytes]:
 
 def read_file(path: Path) -> bytes:
     """A regular file in full, links followed."""
-    kind = look(path)
+    kind = kind_at(path)
     if kind != "file":
         got = "a folder" if kind == "folder" else "no such file"
         raise CheckpointError(short(path), "must be a file", got=got)
@@ -130,7 +130,7 @@ def writing(path: Path, todo: str = "Choose another folder.") -> Iterator[None]:
 
 
 @contextmanager
-def room(path: Path) -> Iterator[None]:
+def full_disk_named(path: Path) -> Iterator[None]:
     """The same of a full disk alone, around work that also reads."""
     try:
         yield

@@ -36,7 +36,7 @@ from zerodrift.io.checkpoint.manifest import (
 from zerodrift.io.deepspeed.checkpoint import DeepSpeedCheckpoint, open_deepspeed
 from zerodrift.io.deepspeed.files import is_deepspeed
 from zerodrift.io.deepspeed.parts import Run
-from zerodrift.io.paths import look, short
+from zerodrift.io.paths import kind_at, short
 from zerodrift.io.safetensors.matching import Expected, expected
 from zerodrift.io.safetensors.weights import SafetensorsWeights
 from zerodrift.model import safetensors
@@ -87,7 +87,7 @@ def open_source(
     path: Path, model: nn.Module | None = None, tag: str = "", trust: bool = False, optimizer: str = ""
 ) -> ConvertSource:
     """Whatever is at `path`."""
-    kind = look(path)
+    kind = kind_at(path)
     if kind == "nothing":
         raise CheckpointError(short(path), "must be there to be converted", got="no such file or folder")
     try:
@@ -104,9 +104,9 @@ def _open(
     path: Path, folder: bool, model: nn.Module | None, tag: str, trust: bool, optimizer: str
 ) -> ConvertSource:
     if folder and (path / MANIFEST).is_file():
-        return _ours(path)
+        return _from_zerodrift(path)
     if folder and (CheckpointFolder(path).tags() or CheckpointFolder(path).halves()):
-        return _ours(CheckpointFolder(path).find(tag or LATEST))
+        return _from_zerodrift(CheckpointFolder(path).find(tag or LATEST))
     if folder and (tag or is_deepspeed(path)):
         return from_deepspeed(open_deepspeed(path, tag, trust), optimizer)
     if not folder or safetensors.holds(path):
@@ -122,7 +122,7 @@ def _open(
 # --- our own ----------------------------------------------------------------------------------------------
 
 
-def _ours(path: Path) -> ConvertSource:
+def _from_zerodrift(path: Path) -> ConvertSource:
     manifest, table = verified(path), read_entries(path)
     reader, shared = CheckpointReader(path), states.read_state(path, SHARED)
     reader.check(table)
@@ -281,7 +281,8 @@ def _safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
             buffers[item.name] = flat.view(item.shape)
     parameters = [item for item in want if not item.is_buffer]
     entries = tuple(
-        SavedParameter(item.names, item.shape, _held(files, item).value, -1, ()) for item in parameters
+        SavedParameter(item.names, item.shape, _stored_dtype(files, item).value, -1, ())
+        for item in parameters
     )
     kind = "safetensors files" if model is None else f"safetensors files of a {type(model).__name__}"
     return ConvertSource(
@@ -294,7 +295,7 @@ def _safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
     )
 
 
-def _held(files: SafetensorsWeights, item: Expected) -> DType:
+def _stored_dtype(files: SafetensorsWeights, item: Expected) -> DType:
     dtype = from_torch(files.exact(item.name))
     return item.dtype if dtype is None else dtype
 

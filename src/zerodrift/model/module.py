@@ -47,7 +47,7 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     modules = dict(module.named_modules(remove_duplicate=False))
     classes = {path: class_name(type(part)) for path, part in modules.items()}
     passing = transient(module)
-    used = _Used(module)
+    used = _ExpertsUsed(module)
     return ModelSpec(
         source=source or type(module).__qualname__,
         parameters=tuple(_parameter(group, classes, used) for group in groups),
@@ -79,7 +79,7 @@ def class_name(klass: type) -> str:
     return f"{klass.__module__}.{klass.__qualname__}"
 
 
-class _Used:
+class _ExpertsUsed:
     """How many experts a token uses, of how many, by the name of a parameter: what the modules around it say
     of themselves, the nearest first, or the config of the model."""
 
@@ -121,7 +121,7 @@ class _Used:
             path = path.rpartition(".")[0]
 
 
-def _parameter(group: _Shared, classes: dict[str, str], used: _Used) -> ParameterSpec:
+def _parameter(group: _Shared, classes: dict[str, str], used: _ExpertsUsed) -> ParameterSpec:
     first = group.parameters[0]
     paths = [name.rpartition(".")[0] for name in group.names]
     return ParameterSpec(

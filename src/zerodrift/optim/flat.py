@@ -28,7 +28,7 @@ from zerodrift.optim.reference import UpdateStep
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.updater import Counters, Owned, Written, no_callback, rooms, scheme_of
+from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import Hyper, Root
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, SGD, Algorithm, meant
 from zerodrift.plan.table import Plan
@@ -76,7 +76,7 @@ class FlatUpdater:
         still = len(groups.param_groups)
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
         _require_states_that_move(self._schemes.values(), algorithm, groups)
-        self._rooms = rooms(plan, owned)
+        self._statistics = empty_statistics(plan, owned)
         count = len(algorithm.kept(groups.param_groups))
         self._slices = {
             piece.number: schemes.allocate(
@@ -95,7 +95,7 @@ class FlatUpdater:
 
     @property
     def statistics(self) -> Mapping[int, Statistics]:
-        return self._rooms
+        return self._statistics
 
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
@@ -107,7 +107,7 @@ class FlatUpdater:
         step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number, gradient in gradients.items():
             self._update_slice(
-                self._schemes[number], self._slices[number], gradient, step, self._rooms.get(number)
+                self._schemes[number], self._slices[number], gradient, step, self._statistics.get(number)
             )
             written(number)
         self._steps += 1

@@ -26,7 +26,7 @@ from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.schemes import Scheme, SliceTensors
 from zerodrift.optim.statistics import Statistics, account
-from zerodrift.optim.updater import Counters, Owned, Written, no_callback, rooms, scheme_of
+from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import Root
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import ComponentSpec
@@ -66,12 +66,12 @@ class MuonUpdater:
             )
             for piece in mine
         }
-        self._rooms = rooms(plan, mine)
+        self._statistics = empty_statistics(plan, mine)
         self._steps = 0
 
     @property
     def statistics(self) -> Mapping[int, Statistics]:
-        return {**self._rest.statistics, **self._rooms}
+        return {**self._rest.statistics, **self._statistics}
 
     def learning_rates(self) -> tuple[float, ...]:
         return self._rest.learning_rates()
@@ -108,7 +108,7 @@ class MuonUpdater:
         scaled = gradient[part].float() * scale
         weight = schemes.read(scheme, of, part.start, part.stop)
         moment = schemes.read_moment(scheme, of, 0, first, last)
-        room = self._rooms.get(number)
+        room = self._statistics.get(number)
         before = None if room is None else (weight.clone(), of.storage[part].clone(), scaled)
         change = None if room is None else torch.zeros_like(weight)
         wanted = muon.direction(numbers, moment, scaled)
@@ -126,30 +126,34 @@ class MuonUpdater:
             after = (schemes.read(scheme, of, part.start, part.stop), of.storage[part], stored)
             account(room.blocks[first:last], change, before, after)
 
-    def _of(self, number: int) -> tuple[Scheme, SliceTensors]:
+    def _scheme_and_slice(self, number: int) -> tuple[Scheme, SliceTensors]:
         return self._schemes[number], self._slices[number]
 
     def master(self, number: int) -> torch.Tensor:
-        return schemes.read(*self._of(number)) if number in self._pieces else self._rest.master(number)
+        return (
+            schemes.read(*self._scheme_and_slice(number))
+            if number in self._pieces
+            else self._rest.master(number)
+        )
 
     @torch.no_grad()
     def set_master(self, number: int, values: torch.Tensor) -> None:
         if number in self._pieces:
-            schemes.write(*self._of(number), values)
+            schemes.write(*self._scheme_and_slice(number), values)
         else:
             self._rest.set_master(number, values)
 
     def states(self, number: int) -> dict[str, torch.Tensor]:
         if number not in self._pieces:
             return self._rest.states(number)
-        return {MOMENT: schemes.read_moment(*self._of(number), 0)} if self._steps else {}
+        return {MOMENT: schemes.read_moment(*self._scheme_and_slice(number), 0)} if self._steps else {}
 
     @torch.no_grad()
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
         if number not in self._pieces:
             self._rest.set_state(number, key, values)
         elif key == MOMENT:
-            schemes.write_moment(*self._of(number), 0, values)
+            schemes.write_moment(*self._scheme_and_slice(number), 0, values)
         else:
             raise AssertionError(f"Muon has one moment, {MOMENT}: {key}")
 

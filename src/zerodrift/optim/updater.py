@@ -58,7 +58,7 @@ def scheme_of(piece: Owned) -> Scheme:
     return Scheme(piece.spec.columns.storage.dtype, piece.update.master, piece.update.state)
 
 
-def rooms(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
+def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
     """Room for statistics by segment number; none where the plan does not ask for them."""
     if not plan.policy.statistics:
         return {}

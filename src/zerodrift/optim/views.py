@@ -25,7 +25,7 @@ from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, account
-from zerodrift.optim.updater import Counters, Owned, Written, no_callback, rooms, scheme_of
+from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master, State
@@ -68,7 +68,7 @@ class TorchViews:
         self.groups = optimizer
         self.group_of = group_of
         self._members = self._find_members()
-        self._rooms = rooms(plan, owned)
+        self._statistics = empty_statistics(plan, owned)
 
     def _views(self) -> dict[str, list[nn.Parameter]]:
         """Parameter name -> its views here, none where this rank owns nothing of it."""
@@ -97,7 +97,7 @@ class TorchViews:
     @property
     def statistics(self) -> Mapping[int, Statistics]:
         """The change that was wanted is what the fp32 master changed by: the class says no more."""
-        return self._rooms
+        return self._statistics
 
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
@@ -118,7 +118,7 @@ class TorchViews:
         before = {
             number: (self._values[number].clone(), self._slices[number].storage.clone())
             for number in ready
-            if number in self._rooms
+            if number in self._statistics
         }
         self.groups.step()
         for _, _, parameter in self._members:
@@ -147,7 +147,7 @@ class TorchViews:
         ]
         master = self._values[number][span]
         account(
-            self._rooms[number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
+            self._statistics[number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
             master - weight,
             (weight, seen, gradient[span]),
             (master, self._slices[number].storage[span], kept[-1].reshape(-1) if kept else None),
@@ -180,8 +180,8 @@ class TorchViews:
 
     def states(self, number: int) -> dict[str, torch.Tensor]:
         states: dict[str, torch.Tensor] = {}
-        for owner, span, parameter in self._members:
-            if owner != number:
+        for segment, span, parameter in self._members:
+            if segment != number:
                 continue
             for key, value in self.groups.state.get(parameter, {}).items():
                 if _is_moment(value, parameter):
@@ -192,8 +192,8 @@ class TorchViews:
         return states
 
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
-        for owner, span, parameter in self._members:
-            if owner == number and key in self.groups.state.get(parameter, {}):
+        for segment, span, parameter in self._members:
+            if segment == number and key in self.groups.state.get(parameter, {}):
                 held = self.groups.state[parameter][key]
                 held.copy_(values[span].view(held.shape))
 
@@ -229,8 +229,8 @@ class TorchViews:
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         held, dtypes = self._slices[number].master, []
-        for owner, _, parameter in self._members:
-            values = self.groups.state.get(parameter, {}).values() if owner == number else ()
+        for segment, _, parameter in self._members:
+            values = self.groups.state.get(parameter, {}).values() if segment == number else ()
             dtypes += [value.dtype for value in values if _is_moment(value, parameter)]
         return None if held is None else held.dtype, tuple(dict.fromkeys(dtypes))
 

@@ -41,7 +41,7 @@ def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> 
     for parameter, cells in zip(model.parameters, columns, strict=True):
         if id(cells) in usual:
             for name in parameter.names:
-                for path in around(name):
+                for path in enclosing_modules(name):
                     if path in mixed:
                         break
                     mixed.add(path)
@@ -50,7 +50,7 @@ def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> 
     for index, parameter in enumerate(model.parameters):
         if id(columns[index]) not in usual:
             for name in parameter.names:
-                for path in around(name):
+                for path in enclosing_modules(name):
                     if path in mixed:
                         break
                     inside.setdefault(path, []).append(index)
@@ -59,7 +59,7 @@ def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> 
     for parameter, cells in zip(model.parameters, columns, strict=True):
         if id(cells) in apart:
             for name in parameter.names:
-                for path in reversed([path for path in around(name) if path in inside]):
+                for path in reversed([path for path in enclosing_modules(name) if path in inside]):
                     if path not in decided:
                         decided[path] = decide(path, inside[path])
                     if decided[path] is not None:
@@ -69,11 +69,11 @@ def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> 
 
 def of_piece(plan: Plan, piece: int) -> tuple[Boundary, ...]:
     """Those of modules that have a parameter in one piece of a pipeline."""
-    here = {path for name in names_of(plan, piece) for path in around(name)}
+    here = {path for name in names_of(plan, piece) for path in enclosing_modules(name)}
     return tuple(boundary for boundary in plan.boundaries if boundary.path in here)
 
 
-def around(name: str) -> Iterator[str]:
+def enclosing_modules(name: str) -> Iterator[str]:
     """The paths of the modules around a parameter, innermost first; the model itself is none of them."""
     while True:
         name = name.rpartition(".")[0]
@@ -110,8 +110,8 @@ class _Decide:
         dtypes = {cells.compute for cells in floating}
         if len(dtypes) != 1 or not self._is_called(path, inside):
             return None
-        by_rule = self._told(inside)
-        output, why = by_rule or self._untold(path, inside)
+        by_rule = self._by_rule(inside)
+        output, why = by_rule or self._by_default(path, inside)
         mode = self._policy.mode
         lookup = None if mode.autocast or (by_rule and output == "keep") else mode.dtype
         reasons = (("dtype", floating[0].reasons()["compute"]), ("output", why))
@@ -123,7 +123,7 @@ class _Decide:
         names = (name for index in inside for name in self._model.parameters[index].names)
         return not all(name[len(path) + 1 :].partition(".")[0].isdecimal() for name in names)
 
-    def _told(self, inside: Sequence[int]) -> tuple[Output, str] | None:
+    def _by_rule(self, inside: Sequence[int]) -> tuple[Output, str] | None:
         """What rules say of the parameters; `keep` where they say both."""
         said = {self._columns[index].output: index for index in reversed(inside)}
         output: Output | None = "keep" if "keep" in said else "input" if "input" in said else None
@@ -134,7 +134,7 @@ class _Decide:
         rules = (rule for rule in reversed(self._policy.rules) if rule.output == output)
         return output, next(rule.why for rule in rules if any(matches(rule, *name) for name in names))
 
-    def _untold(self, path: str, inside: Sequence[int]) -> tuple[Output, str]:
+    def _by_default(self, path: str, inside: Sequence[int]) -> tuple[Output, str]:
         """A router or a head holds one matrix and has no projection's name, and keeps; a norm holds none and
         a block several, and what comes after those computes in the dtype of what came before."""
         matrices = sum(len(self._model.parameters[index].shape) > 1 for index in inside)

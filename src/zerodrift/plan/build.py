@@ -87,7 +87,7 @@ def _add_unit(
     """One unit: its parameters grouped by columns, each group one segment."""
     unit = len(units)
     first_row, first_segment = len(rows), len(segments)
-    for indices in stages.apart(group(members.parameters, columns), members.copies):
+    for indices in stages.split_off_copies(group(members.parameters, columns), members.copies):
         shared = columns[indices[0]]
         parts = mesh.expert if shared.parallel else 1
         parameters = [own_experts(model.parameters[index], parts) for index in indices]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.optimizers import of_type
-from zerodrift.plan.boundaries import around
+from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.stages import pieces
 from zerodrift.plan.table import Plan
 from zerodrift.policy.backends import BACKENDS
@@ -199,14 +199,14 @@ def boundaries_hold_their_dtype(plan: Plan) -> Iterator[str]:
     if len(held) < len(plan.boundaries):
         yield "a path has two boundaries"
     for boundary in plan.boundaries:
-        outer = next((path for path in around(boundary.path) if path in held), None)
+        outer = next((path for path in enclosing_modules(boundary.path) if path in held), None)
         if outer is not None:
             yield f"the boundary {boundary.path} lies inside {outer}"
         if [name for name, reason in boundary.why if reason] != ["dtype", "output"]:
             yield f"no reason for the boundary {boundary.path}"
     empty = set(held)
     for row in plan.rows if held else ():
-        for path in (path for name in row.names for path in around(name) if path in held):
+        for path in (path for name in row.names for path in enclosing_modules(name) if path in held):
             empty.discard(path)
             if row.columns.compute.is_floating and row.columns.compute is not held[path].dtype:
                 yield f"{row.name} computes in {row.columns.compute} inside {path}"

@@ -148,7 +148,7 @@ def _rest(plan: Plan, segments: Sequence[Segment]) -> RestingBytes:
     storage = accumulate = master = state = 0
     for segment in segments:
         columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
-        storage += _held(segment, columns.storage, shard)
+        storage += _resting_bytes(segment, columns.storage, shard)
         if update is None:
             continue
         owned = segment.padded // (shard if update.axis else 1)
@@ -156,7 +156,7 @@ def _rest(plan: Plan, segments: Sequence[Segment]) -> RestingBytes:
         count = moments(plan.policy.optimizer, update.optimizer)
         state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
-            accumulate += _held(segment, update.accumulate, shard)
+            accumulate += _resting_bytes(segment, update.accumulate, shard)
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
     return RestingBytes(storage, buffers, accumulate, master, state)
 
@@ -181,7 +181,7 @@ def _peak(
     return Peak(rest.total, gathered, accumulate, gradient, sum(wires[:REDUCTIONS]))
 
 
-def _held(segment: Segment, placed: Placed, shard: int) -> int:
+def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
     return segment.padded * placed.dtype.size // (shard if placed.axis else 1)
 
 

@@ -73,7 +73,7 @@ def counted(plan: Plan, stage: int, micro_batches: int) -> Iterator[tuple[Collec
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _AlikeMicroBatches:
     """Micro-batches that follow each other and are alike."""
 
     times: int
@@ -81,11 +81,15 @@ class _Turn:
     last: bool
 
 
-def _turns(count: int) -> tuple[_Turn, ...]:
+def _turns(count: int) -> tuple[_AlikeMicroBatches, ...]:
     """What a micro-batch issues depends on whether it is the first or the last of its step."""
     if count == 1:
-        return (_Turn(1, True, True),)
-    return _Turn(1, True, False), _Turn(count - 2, False, False), _Turn(1, False, True)
+        return (_AlikeMicroBatches(1, True, True),)
+    return (
+        _AlikeMicroBatches(1, True, False),
+        _AlikeMicroBatches(count - 2, False, False),
+        _AlikeMicroBatches(1, False, True),
+    )
 
 
 def _afterwards(plan: Plan) -> Iterator[Collective]:
@@ -99,7 +103,7 @@ def _afterwards(plan: Plan) -> Iterator[Collective]:
     yield from _boundary(plan, units)
 
 
-def _micro_batch(plan: Plan, stage: int, turn: _Turn) -> Iterator[Collective]:
+def _micro_batch(plan: Plan, stage: int, turn: _AlikeMicroBatches) -> Iterator[Collective]:
     units = list(plan.units)
     keep = plan.policy.sharding.keep_gathered
     if plan.policy.pipeline is not None and keep != "step":
@@ -129,7 +133,7 @@ def backward_order(units: list[Unit]) -> list[Unit]:
     come to before them, as in a forward."""
     inside: dict[str | None, list[Unit]] = {None: []}
     for unit in units:
-        holder = next((path for path in _around(unit.name) if path in inside), None)
+        holder = next((path for path in _enclosing_modules(unit.name) if path in inside), None)
         inside[holder].append(unit)
         inside[unit.name] = []
     order: list[Unit] = []
@@ -140,7 +144,7 @@ def backward_order(units: list[Unit]) -> list[Unit]:
     return order
 
 
-def _around(name: str) -> Iterator[str]:
+def _enclosing_modules(name: str) -> Iterator[str]:
     """The modules that a module is in, innermost first; the root is last."""
     while name:
         name = name.rpartition(".")[0]

@@ -117,7 +117,9 @@ def even_by_cost(costs: Sequence[int], count: int, after: int) -> list[int]:
     return sizes[::-1]
 
 
-def apart(groups: Sequence[Sequence[int]], copies: Mapping[int, tuple[int, ...]]) -> list[list[int]]:
+def split_off_copies(
+    groups: Sequence[Sequence[int]], copies: Mapping[int, tuple[int, ...]]
+) -> list[list[int]]:
     """The groups of parameters that become segments, with what is tied across the pipeline by itself."""
     parts: list[list[int]] = []
     for indices in groups:

@@ -28,7 +28,7 @@ class Argument:
     words: str
     """What it must be."""
     fits: Callable[[Any], bool]
-    whole: bool = False
+    integer: bool = False
     """Whether it is a whole number, which configs also write as `2e3`."""
     do: str = ""
     """What to do where it is something else."""
@@ -43,7 +43,7 @@ def _numbers(value: Any, fits: Callable[[Any], bool] = _number) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(fits, value))
 
 
-def _share(value: Any) -> bool:
+def _is_fraction(value: Any) -> bool:
     return _number(value) and value < 1
 
 
@@ -69,7 +69,7 @@ NUMBER = Argument("a number of at least 0", _number)
 SIGNED = Argument("a number", lambda value: _number(value, -MOST))
 ABOVE = Argument("a number above 0", lambda value: _number(value) and value > 0)
 FLAG = Argument("true or false", lambda value: isinstance(value, bool))
-BETAS = Argument("two numbers in [0, 1)", lambda value: _numbers(value, _share) and len(value) == 2)
+BETAS = Argument("two numbers in [0, 1)", lambda value: _numbers(value, _is_fraction) and len(value) == 2)
 STEPS = _count("a whole number above 0", 1)
 STAIRS = _count("a whole number of at least 0", 0)
 LAST = _count("a whole number of at least -1", -1)
@@ -79,7 +79,7 @@ RATES = Argument(
 )
 MOMENTA = Argument(
     "a number in [0, 1), or a list of them, one per parameter group",
-    lambda value: _share(value) or _numbers(value, _share),
+    lambda value: _is_fraction(value) or _numbers(value, _is_fraction),
 )
 WARMUP_TYPE = _word("log", "linear")
 
@@ -175,7 +175,7 @@ def checked(
             must = f"must be an argument of {whose}: {', '.join(own)}"
             problems.add(path, must, do=did_you_mean(key, table))
             continue
-        if argument.whole and isinstance(value, float) and value.is_integer():
+        if argument.integer and isinstance(value, float) and value.is_integer():
             value = int(value)
         if not argument.fits(value):
             problems.add(path, f"must be {argument.words}", got=shown(value), do=argument.do)

@@ -28,13 +28,13 @@ def arithmetic(
             return Batch(0, steps, 0), "batch sizes are the caller's loader's"
         return Batch(micro, steps, micro * steps * ranks), f"{MICRO} x {STEPS} x {over}"
     if micro is None and steps is None:
-        return Batch(_share(train, ranks, TRAIN, problems), 1, train), f"{TRAIN} over {over}"
+        return Batch(_quotient(train, ranks, TRAIN, problems), 1, train), f"{TRAIN} over {over}"
     if micro is None:
         steps = steps or 1
-        share = _share(train, ranks * steps, TRAIN, problems)
+        share = _quotient(train, ranks * steps, TRAIN, problems)
         return Batch(share, steps, train), f"{TRAIN} over {over} and {steps} micro-batches"
     if steps is None:
-        share = _share(train, ranks * micro, TRAIN, problems)
+        share = _quotient(train, ranks * micro, TRAIN, problems)
         return Batch(micro, share, train), f"{TRAIN} over {over} of {micro}"
     if train != micro * steps * ranks:
         problems.add(
@@ -47,7 +47,7 @@ def arithmetic(
     return Batch(micro, steps, train), "written in full"
 
 
-def _share(total: int, parts: int, key: str, problems: Problems) -> int:
+def _quotient(total: int, parts: int, key: str, problems: Problems) -> int:
     if total % parts:
         problems.add(
             key,

@@ -101,9 +101,9 @@ def loss_scale(config: Config, mode: Mode, numbers: AutoNumbers) -> LossScale | 
     block = config.fp16
     get = (lambda name: getattr(block, name)) if block else (lambda name: None)
     static = get("loss_scale") or 0.0
-    power = numbers.whole("fp16.initial_scale_power", get("initial_scale_power"))
-    window = numbers.whole("fp16.loss_scale_window", get("loss_scale_window"))
-    hysteresis = numbers.whole("fp16.hysteresis", get("hysteresis"))
+    power = numbers.integer("fp16.initial_scale_power", get("initial_scale_power"))
+    window = numbers.integer("fp16.loss_scale_window", get("loss_scale_window"))
+    hysteresis = numbers.integer("fp16.hysteresis", get("hysteresis"))
     return LossScale(
         dynamic=not static,
         initial=float(static) if static else 2.0 ** (16 if power is None else power),

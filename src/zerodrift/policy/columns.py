@@ -75,7 +75,7 @@ def complete(
 ) -> Columns:
     """Every column of a parameter."""
     if not subject.source.is_floating:
-        return _divided(_kept(subject.source, output), subject)
+        return _divided(_unchanged(subject.source, output), subject)
     fill = _Filler(asked, setting, subject, problems)
     storage = fill.storage()
     compute = fill.compute()
@@ -97,7 +97,7 @@ def _divided(columns: Columns, subject: ParameterTraits) -> Columns:
     return replace(columns, parallel="expert", why=(*columns.why, ("parallel", subject.expert)))
 
 
-def _kept(dtype: DType, output: Output | None) -> Columns:
+def _unchanged(dtype: DType, output: Output | None) -> Columns:
     """An integer or boolean parameter: it stays what it is."""
     reason = f"{dtype} is not a floating dtype: kept as it is"
     why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
@@ -117,7 +117,7 @@ class _Filler:
         self.why: dict[str, str] = {}
         self.storage_axis: Axis = "shard" if setting.stage == 3 or setting.backend.storage_sharded else ""
 
-    def _take(self, column: str, default: DType, reason: str) -> DType:
+    def _demanded(self, column: str, default: DType, reason: str) -> DType:
         """The demanded dtype of a column, or the default; remembers why."""
         value, why = self.asked.get(column, (default.value, reason))
         self.why[column] = why
@@ -137,7 +137,7 @@ class _Filler:
             default, reason = mode.dtype, f"mode {mode}"
         if not self.subject.trained and source is not default and default.holds(source):
             default, reason = source, f"frozen: {source} as it came, widening would add no bits"
-        return self._take("storage", default, reason)
+        return self._demanded("storage", default, reason)
 
     def compute(self) -> DType:
         mode = self.setting.mode
@@ -146,7 +146,7 @@ class _Filler:
             reason = "autocast: every module that owns it is in the safe list"
         elif mode.autocast:
             default, reason = DType.FP32, "autocast: not a safe module, each op's autocast rule decides"
-        compute = self._take("compute", default, reason)
+        compute = self._demanded("compute", default, reason)
         if compute is DType.FP16 and not mode.scaled and self.subject.trained:
             self.problems.add(
                 self.place("compute"),
@@ -159,7 +159,7 @@ class _Filler:
     def gather(self, storage: DType, compute: DType) -> DType:
         if not self.storage_axis:
             reason = f"stage {self.setting.stage}: storage is whole, an updated slice travels as stored"
-            gather = self._take("gather", storage, reason)
+            gather = self._demanded("gather", storage, reason)
             if gather is not storage:
                 self.problems.add(
                     self.place("gather"),
@@ -172,7 +172,7 @@ class _Filler:
         narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
         if self.setting.backend.gather_compute:
             narrow, reason = compute, self.setting.backend.gather_compute
-        gather = self._take("gather", narrow, reason)
+        gather = self._demanded("gather", narrow, reason)
         if gather not in (storage, compute):
             self.problems.add(
                 self.place("gather"),
@@ -183,7 +183,7 @@ class _Filler:
         return gather
 
     def update(self, storage: DType, compute: DType) -> Update:
-        grad = self._take("grad", compute, "autograd leaves it in the compute dtype")
+        grad = self._demanded("grad", compute, "autograd leaves it in the compute dtype")
         if grad is not compute:
             self.problems.add(
                 self.place("grad"),
@@ -207,7 +207,7 @@ class _Filler:
         )
 
     def _accumulate(self, compute: DType) -> DType:
-        dtype = self._take(
+        dtype = self._demanded(
             "accumulate", DEFAULT_ACCUMULATE, "default: micro-batches are summed in fp32 in every mode"
         )
         self._allow("accumulate", dtype, compute)
@@ -219,10 +219,10 @@ class _Filler:
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
         else:
             default, reason = accumulate, "default: what was accumulated travels unrounded"
-        wire = self._take("reduce.wire", default, reason)
+        wire = self._demanded("reduce.wire", default, reason)
         if "reduce.wire" in self.asked:
             self._allow("reduce.wire", wire, accumulate)
-        total = self._take("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
+        total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if not total.holds(wire):
             self.problems.add(
                 self.place("reduce.sum"),
@@ -356,9 +356,9 @@ class _Filler:
     def export(self, compute: DType) -> DType:
         checkpoint = self.subject.checkpoint
         if checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
-            return self._take("export", checkpoint, "the dtype of the source checkpoint")
+            return self._demanded("export", checkpoint, "the dtype of the source checkpoint")
         if checkpoint is not None:
-            return self._take(
+            return self._demanded(
                 "export", compute, f"compute: {checkpoint} of the source means nothing by itself"
             )
-        return self._take("export", compute, "no source checkpoint: the compute dtype")
+        return self._demanded("export", compute, "no source checkpoint: the compute dtype")

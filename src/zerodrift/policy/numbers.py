@@ -68,7 +68,7 @@ class AutoNumbers:
             value = self._auto_number(key)
         return default if value is None else float(value)
 
-    def whole(self, key: str, value: int | str | None) -> int | None:
+    def integer(self, key: str, value: int | str | None) -> int | None:
         if value == AUTO:
             value = self._auto_number(key)
         return None if value is None else int(value)

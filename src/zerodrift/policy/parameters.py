@@ -42,7 +42,7 @@ class ColumnsOf:
             policy.optimizer is not None and of_type(policy.optimizer.type).matrices,
         )
         self._known: dict[Any, Columns] = {}
-        self._beside = _beside(model)
+        self._beside = _buffer_dtypes(model)
         self._told: set[str] = set()
         self.problems = Problems()
 
@@ -107,7 +107,7 @@ _COMPUTED_WITH = re.compile(
 """Buffers that torch computes with parameters: those of norms with statistics and of spectral norms."""
 
 
-def _beside(model: ModelSpec) -> dict[str, DType]:
+def _buffer_dtypes(model: ModelSpec) -> dict[str, DType]:
     """Module path -> the dtype of such buffers of it."""
     matches = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
     return {match["path"]: dtype for match, dtype in matches if match is not None and dtype.is_floating}

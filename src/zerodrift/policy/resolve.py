@@ -77,10 +77,10 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     allow_narrow = bool(precision.allow_narrow)
     _check_supported(demands, mode, mesh, stage, backend.name, allow_narrow, problems)
     sizes, sizes_why = batch.arithmetic(
-        numbers.whole(batch.TRAIN, config.train_batch_size),
-        numbers.whole(batch.MICRO, config.train_micro_batch_size_per_gpu),
+        numbers.integer(batch.TRAIN, config.train_batch_size),
+        numbers.integer(batch.MICRO, config.train_micro_batch_size_per_gpu),
         pipelining.micro_batches(
-            config, numbers.whole(batch.STEPS, config.gradient_accumulation_steps), problems
+            config, numbers.integer(batch.STEPS, config.gradient_accumulation_steps), problems
         ),
         mesh.data,
         problems,

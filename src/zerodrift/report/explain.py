@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerodrift.plan.boundaries import around
+from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.table import Boundary, Plan, Row
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.report import names, summary
@@ -85,7 +85,7 @@ def explain(plan: Plan, name: str) -> Explanation:
 def explain_row(plan: Plan, index: int) -> Explanation:
     """The row at an index of `Plan.rows`."""
     row = plan.rows[index]
-    modules = {path for name in row.names for path in around(name)}
+    modules = {path for name in row.names for path in enclosing_modules(name)}
     options = summary.options(row.columns).items()
     values, words, why = row.columns.cells(), summary.spelled(row.columns), row.columns.reasons()
     return Explanation(

@@ -47,7 +47,7 @@ def index_of(plan: Plan, name: str) -> int:
 def _offer(plan: Plan, query: str) -> str:
     """A sentence with names or patterns near the query; empty when nothing is near."""
     names = [name for row in plan.rows for name in row.names]
-    offered = _mended(query, names) or _containing(query, names) or _alike(query, names)
+    offered = _mended(query, names) or _containing(query, names) or _similar(query, names)
     if not offered:
         return ""
     return "Did you mean " + " or ".join(f"`{name}`" for name in offered[:_OFFERED]) + "?"
@@ -77,7 +77,7 @@ def _containing(query: str, names: list[str]) -> list[str]:
     return list(dict.fromkeys([containing[0], containing[len(containing) // 2], containing[-1]]))
 
 
-def _alike(query: str, names: list[str]) -> list[str]:
+def _similar(query: str, names: list[str]) -> list[str]:
     """First names of the templates that look like the query."""
     first: dict[str, str] = {}
     for name in names:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zerodrift.plan.boundaries import around
+from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.table import Boundary, Plan, Row
 from zerodrift.policy.nouns import Columns
 
@@ -110,7 +110,7 @@ def single(plan: Plan, chosen: Sequence[int]) -> Table:
         Line(row.name, row.names[1:], row.whole_shape, row.whole_numel, (index,), numbers[index])
         for index, row in rows
     )
-    near = {path for _, row in rows for name in row.names for path in around(name)}
+    near = {path for _, row in rows for name in row.names for path in enclosing_modules(name)}
     casts = tuple(Casts(boundary.path, (boundary,)) for boundary in plan.boundaries if boundary.path in near)
     return Table(_sets(plan.rows, numbers), lines, casts)
 

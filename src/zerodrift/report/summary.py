@@ -113,7 +113,7 @@ def kind(columns: Columns) -> str:
     return ", ".join([*(word for word, holds in words if holds), *columns.options().values()])
 
 
-def share(item: ColumnSet, table: Table) -> str:
+def percent_of_elements(item: ColumnSet, table: Table) -> str:
     """A column set's part of the plan's elements."""
     total = sum(columns.numel for columns in table.sets)
     return figures.percent(item.numel / total) if total else "0%"
@@ -122,7 +122,7 @@ def share(item: ColumnSet, table: Table) -> str:
 def amount(item: ColumnSet, table: Table) -> str:
     """How much of the plan has these columns, in a clause."""
     elements = figures.elements(item.numel)
-    return f"{several(item.tensors, 'parameter')}, {elements} elements, {share(item, table)}"
+    return f"{several(item.tensors, 'parameter')}, {elements} elements, {percent_of_elements(item, table)}"
 
 
 def spelled(columns: Columns) -> dict[str, str]:

@@ -172,7 +172,7 @@ class _Columns:
     def _head(self, item: ColumnSet, table: Table) -> Text:
         cells = item.columns.cells()
         label = Text().append(item.letter, style="bold")
-        kind, share = summary.kind(item.columns), summary.share(item, table)
+        kind, share = summary.kind(item.columns), summary.percent_of_elements(item, table)
         for words in ((kind, share), (kind or share,)):
             text = "  ".join(filter(None, words))
             if text and len(label) + 2 + len(text) <= self.left:

@@ -188,7 +188,7 @@ class Blocks:
         return tokens, np.where(marks.astype(bool), tokens, IGNORED)
 
     def _block(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-        part, place = self._place(index)
+        part, place = self._locate(index)
         tokens, marks = part[place], None if self.learned is None else self.learned[index]
         if self.sums is not None and self.counts is not None:
             learned = np.ones(self.length, _MARK) if marks is None else marks
@@ -199,7 +199,7 @@ class Blocks:
             raise ConfigError(str(part.file), _below(self.vocabulary), got=got, do=_TOKENIZER)
         return tokens.astype(np.int64), marks
 
-    def _place(self, index: int) -> tuple[Rows, int]:
+    def _locate(self, index: int) -> tuple[Rows, int]:
         for part in self.maps:
             if index < len(part):
                 return part, index

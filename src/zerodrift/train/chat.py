@@ -29,11 +29,11 @@ def conversation(row: Mapping[str, Any], key: str, where: str) -> list[Message]:
     if key in row:
         return _messages(row[key], f"{where}: {key}")
     if "prompt" in row and "completion" in row:
-        return _pair(_said(row, "prompt", where), _said(row, "completion", where))
+        return _pair(_text_field(row, "prompt", where), _text_field(row, "completion", where))
     if "instruction" in row and ("output" in row or "response" in row):
-        asked = _said(row, "instruction", where)
-        more = _said(row, "input", where) if row.get("input") is not None else ""
-        answered = _said(row, "output" if "output" in row else "response", where)
+        asked = _text_field(row, "instruction", where)
+        more = _text_field(row, "input", where) if row.get("input") is not None else ""
+        answered = _text_field(row, "output" if "output" in row else "response", where)
         return _pair(f"{asked}\n\n{more}" if more else asked, answered)
     must = f"must have `{key}`, or `prompt` and `completion`, or `instruction` and `output`"
     raise ConfigError(where, must, got=", ".join(f"`{name}`" for name in row) or "nothing")
@@ -60,12 +60,12 @@ def _messages(value: Any, where: str) -> list[Message]:
             got = ", ".join(f"`{key}`" for key in more)
             raise ConfigError(f"{where}[{number}]", must, got=got, do="Leave it out.")
     return [
-        {key: _said(turn, key, f"{where}[{number}]") for key in ("role", "content")}
+        {key: _text_field(turn, key, f"{where}[{number}]") for key in ("role", "content")}
         for number, turn in enumerate(value)
     ]
 
 
-def _said(row: Mapping[str, Any], key: str, where: str) -> str:
+def _text_field(row: Mapping[str, Any], key: str, where: str) -> str:
     """What is under a key, if it is a text: anything else would be learned as Python prints it."""
     if not isinstance(row[key], str):
         raise ConfigError(f"{where}: {key}", "must be a text", got=type(row[key]).__name__)

@@ -66,7 +66,7 @@ class Pace:
     def __init__(self) -> None:
         self._recent: list[tuple[int, float]] = []
 
-    def left(self, step: StepMetrics, steps: int) -> float | None:
+    def remaining(self, step: StepMetrics, steps: int) -> float | None:
         """Seconds to the end; None before it can be told."""
         self._recent = [*self._recent[-20:], (step.step, step.seconds)]
         (first, since), (last, now) = self._recent[0], self._recent[-1]
@@ -108,7 +108,7 @@ class LineDisplay:
         print(encodable(text, sys.stdout.encoding), flush=True)
 
     def step(self, step: StepMetrics) -> None:
-        left = self._pace.left(step, self._steps)
+        left = self._pace.remaining(step, self._steps)
         if step.step % self._every and step.step != self._steps and not step.skipped:
             return
         eta = [f"eta {clock(left)}"] if left is not None else []
@@ -156,7 +156,7 @@ class LiveDisplay:
         self._console.print(Text.from_ansi(text))
 
     def step(self, step: StepMetrics) -> None:
-        left = self._pace.left(step, self._steps)
+        left = self._pace.remaining(step, self._steps)
         words = "  ".join([f"step {step.step}/{self._steps}", *figures(step)])
         if self._validation:
             words += f"  val {self._validation}"

@@ -66,7 +66,7 @@ def read(folder: Path, job: Job) -> nn.Module:
     if job.model.lora is not None:
         from peft import PeftModel
 
-        base = models.whole(job.model, source).float()
+        base = models.whole_model(job.model, source).float()
         return attempt(lambda: PeftModel.from_pretrained(base, str(folder)), str(folder), _HOLD)
     if source.config is not None:
         return models.loaded(folder, torch.float32)
@@ -102,5 +102,5 @@ def read_checkpoint(model: nn.Module, checkpoints: Path) -> None:
     models.require_whole(place, missing, ())
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(reader.whole(weight_key(entries[name].name)).view(parameter.shape))
+            parameter.copy_(reader.full(weight_key(entries[name].name)).view(parameter.shape))
         states.put_buffers(model, states.read_state(place, SHARED)["buffers"])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from zerodrift.train.blocks import IGNORED, Blocks
-from zerodrift.train.sampler import BlockSampler, share
+from zerodrift.train.sampler import BlockSampler, blocks_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Feed:
         chosen = self._sampler.step(number, seat.samples)
         mean = self.blocks.labels(chosen).sum() / (seat.ranks * seat.accumulation)
         for place in range(seat.accumulation):
-            mine = share(chosen, place, seat.rank, seat.ranks, seat.micro)
+            mine = blocks_of_rank(chosen, place, seat.rank, seat.ranks, seat.micro)
             yield micro_batch(self.blocks, mine, mean, seat.device)
 
     def labels(self, number: int) -> int:

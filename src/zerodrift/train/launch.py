@@ -64,7 +64,7 @@ def first_host(nodes: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RankArguments:
     """What a rank is told: on its command line, as JSON."""
 
     source: str
@@ -82,7 +82,7 @@ class Work:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Work:
+    def from_json(cls, text: str) -> RankArguments:
         source, overrides, failure, watch, debug = json.loads(text)
         return cls(source, tuple(overrides), failure, watch, debug)
 
@@ -120,7 +120,7 @@ class Launcher:
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
             failure.unlink(missing_ok=True)
-            work = Work(source, tuple(overrides), str(failure), self._read, debug)
+            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug)
             environment = {
                 **os.environ,
                 "RANK": str(number),
@@ -136,7 +136,7 @@ class Launcher:
         os.close(self._read)
 
     def _start(
-        self, number: int, work: Work, environment: dict[str, str], errors: IO[bytes]
+        self, number: int, work: RankArguments, environment: dict[str, str], errors: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
         return subprocess.Popen(
@@ -177,7 +177,7 @@ class Launcher:
             return 0
         if self._signals > 1:
             return 130
-        raise _told(failed, self._count)
+        raise _first_failure(failed, self._count)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -194,7 +194,7 @@ class RankFailedError(Exception):
     """A rank ended with a defect of the program, whose traceback was printed."""
 
 
-def _told(failed: Sequence[_Rank], count: int) -> Exception:
+def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
     """The error of the rank that failed first. One that was killed says nothing, and comes before those
     that only missed it."""
     silent = [rank for rank in failed if not rank.failure.is_file()]

@@ -105,7 +105,7 @@ class Loop:
         except BaseException as error:
             if self._leads and not isinstance(error, KeyboardInterrupt):
                 with contextlib.suppress(OSError):  # a disk that is full now was so before
-                    self._write("end", {"step": step, "error": _told(error)})
+                    self._write("end", {"step": step, "error": _error_text(error)})
                     session.report(self._lines)
             raise
         finally:
@@ -282,5 +282,5 @@ def _seed(seed: int, step: int, rank: int) -> int:
     return (seed * 1_000_003 + step) * 65_537 + rank
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return first_line(error) if isinstance(error, ZerodriftError) else said(error)

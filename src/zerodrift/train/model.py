@@ -75,12 +75,12 @@ def build(written: Model, source: ModelSource) -> nn.Module:
         with empty():
             model = _from_config(source, None)
     else:
-        model = _with_adapters(whole(written, source), written.lora)
+        model = _with_adapters(whole_model(written, source), written.lora)
     model.train()
     return model
 
 
-def whole(written: Model, source: ModelSource) -> nn.Module:
+def whole_model(written: Model, source: ModelSource) -> nn.Module:
     """The model with its weights in this process's own memory, without adapters."""
     torch.manual_seed(written.seed)
     return make(source.text) if source.config is None else _from_config(source, source.weights)

@@ -13,11 +13,11 @@ import time
 import traceback
 
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.launch import Failure, Work, write_failure
+from zerodrift.train.launch import Failure, RankArguments, write_failure
 
 
 def main(text: str) -> int:
-    work = Work.from_json(text)
+    work = RankArguments.from_json(text)
     threading.Thread(target=_end_with, args=(work.watch,), daemon=True).start()
     try:
         from zerodrift.train.start import run_here

@@ -121,6 +121,6 @@ def load(folder: RunFolder, job: Job) -> nn.Module:
         raise ConfigError(str(folder.path), must, got="neither", do="Let it train a little longer.")
     if folder.export.is_dir():
         return export.read(folder.export, job)
-    model = models.whole(job.model, models.source_of(job.model))
+    model = models.whole_model(job.model, models.source_of(job.model))
     export.read_checkpoint(model, folder.checkpoints)
     return model

@@ -38,7 +38,7 @@ class BlockSampler:
         return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
 
 
-def share(indices: np.ndarray, micro_batch: int, rank: int, ranks: int, size: int) -> np.ndarray:
+def blocks_of_rank(indices: np.ndarray, micro_batch: int, rank: int, ranks: int, size: int) -> np.ndarray:
     """What of a step's blocks is micro-batch `micro_batch` of a rank, `size` blocks."""
     start = (micro_batch * ranks + rank) * size
     return indices[start : start + size]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
-from zerodrift.io.paths import room
+from zerodrift.io.paths import full_disk_named
 from zerodrift.legible import legible
 from zerodrift.train.display import display
 from zerodrift.train.launch import Launcher, RankFailedError, join
@@ -40,7 +40,7 @@ def train(source: str, overrides: Sequence[str] = (), nproc: int | None = None, 
         must = f"must be at most {MOST:,} processes of one machine"
         raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
     folder = Path(job.run.folder)
-    with room(folder):
+    with full_disk_named(folder):
         launcher = Launcher(source, overrides, count, folder / "logs", debug)
     try:
         return launcher.wait()
@@ -67,7 +67,7 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
     job, config = read_job(source, overrides)
     rank, _ = started()
     show = display(rank, job.run.log_every)
-    with system(), room(Path(job.run.folder).expanduser()), listening() as stop:
+    with system(), full_disk_named(Path(job.run.folder).expanduser()), listening() as stop:
         session = assemble(job, config, show)
         try:
             outcome = Loop(session, show, stop).run()

@@ -55,7 +55,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     for entry in read_entries(checkpoint):
         if exclude_frozen_parameters and entry.group < 0:
             continue
-        value = reader.whole(weight_key(entry.name)).float().view(entry.shape)
+        value = reader.full(weight_key(entry.name)).float().view(entry.shape)
         state |= dict.fromkeys(entry.names, value)
     return state | states.read_state(checkpoint, SHARED)["buffers"]
 

@@ -261,4 +261,4 @@ def persistent(model: torch.nn.Module) -> set[str]:
 
 def own_state(engine: Engine, client: Any, different: frozenset[str]) -> bytes:
     """This rank's own state, packed."""
-    return states.packed(states.own(engine, client, different), "client")
+    return states.packed(states.rank_state(engine, client, different), "client")

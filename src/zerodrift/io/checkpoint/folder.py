@@ -29,7 +29,7 @@ from zerodrift.errors import CheckpointError, did_you_mean
 from zerodrift.io.atomic import NewFolder, sync_folder
 from zerodrift.io.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, read_manifest
 from zerodrift.io.lock import Lock
-from zerodrift.io.paths import exists, is_folder, listed, look, read_file, short
+from zerodrift.io.paths import exists, is_folder, kind_at, listed, read_file, short
 
 LATEST = "latest"
 LONGEST = 200
@@ -63,7 +63,7 @@ def check_tag(tag: str) -> None:
 def read_latest(folder: Path) -> str:
     """The tag that the file `latest` names; `""` where there is no such file."""
     path = folder / LATEST
-    if look(path) == "nothing":
+    if kind_at(path) == "nothing":
         return ""
     try:
         text = read_file(path).decode()
@@ -266,7 +266,7 @@ class CheckpointFolder:
 
     def _write_latest(self, draft: Path, tag: str) -> None:
         """The next `latest`, under another name."""
-        if look(self.path / LATEST) == "folder":
+        if kind_at(self.path / LATEST) == "folder":
             raise CheckpointError(
                 short(self.path / LATEST),
                 "must be a file, or not be there",

@@ -105,7 +105,7 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(short(folder / INDEX), "must be readable", got=said(error), do=OTHER) from error
 
 
-class _Kept:
+class _Placeholder:
     """Stands in for a class of torch: holds what the pickle gives it."""
 
     def __init__(self, *values: Any) -> None:
@@ -139,7 +139,7 @@ _KEPT = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KEPT:
-            return _Kept
+            return _Placeholder
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype

@@ -29,7 +29,7 @@ from zerodrift.io.checkpoint.manifest import (
     read_entries,
     read_manifest,
 )
-from zerodrift.io.paths import look
+from zerodrift.io.paths import kind_at
 from zerodrift.record import encode
 from zerodrift.report import figures
 from zerodrift.report.frame import grid, pairs, printed, section, title
@@ -101,8 +101,8 @@ class FolderInspection:
 def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderInspection:
     """A checkpoint, or a folder of them."""
     place = Path(path)
-    if look(place) == "folder" and (place / MANIFEST).is_file():
-        return _one(place, verify)
+    if kind_at(place) == "folder" and (place / MANIFEST).is_file():
+        return _inspect_one(place, verify)
     folder = CheckpointFolder(place)
     try:
         latest, odd = folder.latest(), ""
@@ -119,7 +119,7 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderIns
     inspections, unreadable = [], [(LATEST, odd)] if odd else []
     for tag in tags:
         try:
-            inspections.append(_one(place / tag, verify))
+            inspections.append(_inspect_one(place / tag, verify))
         except CheckpointError as error:
             unreadable.append((tag, str(error)))
     must, got = f"must hold a `{MANIFEST}`", "other files of a checkpoint: it was copied in part"
@@ -128,7 +128,7 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderIns
     return FolderInspection(str(place), latest, tuple(inspections), tuple(unreadable), names)
 
 
-def _one(path: Path, verify: bool) -> Inspection:
+def _inspect_one(path: Path, verify: bool) -> Inspection:
     manifest = read_manifest(path)
     problems = [str(problem) for problem in damage(path, manifest.files, content=verify)]
     try:
@@ -137,7 +137,7 @@ def _one(path: Path, verify: bool) -> Inspection:
         table = ()  # which is among the problems, or will be when checksums are compared
         must = "must hold a table of parameters"
         problems = problems or [str(Problem(str(path), must, got="one that cannot be read"))]
-    return Inspection(str(path), manifest, tuple(problems), verify, _holdings(table), _alike(table))
+    return Inspection(str(path), manifest, tuple(problems), verify, _holdings(table), _similar(table))
 
 
 def _holdings(table: Iterable[SavedParameter]) -> tuple[Holding, ...]:
@@ -155,7 +155,7 @@ def _holdings(table: Iterable[SavedParameter]) -> tuple[Holding, ...]:
     )
 
 
-def _alike(table: Iterable[SavedParameter]) -> tuple[AlikeParameters, ...]:
+def _similar(table: Iterable[SavedParameter]) -> tuple[AlikeParameters, ...]:
     groups: dict[tuple[Any, ...], list[SavedParameter]] = {}
     for entry in table:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)

@@ -204,7 +204,7 @@ class CheckpointReader:
             )
         return values
 
-    def whole(self, key: str) -> torch.Tensor:
+    def full(self, key: str) -> torch.Tensor:
         """A tensor in full, flat, in its own dtype: for tools that work on one parameter at a time."""
         into = torch.empty(self.numel(key), dtype=self.dtype(key))
         self.read([Destination(key, 0, into)])

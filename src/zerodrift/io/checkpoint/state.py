@@ -136,7 +136,7 @@ class StateBeforeLoad:
 # --- of a rank alone --------------------------------------------------------------------------------------
 
 
-def own(engine: Engine, client: Any, different: frozenset[str]) -> dict[str, Any]:
+def rank_state(engine: Engine, client: Any, different: frozenset[str]) -> dict[str, Any]:
     """What every rank writes: random numbers, the client's state, module states, and the buffers in which
     it differs from rank 0."""
     return {

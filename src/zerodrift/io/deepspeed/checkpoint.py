@@ -1,7 +1,7 @@
 """A DeepSpeed checkpoint by parameter name: weights, fp32 masters, moments, and where the run was.
 
 Which files there must be is `files.py`'s business, how each ZeRO stage lays its buffers out that of
-`sharded.py` and `whole.py`.
+`sharded.py` and `unsharded.py`.
 
 Invariant: every element of a parameter is in exactly one run, and nothing is read before a run is used.
 """
@@ -19,7 +19,7 @@ from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.io.deepspeed.files import DeepSpeedFiles, find_tag, is_tried, read_files
 from zerodrift.io.deepspeed.parts import DeepSpeedParameter, Run
 from zerodrift.io.deepspeed.sharded import stage_1_or_2, stage_3
-from zerodrift.io.deepspeed.whole import stage_0
+from zerodrift.io.deepspeed.unsharded import stage_0
 
 KNOWN = frozenset(
     [

@@ -25,7 +25,7 @@ from zerodrift.errors import CheckpointError, Problems, did_you_mean, said
 from zerodrift.io import paths
 from zerodrift.io.checkpoint.folder import LATEST, read_latest
 from zerodrift.io.deepspeed import archive
-from zerodrift.io.paths import is_folder, look, short
+from zerodrift.io.paths import is_folder, kind_at, short
 from zerodrift.model.document import listed
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -38,7 +38,7 @@ FIRST, LAST = (0, 10), (0, 19)
 """Versions of DeepSpeed whose files have all that is read here, and up to which it was tried."""
 
 
-class _Stand:
+class _PickleStub:
     """Stands in for a class of DeepSpeed: holds what the pickle gives it."""
 
     def __init__(self, *values: Any) -> None:
@@ -46,7 +46,7 @@ class _Stand:
 
 
 def _stand(name: str) -> type:
-    return type(name, (_Stand,), {})
+    return type(name, (_PickleStub,), {})
 
 
 _CLASSES = {
@@ -77,11 +77,11 @@ class DeepSpeedFiles:
 
 def is_deepspeed(path: Path) -> bool:
     """Whether a folder looks like a checkpoint of DeepSpeed, or a folder of them."""
-    if look(path) != "folder":
+    if kind_at(path) != "folder":
         return False
     named = read_latest(path)
     folder = path / named if named else path
-    return look(folder) == "folder" and _is_one(folder)
+    return kind_at(folder) == "folder" and _is_one(folder)
 
 
 def _is_one(folder: Path) -> bool:
@@ -264,7 +264,7 @@ def _load_all(
 
 def _load(path: Path, problems: Problems, trust: bool) -> dict[str, Any] | None:
     try:
-        if look(path) != "file":
+        if kind_at(path) != "file":
             raise archive.DamagedError("a folder")
         written = archive.check(path)
     except (archive.DamagedError, OSError) as error:

@@ -264,13 +264,13 @@ def _clip(patch: _Patch, dim: int, start: int, stop: int) -> Iterator[_Patch]:
         low = max(0, -(-(start - first) // step.step))
         high = min(step.size, -(-(stop - first) // step.step))
         if high > low:
-            yield _taken(patch, outer, low, high - low)
+            yield _narrowed(patch, outer, low, high - low)
         return
     for index in range(step.size):
-        yield from _clip(_taken(patch, outer, index, 1), dim, start, stop)
+        yield from _clip(_narrowed(patch, outer, index, 1), dim, start, stop)
 
 
-def _taken(patch: _Patch, number: int, first: int, count: int) -> _Patch:
+def _narrowed(patch: _Patch, number: int, first: int, count: int) -> _Patch:
     step = patch.steps[number]
     moved = _moved(patch, step.dim, first * step.step)
     steps = (*patch.steps[:number], replace(step, size=count), *patch.steps[number + 1 :])

@@ -70,7 +70,7 @@ def _dim(tensor: SymbolicTensor, dim: int, more: int = 0) -> int:
     return dim % (len(tensor.elements.shape) + more)
 
 
-def _same(tensor: SymbolicTensor, *args: Any, **kwargs: Any) -> SymbolicTensor:
+def _unchanged(tensor: SymbolicTensor, *args: Any, **kwargs: Any) -> SymbolicTensor:
     return tensor
 
 
@@ -196,10 +196,10 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "squeeze": _squeeze,
     "unsqueeze": _unsqueeze,
     "__getitem__": _getitem,
-    "contiguous": _same,
-    "clone": _same,
-    "detach": _same,
-    "cpu": _same,
+    "contiguous": _unchanged,
+    "clone": _unchanged,
+    "detach": _unchanged,
+    "cpu": _unchanged,
     "to": _cast,
 }
 """What moves elements and does nothing else, by its name in torch."""

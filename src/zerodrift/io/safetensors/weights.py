@@ -26,7 +26,7 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
-from zerodrift.io.paths import look
+from zerodrift.io.paths import kind_at
 from zerodrift.io.progress import ProgressBar
 from zerodrift.io.safetensors.boxes import Box, within
 from zerodrift.io.safetensors.matching import Expected, Filled, Match, Strict, match
@@ -86,7 +86,7 @@ class SafetensorsWeights:
     ) -> SafetensorsWeights:
         """Read the headers and settle what fills what; no weight is read yet."""
         where = Path(path).expanduser()
-        look(where)
+        kind_at(where)
         return SafetensorsWeights(match(where, stored(where), model, want, strict))
 
     def show(self, shown: bool, ranks: int) -> None:

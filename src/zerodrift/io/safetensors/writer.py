@@ -31,7 +31,7 @@ SHORT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Home:
+class _Target:
     """Where a box of a parameter goes."""
 
     file: int
@@ -49,22 +49,22 @@ class SafetensorsWriter:
         self._files = files
         self._open: dict[int, int] = {}
         """Number of a file -> its descriptor."""
-        self._homes: dict[str, list[_Home]] = {}
+        self._targets: dict[str, list[_Target]] = {}
         for number, file in enumerate(files):
             for tensor, start in zip(file.tensors, file.starts, strict=True):
                 for part in tensor.parts:
-                    home = _Home(number, start, tensor, part.box)
-                    self._homes.setdefault(part.parameter, []).append(home)
+                    home = _Target(number, start, tensor, part.box)
+                    self._targets.setdefault(part.parameter, []).append(home)
         self.written = 0
         """Bytes of tensors written so far."""
 
     def __contains__(self, name: str) -> bool:
         """Whether elements of a parameter go anywhere."""
-        return name in self._homes
+        return name in self._targets
 
     def dtype(self, name: str) -> DType | None:
         """What a parameter is written in; None where its parts differ."""
-        dtypes = {home.tensor.dtype for home in self._homes[name]}
+        dtypes = {home.tensor.dtype for home in self._targets[name]}
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def create(self) -> None:
@@ -79,7 +79,7 @@ class SafetensorsWriter:
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         """Elements of a parameter from `start` on, in its row-major flattening."""
-        for home in self._homes[name]:
+        for home in self._targets[name]:
             for box in within((home.box,), start, start + values.numel()):
                 self._write(home, box, box.of_target(values, start), name)
 
@@ -93,7 +93,7 @@ class SafetensorsWriter:
             for descriptor in opened.values():
                 os.close(descriptor)
 
-    def _write(self, home: _Home, box: Box, values: torch.Tensor, name: str) -> None:
+    def _write(self, home: _Target, box: Box, values: torch.Tensor, name: str) -> None:
         """The values of one box, in its shape."""
         dtype = home.tensor.dtype
         run, outer = _runs(box)
@@ -107,7 +107,7 @@ class SafetensorsWriter:
                 data = _converted(row[low : low + CHUNK], dtype, name)
                 self._put(home, (at + low) * dtype.size, data)
 
-    def _put(self, home: _Home, offset: int, values: torch.Tensor) -> None:
+    def _put(self, home: _Target, offset: int, values: torch.Tensor) -> None:
         data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
         at = home.start + offset
         while data:
@@ -118,7 +118,7 @@ class SafetensorsWriter:
             data, at = data[count:], at + count
             self.written += count
 
-    def _scatter(self, home: _Home, box: Box, values: torch.Tensor, name: str) -> None:
+    def _scatter(self, home: _Target, box: Box, values: torch.Tensor, name: str) -> None:
         """Elements that lie far apart in the file."""
         data = _converted(values.contiguous(), home.tensor.dtype, name)
         page = home.start - home.start % mmap.ALLOCATIONGRANULARITY
