@@ -126,19 +126,19 @@ class TensorsAttached:
         return show
 
 
-def _problem(member: Member, found: nn.Parameter | None, *, stepping: bool) -> Problem | None:
+def _problem(member: Member, current: nn.Parameter | None, *, stepping: bool) -> Problem | None:
     name, storage = member.row.name, member.row.columns.storage.dtype
-    if found is not member.sharded and found is not member.full:
+    if current is not member.sharded and current is not member.full:
         return Problem(name, "must stay the parameter that the engine was given", got="another one", do=LOAD)
     if member.sharded.dtype is not storage.torch:
         return Problem(name, f"must stay {storage}, as planned", got=str(member.sharded.dtype), do=LOAD)
     trained = member.row.trained
     grows = stepping or (not trained and torch.is_grad_enabled())
-    if grows and found.requires_grad != trained:
+    if grows and current.requires_grad != trained:
         return Problem(
             name,
             f"must stay {'trained' if trained else 'frozen'}, as planned",
-            got=f"requires_grad={found.requires_grad}",
+            got=f"requires_grad={current.requires_grad}",
             do="Set it before `initialize`, and build the engine anew to change it.",
         )
     return None

@@ -78,10 +78,10 @@ def require_neighbours(model: nn.Module, mesh: Mesh) -> None:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
-        found = parameter.device_mesh.mesh.tolist()
-        if found != wanted:
+        ranks = parameter.device_mesh.mesh.tolist()
+        if ranks != wanted:
             problems.add(
-                name, f"must be a DTensor over ranks {wanted} here", got=f"one over {found}", do=LAYOUT
+                name, f"must be a DTensor over ranks {wanted} here", got=f"one over {ranks}", do=LAYOUT
             )
         elif parameter.is_meta:
             must = "must hold values, being a DTensor"

@@ -107,9 +107,9 @@ class Member:
         """Where the gathered form hangs in the model, its `requires_grad` is what was asked for last: torch
         takes it from sharded to gathered and not back."""
         module, attribute = self.places[0]
-        found = module._parameters.get(attribute)
-        if found is self.full and found.requires_grad != self.sharded.requires_grad:
-            self.sharded.requires_grad_(found.requires_grad)
+        hanging_now = module._parameters.get(attribute)
+        if hanging_now is self.full and hanging_now.requires_grad != self.sharded.requires_grad:
+            self.sharded.requires_grad_(hanging_now.requires_grad)
 
     def counts(self, mesh: Mesh) -> bool:
         """Whether this rank's part is in sums over all ranks that have parts: each part is, once."""

@@ -91,18 +91,18 @@ class TensorUpdater:
             member.storage().copy_(part)
 
     def states(self, number: int) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        states: dict[str, torch.Tensor] = {}
         device = self._pieces[number][0].storage().device
         numel = sum(member.range.numel for member in self._pieces[number])
         for member, _ in self._parts(number, torch.empty(0)):
             for key in self._moments(member):
-                found.setdefault(key, torch.zeros(numel, device=device))
-        for key, whole in found.items():
+                states.setdefault(key, torch.zeros(numel, device=device))
+        for key, whole in states.items():
             for member, part in self._parts(number, whole):
                 held = self._moments(member).get(key)
                 if held is not None:
                     part.copy_(held)
-        return found
+        return states
 
     @torch.no_grad()
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
@@ -127,8 +127,8 @@ class TensorUpdater:
         return {key: value.to_local().view(-1) for key, value in state.items() if _is_moment(value, member)}
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        found = [held.dtype for m in self._pieces[number] for held in self._moments(m).values()]
-        return None, tuple(dict.fromkeys(found))
+        dtypes = [held.dtype for m in self._pieces[number] for held in self._moments(m).values()]
+        return None, tuple(dict.fromkeys(dtypes))
 
     # --- what is not one number per element ---------------------------------------------------------------
 
@@ -139,13 +139,13 @@ class TensorUpdater:
     def counters(self) -> Counters:
         if self._algorithm is not None:
             return {"": {"steps": self._steps}}
-        found: Counters = {}
+        counters: Counters = {}
         for member in self._updated:
             if member.sharded in self.groups.state:
-                mine = found[member.row.name] = {}
+                mine = counters[member.row.name] = {}
                 for key, value in self.groups.state[member.sharded].items():
                     mine[key] = dtype_name(value) if _is_moment(value, member) else value
-        return found
+        return counters
 
     def set_counters(self, counters: Counters) -> None:
         if self._algorithm is not None:

@@ -44,12 +44,12 @@ def make_groups(plan: Plan, model: nn.Module, comm: Collectives) -> list[LiveGro
     """The groups of a plan, in its order, with their modules."""
     problems = Problems()
     modules = dict(model.named_modules())
-    found = [
+    groups = [
         LiveGroup(number, spec, [modules[path] for path in spec.paths], comm, plan.policy.averaging.before)
         for number, spec in enumerate(_with_forward(plan, modules, problems))
     ]
     problems.raise_as(ModelError, "backend fsdp2")
-    return found
+    return groups
 
 
 def shard(
@@ -139,11 +139,11 @@ def _depth(group: LiveGroup) -> int:
 
 
 def _places(plan: Plan, model: nn.Module) -> Places:
-    found: Places = {}
+    places: Places = {}
     for row in plan.rows:
         split = [name.rpartition(".") for name in row.names]
-        found[row.name] = tuple((model.get_submodule(path), attribute) for path, _, attribute in split)
-    return found
+        places[row.name] = tuple((model.get_submodule(path), attribute) for path, _, attribute in split)
+    return places
 
 
 # --- one group ----------------------------------------------------------------------------------------
@@ -253,10 +253,10 @@ def _gather_once(plan: Plan, group: LiveGroup, places: Places, layouts: Layouts,
 
 def _hanging(places: tuple[tuple[nn.Module, str], ...]) -> nn.Parameter:
     module, attribute = places[0]
-    found = module._parameters[attribute]
-    if found is None:
+    parameter = module._parameters[attribute]
+    if parameter is None:
         raise AssertionError(f"no parameter {attribute}")
-    return found
+    return parameter
 
 
 def _require_all(plan: Plan, live: Sequence[LiveGroup]) -> None:

@@ -42,12 +42,12 @@ class TensorValues:
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
-        found = {name: self._of(row) for name, row in rows.items()}
-        members = {member.row.name: member for member in found.values()}
+        members_by_name = {name: self._of(row) for name, row in rows.items()}
+        members = {member.row.name: member for member in members_by_name.values()}
         self._drop()
         before = {name: hanging(member) for name, member in members.items()}
         shown = {name: self._show(member) for name, member in members.items()}
-        values = {name: shown[member.row.name].data for name, member in found.items()}
+        values = {name: shown[member.row.name].data for name, member in members_by_name.items()}
         showing = self.attached.showing(shown, write=write)
         try:
             if not write:
@@ -75,8 +75,8 @@ class TensorValues:
 
     @torch.no_grad()
     def _take_over(self, member: Member, shown: nn.Parameter) -> None:
-        found = hanging(member)
-        values = shown if found is None or found is member.sharded else found
+        current = hanging(member)
+        values = shown if current is None or current is member.sharded else current
         values = values.detach().to(shown.dtype).contiguous()
         self.comm.broadcast(values.view(-1), 0, "world")
         storage, mine = member.storage(), member.mine(values)

@@ -61,7 +61,7 @@ class ParameterSlot:
         return isinstance(self.segment, TrainedSegment)
 
     @property
-    def found(self) -> torch.Tensor | None:
+    def current(self) -> torch.Tensor | None:
         return self.module._parameters.get(self.attribute)
 
     @property
@@ -76,8 +76,8 @@ class ParameterSlot:
         )
 
     def problem(self, *, stepping: bool) -> Problem | None:
-        found, trained = self.found, self.trained
-        if found is not self.parameter:
+        now, trained = self.current, self.trained
+        if now is not self.parameter:
             must = "must stay the parameter that the engine was given"
             return Problem(self.name, must, got="another one", do=LOAD)
         if not _is_view(self.parameter, self.home):
@@ -328,7 +328,7 @@ class AttachedParameters:
     def take_over(self, segments: Iterable[FlatSegment]) -> None:
         """What was assigned to parameters of these goes where they are views of."""
         for place in self._places_of(segments):
-            for tensor in (place.found, place.parameter):
+            for tensor in (place.current, place.parameter):
                 if tensor is not None and not _is_view(tensor, place.home):
                     place.home.copy_(tensor)
                     self.replaced.add(place.row.name)

@@ -142,19 +142,19 @@ def wrong_number(count: int, wanted: int | None) -> Problem | None:
 
 def numbers_of(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], Problem | None]:
     """Weights as numbers, and what is wrong with them."""
-    found: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = ()
     wrong = ""
     try:
-        found = tuple(float(each) for each in weights)
+        numbers = tuple(float(each) for each in weights)
     except (TypeError, ValueError, RuntimeError):
         wrong = repr(weights)
-    bad = next((each for each in found if not math.isfinite(each)), None)
-    if found and len(found) != count:
-        wrong = str(len(found))
+    bad = next((each for each in numbers if not math.isfinite(each)), None)
+    if numbers and len(numbers) != count:
+        wrong = str(len(numbers))
     elif bad is not None:
         wrong = repr(bad)
     if not wrong:
-        return found, None
+        return numbers, None
     must = f"must be {count} finite numbers, one for each micro-batch, or none"
     return (), Problem("weights", must, got=wrong)
 

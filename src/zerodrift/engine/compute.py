@@ -82,9 +82,9 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
     lookup = None if boundary.lookup is None else boundary.lookup.torch
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = list(tensors_in((args, kwargs)))
-        dtype = next((tensor.dtype for tensor in found if tensor.is_floating_point()), None)
-        device = found[0].device.type if found else "cpu"
+        inputs_given = list(tensors_in((args, kwargs)))
+        dtype = next((tensor.dtype for tensor in inputs_given if tensor.is_floating_point()), None)
+        device = inputs_given[0].device.type if inputs_given else "cpu"
         switch = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
         if switch is not None:
             switch.__enter__()

@@ -28,9 +28,9 @@ class ForwardInputs:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs:
-        found = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
-        numbers = [_number(tensor) for tensor in found]
-        return cls(tuple((tensor, tensor._version) for tensor in found), max(numbers, default=BEFORE_ALL))
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
+        numbers = [_number(tensor) for tensor in inputs]
+        return cls(tuple((tensor, tensor._version) for tensor in inputs), max(numbers, default=BEFORE_ALL))
 
     def changed(self) -> Iterator[torch.Tensor]:
         """Inputs that were changed in place."""

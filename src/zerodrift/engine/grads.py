@@ -274,8 +274,8 @@ class Gradients:
         may have none for."""
         if self._late is not None:
             return []
-        found = (segment for segment in self._segments() if segment.ranks > 1)
-        return [segment for segment in found if segment.loose and not segment.waits]
+        sharded = (segment for segment in self._segments() if segment.ranks > 1)
+        return [segment for segment in sharded if segment.loose and not segment.waits]
 
     def flush(self, without: Sequence[TrainedSegment] = ()) -> None:
         """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""

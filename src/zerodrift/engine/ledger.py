@@ -43,7 +43,7 @@ class Ledger:
             for row, parameter in zip(segment.rows, segment.parameters, strict=True):
                 self._names[parameter] = row.name
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._eager))
-        self._found: list[dict[str, GradientCounts]] = [{}]
+        self._counts: list[dict[str, GradientCounts]] = [{}]
         self._now = 0
         """The micro-batch whose backward is under way."""
         self._left: dict[torch.Tensor, int] = {}
@@ -73,11 +73,11 @@ class Ledger:
         if name is None or parameter.grad is None:
             return
         number = self._now if micro_batch is None else micro_batch
-        while len(self._found) <= number:
-            self._found.append({})
-        found = self._found[number]
-        before = found.get(name, GradientCounts())
-        found[name] = replace(before, eager=before.eager + eager, late=before.late + late)
+        while len(self._counts) <= number:
+            self._counts.append({})
+        counts = self._counts[number]
+        before = counts.get(name, GradientCounts())
+        counts[name] = replace(before, eager=before.eager + eager, late=before.late + late)
         self._look(parameter)
         self._left[parameter] = parameter.grad.data_ptr()
 
@@ -110,12 +110,12 @@ class Ledger:
     def arrivals(self) -> list[dict[str, GradientCounts]]:
         """Per micro-batch of this step that has ended, name -> what arrived; a parameter that got nothing is
         not there."""
-        missing = max(0, self._now - len(self._found))
-        return [dict(found) for found in (*self._found[: self._now], *({},) * missing)]
+        missing = max(0, self._now - len(self._counts))
+        return [dict(counts) for counts in (*self._counts[: self._now], *({},) * missing)]
 
     def clear(self) -> None:
         """A new step."""
-        self._found = [{}]
+        self._counts = [{}]
         self._now = 0
         self._left.clear()
         self._replaced.clear()

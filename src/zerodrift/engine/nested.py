@@ -166,9 +166,9 @@ def _built(item: Any, parts: list[tuple[Any, Any]]) -> Any:
     if isinstance(item, frozenset):
         return type(item)(values)
     try:
-        found: Any = tuple.__new__(type(item), values)  # whatever its own class asks for
+        built: Any = tuple.__new__(type(item), values)  # whatever its own class asks for
     except TypeError:
         return type(item)(values)  # one of torch's
     if hasattr(item, "__dict__"):
-        vars(found).update(vars(item))
-    return found
+        vars(built).update(vars(item))
+    return built

@@ -76,16 +76,16 @@ class Pinned(nn.Parameter):
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        found: nn.Parameter = memo[id(self)]
-        return found
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
 
 class _Made(torch.Tensor):
     """What is made of pinned parameters alone."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        found: torch.Tensor = copy.deepcopy(self._plain(), memo)
-        return found
+        copied: torch.Tensor = copy.deepcopy(self._plain(), memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
@@ -104,20 +104,20 @@ def _class_for(name: str, output: Output | None) -> type[Pinned]:
         named = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             given = list(tensors_in((args, kwargs)))
-            found = _run(func, named, given, (args, kwargs or {}), output)
-            if named in CASTS and not told and _narrows(args[0], found):
+            result = _run(func, named, given, (args, kwargs or {}), output)
+            if named in CASTS and not told and _narrows(args[0], result):
                 told.append(name)
                 warnings.warn(
                     f"`{name}` is pinned to {args[0].dtype}, and the model itself casts it to "
-                    f"{found.dtype}: what it computes with that is rounded, whatever the config says.",
+                    f"{result.dtype}: what it computes with that is rounded, whatever the config says.",
                     stacklevel=3,
                 )
             if named in OTHERS or not _alone(given):
-                return found
+                return result
             size = max(tensor.dtype.itemsize for tensor in given if isinstance(tensor, (Pinned, _Made)))
             if named == "__iter__":
-                return iter(_of_class(tuple(found), made, size))
-            return _of_class(found, made, size)
+                return iter(_of_class(tuple(result), made, size))
+            return _of_class(result, made, size)
 
     # Compiled code may be given a parameter of any class, but no other tensor (torch 2.13 to 2.15).
     apart = torch.compiler.disable(
@@ -134,20 +134,20 @@ def _alone(given: list[torch.Tensor]) -> bool:
     )
 
 
-def _of_class(found: Any, made: type, size: int) -> Any:
+def _of_class(result: Any, made: type, size: int) -> Any:
     """What an operation has returned, where its elements are of at least so many bytes of that class."""
-    if type(found) is torch.Tensor:
-        if not found.dim() or not found.is_floating_point() or found.dtype.itemsize < size:
-            return found
+    if type(result) is torch.Tensor:
+        if not result.dim() or not result.is_floating_point() or result.dtype.itemsize < size:
+            return result
         if torch.compiler.is_compiling():
-            return found.as_subclass(made)
+            return result.as_subclass(made)
         # One operation less: the node behind `weight.view_as(weight)` is to be the parameter's own, by which
         # torch finds where a gradient is added.
-        found.__class__ = made
-    elif isinstance(found, (tuple, list)):
-        for item in found:
+        result.__class__ = made
+    elif isinstance(result, (tuple, list)):
+        for item in result:
             _of_class(item, made, size)
-    return found
+    return result
 
 
 def _name_of(func: Any) -> str:
@@ -172,10 +172,10 @@ def _run(
             return func(*inputs[0], **inputs[1])
         wide = functools.reduce(torch.promote_types, dtypes)
         args, kwargs = _cast(inputs, wide)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if output == "input" or (output is None and named == ATTENTION):
-            found = _cast(found, floating[0].dtype)
-        return found
+            result = _cast(result, floating[0].dtype)
+        return result
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -189,6 +189,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _narrows(given: Any, found: Any) -> bool:
-    both = isinstance(given, torch.Tensor) and isinstance(found, torch.Tensor)
-    return both and found.is_floating_point() and found.dtype.itemsize < given.dtype.itemsize
+def _narrows(given: Any, result: Any) -> bool:
+    both = isinstance(given, torch.Tensor) and isinstance(result, torch.Tensor)
+    return both and result.is_floating_point() and result.dtype.itemsize < given.dtype.itemsize

@@ -343,13 +343,13 @@ def let_go(parameter: nn.Parameter) -> None:
 
 def read_buffers(plan: Plan, comm: Collectives, sources: ValueSources) -> dict[str, torch.Tensor]:
     """On rank 0 the values of the buffers that come from a source."""
-    found = {}
+    values = {}
     for row in plan.buffers:
         source = sources.buffers.get(row.name)
         if source is not None and comm.mesh.rank("data") == 0:
-            found[row.name] = torch.empty(row.numel, dtype=row.source.torch)
-            source.fill(row.name, 0, found[row.name])
-    return found
+            values[row.name] = torch.empty(row.numel, dtype=row.source.torch)
+            source.fill(row.name, 0, values[row.name])
+    return values
 
 
 def place_buffers(plan: Plan, model: nn.Module, comm: Collectives, read: Mapping[str, torch.Tensor]) -> None:

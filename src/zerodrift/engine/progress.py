@@ -150,11 +150,11 @@ class TrainingProgress:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if module is not model or not module.training or not torch.is_grad_enabled() or in_backward():
                 return
-            found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            if found:
+            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if outputs:
                 self.dropped += 1
                 forward = _Forward(self)
-                for tensor in found:
+                for tensor in outputs:
                     tensor.register_hook(forward.reached)
 
         return [model.register_forward_hook(after)]

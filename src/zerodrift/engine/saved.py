@@ -90,8 +90,8 @@ def _saved(outputs: Iterable[torch.Tensor], after: int) -> Iterator[tuple[Any, t
         visited.add(node)
         kind: Any = type(node)
         for name in _names(kind):
-            found = getattr(node, name)
-            for raw in found if isinstance(found, tuple) else (found,):
+            saved = getattr(node, name)
+            for raw in saved if isinstance(saved, tuple) else (saved,):
                 if raw is not None and raw.unpack_hook is None:
                     tensor = raw.data
                     if tensor is not None:

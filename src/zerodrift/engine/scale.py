@@ -179,11 +179,11 @@ def global_norm(
 
 def _different(unreduced: Sequence[UnreducedSegment], dropped: int, comm: Collectives) -> RankError:
     """What ranks do not agree on; that they do not, all of them know."""
-    found = [(comm.mesh.rank(), dropped, unreduced)]
+    reports = [(comm.mesh.rank(), dropped, unreduced)]
     for axis in AXES:
-        found = [entry for rank in comm.all_gather_object(found, axis) for entry in rank]
-    if len({count for _, count, _ in found}) > 1:
-        told = ", ".join(f"rank {rank} {count}" for rank, count, _ in found[:8])
+        reports = [entry for rank in comm.all_gather_object(reports, axis) for entry in rank]
+    if len({count for _, count, _ in reports}) > 1:
+        told = ", ".join(f"rank {rank} {count}" for rank, count, _ in reports[:8])
         return RankError(
             "backward",
             "must follow a forward in training on every rank or on none",
@@ -193,7 +193,7 @@ def _different(unreduced: Sequence[UnreducedSegment], dropped: int, comm: Collec
                 "it, or multiply its loss by 0 and call `backward`."
             ),
         )
-    held = [{segment.segment: segment.name for segment in entry} for _, _, entry in found]
+    held = [{segment.segment: segment.name for segment in entry} for _, _, entry in reports]
     some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]
     if some:
         return set_on_some(some[0])
@@ -224,8 +224,8 @@ def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives,
     mine = [(place, name) for place, (name, part) in enumerate(parts) if not torch.isfinite(part).all()]
     for axis in AXES:
         mine = sorted({entry for rank in comm.all_gather_object(mine, axis) for entry in rank})
-    found = dict.fromkeys(name for _, name in mine)
-    stages = comm.all_gather_object(list(found)[:limit], "pipeline")
+    bad = dict.fromkeys(name for _, name in mine)
+    stages = comm.all_gather_object(list(bad)[:limit], "pipeline")
     return list(dict.fromkeys(name for names in stages for name in names))[:limit]
 
 

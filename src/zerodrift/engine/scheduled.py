@@ -79,8 +79,8 @@ class ScheduledUnits:
         return self._all_step
 
     def _of(self, piece: int | None) -> Iterator[LiveUnit]:
-        found = self._units.values() if piece is None else [self._units[piece]]
-        yield from dict.fromkeys(unit for units in found for unit in units)
+        of_pieces = self._units.values() if piece is None else [self._units[piece]]
+        yield from dict.fromkeys(unit for units in of_pieces for unit in units)
 
     # --- gradients --------------------------------------------------------------------------------------
 

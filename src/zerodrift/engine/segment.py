@@ -256,11 +256,11 @@ class FlatSegment:
 
     def written_while_gathered(self) -> list[Row]:
         """The rows of this rank's slice that somebody wrote to while they were gathered: it was lost."""
-        found, self._overwritten = self._overwritten, None
-        if found is None or not found.any():
+        overwritten, self._overwritten = self._overwritten, None
+        if overwritten is None or not overwritten.any():
             return []
         first = self.rank * (self.spec.padded // self.ranks) if self.sharded else 0
-        return self._rows_of(found, self.full, first)
+        return self._rows_of(overwritten, self.full, first)
 
     @property
     def gathers(self) -> bool:
@@ -372,8 +372,8 @@ class FlatSegment:
         """The rows whose parameters were written in place, by their version counters."""
         if not self._versions:
             return []
-        found = zip(self.rows, self.parameters, self._versions, strict=True)
-        return [row for row, parameter, version in found if parameter._version != version]
+        versions = zip(self.rows, self.parameters, self._versions, strict=True)
+        return [row for row, parameter, version in versions if parameter._version != version]
 
     def written_while_absent(self) -> list[Row]:
         """The rows of which somebody has written an element while they were not there: such a write reaches

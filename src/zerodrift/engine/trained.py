@@ -106,8 +106,8 @@ class TrainedSegment(FlatSegment):
     def _given(self) -> list[torch.Tensor | None]:
         """What is in `param.grad` of each, where that is not what the engine has."""
         with torch._C.DisableTorchFunctionSubclass():
-            found = [parameter.grad for parameter in self.parameters]
-        return [None if type(grad) is CollectedGradient else grad for grad in found]
+            grads = [parameter.grad for parameter in self.parameters]
+        return [None if type(grad) is CollectedGradient else grad for grad in grads]
 
     @property
     def waits(self) -> bool:
@@ -157,11 +157,11 @@ class TrainedSegment(FlatSegment):
         cleared = ""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, row in zip(self.parameters, self.rows, strict=True):
-                found = parameter.grad
-                if found is None or (type(found) is CollectedGradient and found.cleared):
+                grad = parameter.grad
+                if grad is None or (type(grad) is CollectedGradient and grad.cleared):
                     cleared = cleared or row.name
-                if type(found) is CollectedGradient:
-                    parameter.grad, found.cleared = None, False
+                if type(grad) is CollectedGradient:
+                    parameter.grad, grad.cleared = None, False
         return cleared
 
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:

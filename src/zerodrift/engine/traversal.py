@@ -100,15 +100,15 @@ def in_order(numbers: Iterable[int], before: Iterable[tuple[int, int]]) -> list[
         after[first].append(second)
         waits[second] += 1
     ready = [(place, number) for number, place in places.items() if not waits[number]]
-    found: list[int] = []
+    order: list[int] = []
     while ready:
         _, number = heapq.heappop(ready)
-        found.append(number)
+        order.append(number)
         for other in after[number]:
             waits[other] -= 1
             if not waits[other]:
                 heapq.heappush(ready, (places[other], other))
-    return found if len(found) == len(places) else None
+    return order if len(order) == len(places) else None
 
 
 def will_be_recomputed() -> bool:

@@ -58,12 +58,12 @@ class UngatheredParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if not asks:
                 return func(*args, **(kwargs or {}))
-            found = next(_of_class(cls, (args, kwargs)))
+            parameter = next(_of_class(cls, (args, kwargs)))
             if name in _SAME:
                 same = func(*args, **(kwargs or {}))
-                same.__class__ = type(found)  # and no node of a graph, as `as_subclass` would leave
+                same.__class__ = type(parameter)  # and no node of a graph, as `as_subclass` would leave
                 return same
-        raise _refusal(found.path, name, found.lost)
+        raise _refusal(parameter.path, name, parameter.lost)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self.path, "pickle", self.lost)
@@ -84,9 +84,9 @@ class CollectedGradient(torch.Tensor):
         """For a parameter of that name."""
         dtype = parameter.grad_dtype or parameter.dtype
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
-        found = nothing.expand(parameter.shape).as_subclass(cls)
-        found.path, found.cleared = path, False
-        return found
+        collected = nothing.expand(parameter.shape).as_subclass(cls)
+        collected.path, collected.cleared = path, False
+        return collected
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,17 +94,17 @@ class CollectedGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if not asks:
                 return func(*args, **(kwargs or {}))
-            found = next(_of_class(cls, (args, kwargs)))
+            gradient = next(_of_class(cls, (args, kwargs)))
             if name in _SAME:
-                return found
+                return gradient
         if name in ("zero_", "_foreach_zero_"):
             for each in _of_class(cls, args):
                 each.cleared = True
-            return found
+            return gradient
         if name in _SUMS and len(args) == 2 and not kwargs:
-            return args[1] if args[0] is found else args[0]
+            return args[1] if args[0] is gradient else args[0]
         raise ModelError(
-            found.path,
+            gradient.path,
             "its gradient must be read from the engine after a backward, which has collected it",
             got=f"`{name}` of `param.grad`",
             do=(
@@ -183,9 +183,9 @@ def gathered_class(parameter: Any) -> type:
 
 def set_gathered_class(parameter: Any, kind: type) -> None:
     """Be of a class while its values are there."""
-    found = type(parameter)
-    if issubclass(found, UngatheredParameter):
-        found.kind = kind
+    current = type(parameter)
+    if issubclass(current, UngatheredParameter):
+        current.kind = kind
     else:
         parameter.__class__ = kind
 

@@ -365,9 +365,9 @@ def finer(unit: str, name: str) -> str:
 def loss_in(output: Any) -> Any:
     """Where a model's loss is in what it returned: `.loss`, an item of that name, the first of several, or
     all of it. Whether that is a loss is the caller's to say."""
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    return output if found is None else found
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    return output if loss is None else loss

@@ -135,10 +135,10 @@ class SegmentValues:
     def _settle(self, segments: Iterable[FlatSegment], *, cure: bool = False) -> None:
         """Take over what was written to storage by others than the engine, or raise; a call of all ranks.
         With `cure`, what cannot be told apart is taken as it stands: somebody is about to say what holds."""
-        found = [segment for segment in segments if segment.apart]
-        if found:
+        apart = [segment for segment in segments if segment.apart]
+        if apart:
             with raise_on_all_ranks(self.comm, "data"):
-                for segment in found:
+                for segment in apart:
                     settle(segment, self.updater, cure=cure)
 
     # --- values and masters -----------------------------------------------------------------------------
@@ -198,9 +198,9 @@ class SegmentValues:
         segment = self._trained(row)
         whole = segment.whole_gradient()
         summed = segment.over_replicas(whole, self.gradients.before)
-        found = segment.view(summed, row).float() * unscale
+        gradient = segment.view(summed, row).float() * unscale
         segment.give_back(whole)
-        return self._all_of(row, found)
+        return self._all_of(row, gradient)
 
     def set_gradient(self, row: Row, value: torch.Tensor) -> None:
         segment, mesh = self._trained(row), self.comm.mesh

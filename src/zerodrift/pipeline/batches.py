@@ -57,14 +57,14 @@ def given(
     return Given(problem, tuple(shapes[:1]), numbers, tuple(map(checksum, batches)))
 
 
-def _unlike(found: list[Signature]) -> Problem | None:
-    other = next((number for number, each in enumerate(found) if each != found[0]), None)
+def _unlike(signatures: list[Signature]) -> Problem | None:
+    other = next((number for number, each in enumerate(signatures) if each != signatures[0]), None)
     if other is None:
         return None
     return Problem(
         "micro_batches",
         "must have the same shapes, because memory for what travels is laid out once",
-        got=f"{found[0]} and, in micro-batch {other}, {found[other]}",
+        got=f"{signatures[0]} and, in micro-batch {other}, {signatures[other]}",
         do="Pad them to one length.",
     )
 

@@ -118,10 +118,10 @@ class Parts:
 
 def _positional(function: Callable[..., Any]) -> int:
     """How many arguments it takes by position; 4 for one that takes any number."""
-    found = inspect.signature(function).parameters.values()
-    if any(each.kind is each.VAR_POSITIONAL for each in found):
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return 4
-    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in found)
+    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
 
 
 ROUTED = "output_router_logits"
@@ -369,16 +369,16 @@ def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str
             "must be the path of the model's list of layers",
             got=f"{cut.layers!r}, which {type(model).__name__} does not have",
         ) from None
-    found, here = set(), True
+    bare, here = set(), True
     for name, layer in layers.named_children():
         path = f"{cut.layers}.{name}".lstrip(".")
         held = [f"{path}.{each}" for each, _ in layer.named_parameters(remove_duplicate=False)]
         here = any(each in names for each in held) if held else here
         if not here:
-            found.add(path)
+            bare.add(path)
     if not here:
-        found |= {path for path in cut.passes if next(model.get_submodule(path).parameters(), None) is None}
-    return frozenset(found)
+        bare |= {path for path in cut.passes if next(model.get_submodule(path).parameters(), None) is None}
+    return frozenset(bare)
 
 
 def _pruned(module: nn.Module, path: str, wanted: _PieceParts) -> nn.Module:

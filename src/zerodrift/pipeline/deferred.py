@@ -382,9 +382,9 @@ class _How:
     def asked(self) -> Asked:
         """What the backward under way wants of the weight: see [Note: hooks]."""
         parameter, weight = self.call.parameter, self.call.weight
-        found = asked(parameter, weight)
+        when = asked(parameter, weight)
         watched = hooked(parameter) or hooked(weight) or parameter in self.watched
-        return "now" if found == "late" and watched else found
+        return "now" if when == "late" and watched else when
 
 
 class _Product(torch.autograd.Function):

@@ -107,12 +107,12 @@ class _Named:
 
 def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:
     """The sources of this rank's part, by the names that it has there."""
-    found: dict[str, ValueSource] = {}
+    known: dict[str, ValueSource] = {}
     for row in mine.rows:
         whole = plan.row(row.name)
         if whole is not None and whole.name in sources.rows:
-            found[row.name] = _Named(sources.rows[whole.name], whole.name)
-    return ValueSources(found, sources.buffers)
+            known[row.name] = _Named(sources.rows[whole.name], whole.name)
+    return ValueSources(known, sources.buffers)
 
 
 def _let_go(model: nn.Module, tree: nn.Module) -> None:

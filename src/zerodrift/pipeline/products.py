@@ -59,10 +59,10 @@ class MatrixProduct:
 def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatrixProduct | None:
     """The product that a call of torch is, if its weight gradient can be formed later."""
     parse = _PARSERS.get(function)
-    found = parse(*args, **kwargs) if parse is not None else None
-    if found is None:
+    parsed = parse(*args, **kwargs) if parse is not None else None
+    if parsed is None:
         return None
-    kind, x, weight, bias, offsets, run = found
+    kind, x, weight, bias, offsets, run = parsed
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_floating_point()):
         return None
     parameter = _root(weight)
@@ -194,8 +194,8 @@ def _grouped(*pair: Any, offs: Any = None, bias: Any = None, **rest: Any) -> Par
 
 def _grouped_of_torch() -> tuple[Any, ...]:
     """Public since torch 2.10, private before; both exist in 2.13 to 2.15."""
-    found = (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
-    return tuple(function for function in found if function is not None)
+    functions = (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    return tuple(function for function in functions if function is not None)
 
 
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -285,13 +285,13 @@ class Stage(PipelineStage):
         pass: there the second half is a whole backward."""
         if self.dw_builder is not None or self.is_first:
             return False
-        found = any(
+        leaves = any(
             parameter.requires_grad and (hooked(parameter) or not is_found(parameter))
             for parameter in self.piece.module.parameters()
         )
-        if found:
+        if leaves:
             self._at_once.add(micro_batch)
-        return found
+        return leaves
 
     @contextlib.contextmanager
     def _raising(self) -> Iterator[None]:

@@ -94,10 +94,10 @@ class StagedValues:
         mine = self._here(row)
         held = {} if mine is None else self.own.moments(mine)
         keys = self.comm.broadcast_object(tuple(held), self._home(row), "pipeline") or ()
-        found = {}
+        moments = {}
         for key in keys:
-            found[key] = self._from_owner(row, lambda mine: held[key])  # noqa: B023 - read at once
-        return found
+            moments[key] = self._from_owner(row, lambda mine: held[key])  # noqa: B023 - read at once
+        return moments
 
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
         mine = self._here(row)

@@ -202,9 +202,9 @@ class Save:
             self._new = None
 
 
-def _of_rank_0(comm: Collectives, found: Path | ZerodriftError | None) -> Path:
+def _of_rank_0(comm: Collectives, path: Path | ZerodriftError | None) -> Path:
     """What rank 0 has found, for all."""
-    sent: Any = comm.broadcast_object(found, 0)
+    sent: Any = comm.broadcast_object(path, 0)
     if isinstance(sent, ZerodriftError):
         raise CheckpointError.joined([sent])
     return Path(sent)
