@@ -137,7 +137,7 @@ def differences_elsewhere(stage: int, rest: dict[str, Any], own: bool) -> dict[s
     plain, found = run(stage, "none", rest, own), {}
     for name, way in WAYS.items():
         told = functools.partial(make_updater, transfers=way())
-        with mock.patch("zerodrift.engine.engine.make_updater", told):
+        with mock.patch("zerodrift.engine.native.make_updater", told):
             found[name] = plain.differs(run(stage, "cpu", rest, own))
     return found
 

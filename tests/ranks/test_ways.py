@@ -92,7 +92,7 @@ def counted(rest: dict[str, Any]) -> tuple[int, int, list[str]]:
         calls.append(arguments)
         reference_update(*arguments)
 
-    with mock.patch("zerodrift.engine.engine.way_of_updates", lambda plan, comm: way):
+    with mock.patch("zerodrift.engine.native.choose_update_function", lambda plan, comm: way):
         engine = make(config(3, "bf16", **rest))
     with mock.patch.object(fused, "_update_compiled", side_effect=AssertionError("another way")):
         run = train(engine, 2)

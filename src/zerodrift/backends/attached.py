@@ -79,7 +79,9 @@ class TensorsAttached:
 
     def _keeps(self, group: LiveGroup) -> Any:
         def keep(module: nn.Module, args: Any) -> None:
-            self._check((each for each in group.members if each.row.name not in self._shown), stepping=False)
+            self._check(
+                (member for member in group.members if member.row.name not in self._shown), stepping=False
+            )
 
         return keep
 

@@ -209,7 +209,7 @@ def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], dtensor
     are yet to come."""
     kind, keep = group.spec.kind, plan.policy.sharding.keep_gathered
     root = plan.units[group.spec.unit].name == ""
-    made = fully_shard(
+    applied = fully_shard(
         group.modules if len(group.modules) > 1 else group.modules[0],
         mesh=dtensor_mesh.shard,
         reshard_after_forward=keep == "never" and not root,
@@ -220,7 +220,7 @@ def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], dtensor
         ),
         ignored_params=set(others),
     )
-    group.modules = made if isinstance(made, list) else [made]
+    group.modules = applied if isinstance(applied, list) else [applied]
     first = group.modules[0]
     first.set_gradient_divide_factor(1.0)
     first.set_force_sum_reduction_for_comms(True)

@@ -39,9 +39,9 @@ class ShardRange:
 
 def shard_range(shape: tuple[int, ...], ranks: int, rank: int) -> ShardRange:
     inner = math.prod(shape[1:])
-    each = -(-shape[0] // ranks)
-    start, stop = (min(shape[0], each * number) * inner for number in (rank, rank + 1))
-    return ShardRange(shape, start, stop, each * inner)
+    rows = -(-shape[0] // ranks)
+    start, stop = (min(shape[0], rows * number) * inner for number in (rank, rank + 1))
+    return ShardRange(shape, start, stop, rows * inner)
 
 
 def whole_of(cut: ShardRange, mine: torch.Tensor, comm: Collectives) -> torch.Tensor:

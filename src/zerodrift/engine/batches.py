@@ -145,10 +145,10 @@ def numbers_of(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], P
     numbers: tuple[float, ...] = ()
     wrong = ""
     try:
-        numbers = tuple(float(each) for each in weights)
+        numbers = tuple(float(number) for number in weights)
     except (TypeError, ValueError, RuntimeError):
         wrong = repr(weights)
-    bad = next((each for each in numbers if not math.isfinite(each)), None)
+    bad = next((number for number in numbers if not math.isfinite(number)), None)
     if numbers and len(numbers) != count:
         wrong = str(len(numbers))
     elif bad is not None:
@@ -171,20 +171,20 @@ def batch_on(batch: Any, device: torch.device, change: Callable[[torch.Tensor], 
         items = {key: moved(value) for key, value in batch.items()}
         if type(batch) is dict or not hasattr(batch, "__setitem__"):
             return items
-        made: Any = copy.copy(batch)
+        copied: Any = copy.copy(batch)
         if (data := getattr(batch, "data", None)) is not None:
-            made.data = dict(data)  # of a UserDict, whose copy has the original's
+            copied.data = dict(data)  # of a UserDict, whose copy has the original's
         for key, item in items.items():
-            made[key] = item
-        return made
+            copied[key] = item
+        return copied
     if isinstance(batch, tuple):
         values = map(moved, batch)
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     if isinstance(batch, list):
         return [moved(value) for value in batch]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        made = copy.copy(batch)
+        copied = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            object.__setattr__(made, field.name, moved(getattr(batch, field.name)))
-        return made
+            object.__setattr__(copied, field.name, moved(getattr(batch, field.name)))
+        return copied
     return batch

@@ -96,7 +96,7 @@ class _Made(torch.Tensor):
 
 
 def _class_for(name: str, output: Output | None) -> type[Pinned]:
-    told: list[str] = []
+    warned: list[str] = []
 
     def torch_function(
         cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,8 +105,8 @@ def _class_for(name: str, output: Output | None) -> type[Pinned]:
         with torch._C.DisableTorchFunctionSubclass():
             given = list(tensors_in((args, kwargs)))
             result = _run(func, named, given, (args, kwargs or {}), output)
-            if named in CASTS and not told and _narrows(args[0], result):
-                told.append(name)
+            if named in CASTS and not warned and _narrows(args[0], result):
+                warned.append(name)
                 warnings.warn(
                     f"`{name}` is pinned to {args[0].dtype}, and the model itself casts it to "
                     f"{result.dtype}: what it computes with that is rounded, whatever the config says.",
@@ -116,14 +116,14 @@ def _class_for(name: str, output: Output | None) -> type[Pinned]:
                 return result
             size = max(tensor.dtype.itemsize for tensor in given if isinstance(tensor, (Pinned, _Made)))
             if named == "__iter__":
-                return iter(_of_class(tuple(result), made, size))
-            return _of_class(result, made, size)
+                return iter(_of_class(tuple(result), result_class, size))
+            return _of_class(result, result_class, size)
 
     # Compiled code may be given a parameter of any class, but no other tensor (torch 2.13 to 2.15).
     apart = torch.compiler.disable(
         torch_function, reason=f"what is made of the pinned `{name}` is computed with as it is"
     )
-    made = type("PinnedMade", (_Made,), {"__torch_function__": classmethod(apart)})
+    result_class = type("PinnedMade", (_Made,), {"__torch_function__": classmethod(apart)})
     return type("PinnedParameter", (Pinned,), {"__torch_function__": classmethod(torch_function)})
 
 
@@ -134,19 +134,19 @@ def _alone(given: list[torch.Tensor]) -> bool:
     )
 
 
-def _of_class(result: Any, made: type, size: int) -> Any:
+def _of_class(result: Any, result_class: type, size: int) -> Any:
     """What an operation has returned, where its elements are of at least so many bytes of that class."""
     if type(result) is torch.Tensor:
         if not result.dim() or not result.is_floating_point() or result.dtype.itemsize < size:
             return result
         if torch.compiler.is_compiling():
-            return result.as_subclass(made)
+            return result.as_subclass(result_class)
         # One operation less: the node behind `weight.view_as(weight)` is to be the parameter's own, by which
         # torch finds where a gradient is added.
-        result.__class__ = made
+        result.__class__ = result_class
     elif isinstance(result, (tuple, list)):
         for item in result:
-            _of_class(item, made, size)
+            _of_class(item, result_class, size)
     return result
 
 

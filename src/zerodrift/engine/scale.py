@@ -183,11 +183,11 @@ def _different(unreduced: Sequence[UnreducedSegment], dropped: int, comm: Collec
     for axis in AXES:
         reports = [entry for rank in comm.all_gather_object(reports, axis) for entry in rank]
     if len({count for _, count, _ in reports}) > 1:
-        told = ", ".join(f"rank {rank} {count}" for rank, count, _ in reports[:8])
+        listed = ", ".join(f"rank {rank} {count}" for rank, count, _ in reports[:8])
         return RankError(
             "backward",
             "must follow a forward in training on every rank or on none",
-            got=f"batches of this step without one: {told}",
+            got=f"batches of this step without one: {listed}",
             do=(
                 "Where a rank skips a batch, gradients of different batches are paired: let all skip "
                 "it, or multiply its loss by 0 and call `backward`."

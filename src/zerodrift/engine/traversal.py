@@ -229,11 +229,11 @@ class Traversal:
     def _end_learning(self, meet: Meet) -> None:
         """This rank's forward ends: serve the others until theirs have ended."""
         while True:
-            told = meet(ForwardReport(None, tuple(self._ran)))
-            if all(each.wants is None for each in told):
+            reports = meet(ForwardReport(None, tuple(self._ran)))
+            if all(report.wants is None for report in reports):
                 break
-            self._serve(told)
-        orders = [each.ran for each in told]
+            self._serve(reports)
+        orders = [report.ran for report in reports]
         self._before |= {pair for ran in orders for pair in itertools.pairwise(ran)}
         self._unseen -= {number for ran in orders for number in ran}
         numbers = in_order([unit.number for unit in self._forth], self._before)
@@ -246,10 +246,10 @@ class Traversal:
         if not self._unseen:
             self._meet = None
 
-    def _serve(self, told: Sequence[ForwardReport], mine: int | None = None) -> None:
+    def _serve(self, reports: Sequence[ForwardReport], mine: int | None = None) -> None:
         """Gather what any rank asks for; what is not this rank's own goes again."""
         by_number = {unit.number: unit for unit in self._forth}
-        for number in sorted({each.wants for each in told if each.wants is not None}):
+        for number in sorted({report.wants for report in reports if report.wants is not None}):
             by_number[number].gather()
             if number != mine:
                 by_number[number].leave()

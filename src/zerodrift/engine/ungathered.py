@@ -98,8 +98,8 @@ class CollectedGradient(torch.Tensor):
             if name in _SAME:
                 return gradient
         if name in ("zero_", "_foreach_zero_"):
-            for each in _of_class(cls, args):
-                each.cleared = True
+            for cleared_gradient in _of_class(cls, args):
+                cleared_gradient.cleared = True
             return gradient
         if name in _SUMS and len(args) == 2 and not kwargs:
             return args[1] if args[0] is gradient else args[0]

@@ -32,8 +32,8 @@ def choose_update_function(plan: Plan, comm: Collectives) -> UpdateFunction:
 
 def agree_on_update_function(comm: Collectives, obstacle: str | None) -> UpdateFunction:
     """The programs, if no rank has an obstacle; else the definition on all, after one notice for all."""
-    told = comm.all_gather_object(obstacle)
-    without = {rank: why for rank, why in enumerate(told) if why is not None}
+    obstacles = comm.all_gather_object(obstacle)
+    without = {rank: why for rank, why in enumerate(obstacles) if why is not None}
     if not without:
         return update
     if comm.mesh.rank() == 0:
@@ -41,6 +41,6 @@ def agree_on_update_function(comm: Collectives, obstacle: str | None) -> UpdateF
             "zerodrift: %s, on rank %s of %d; updates run in plain PyTorch everywhere, several times slower",
             "; ".join(dict.fromkeys(without.values())),
             ", ".join(str(rank) for rank in without),
-            len(told),
+            len(obstacles),
         )
     return reference_update

@@ -58,7 +58,7 @@ def given(
 
 
 def _unlike(signatures: list[Signature]) -> Problem | None:
-    other = next((number for number, each in enumerate(signatures) if each != signatures[0]), None)
+    other = next((number for number, signature in enumerate(signatures) if signature != signatures[0]), None)
     if other is None:
         return None
     return Problem(
@@ -69,9 +69,9 @@ def _unlike(signatures: list[Signature]) -> Problem | None:
     )
 
 
-def difference(told: Mapping[int, Given]) -> Problem | None:
+def difference(given_by_rank: Mapping[int, Given]) -> Problem | None:
     """What ranks of one pipeline were given that is not the same. World rank -> what."""
-    (first, mine), *others = told.items()
+    (first, mine), *others = given_by_rank.items()
     for rank, other in others:
         where, pair = "micro_batches", ("", "")
         if len(mine.checksums) != len(other.checksums):

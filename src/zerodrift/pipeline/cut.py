@@ -119,9 +119,12 @@ class Parts:
 def _positional(function: Callable[..., Any]) -> int:
     """How many arguments it takes by position; 4 for one that takes any number."""
     parameters = inspect.signature(function).parameters.values()
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 4
-    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    return sum(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in parameters
+    )
 
 
 ROUTED = "output_router_logits"
@@ -204,8 +207,8 @@ class Causal:
         try:
             with self._entered(piece, came):
                 rest = self._rest(batch, "labels", "logits_to_keep")
-                made: torch.Tensor = piece(inputs_embeds=came, **rest).loss
-                return made
+                loss: torch.Tensor = piece(inputs_embeds=came, **rest).loss
+                return loss
         finally:
             if handle is not None:
                 handle.remove()
@@ -215,10 +218,10 @@ class Causal:
         if self._routes(piece, arguments):
             arguments = {**arguments, ROUTED: True}
         output = piece.get_submodule(self.base)(**arguments)
-        made: torch.Tensor = output.last_hidden_state
+        hidden: torch.Tensor = output.last_hidden_state
         if not self._routes(piece, arguments):
-            return made
-        return (made, *came, *(output.router_logits or ()))
+            return hidden
+        return (hidden, *came, *(output.router_logits or ()))
 
     @staticmethod
     def _rest(batch: Any, *wanted: str) -> dict[str, Any]:
@@ -232,8 +235,8 @@ class Causal:
         """Whether the loss asks for router logits; that of some models never does, whatever they are told."""
         if ROUTED not in inspect.signature(type(piece).forward).parameters:
             return False
-        told = batch.get(ROUTED)
-        return bool(getattr(piece.config, ROUTED, False) if told is None else told)
+        asked = batch.get(ROUTED)
+        return bool(getattr(piece.config, ROUTED, False) if asked is None else asked)
 
     @contextlib.contextmanager
     def _entered(self, piece: nn.Module, came: torch.Tensor) -> Iterator[None]:
@@ -372,8 +375,8 @@ def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str
     bare, here = set(), True
     for name, layer in layers.named_children():
         path = f"{cut.layers}.{name}".lstrip(".")
-        held = [f"{path}.{each}" for each, _ in layer.named_parameters(remove_duplicate=False)]
-        here = any(each in names for each in held) if held else here
+        held = [f"{path}.{name_inside}" for name_inside, _ in layer.named_parameters(remove_duplicate=False)]
+        here = any(name_inside in names for name_inside in held) if held else here
         if not here:
             bare.add(path)
     if not here:
@@ -386,7 +389,7 @@ def _pruned(module: nn.Module, path: str, wanted: _PieceParts) -> nn.Module:
     held = {prefix + name for name, _ in module.named_parameters(remove_duplicate=False)}
     if path in wanted.absent or (held and not held & wanted.names and path):
         return PassThrough(module) if wanted.passed(path) else Elsewhere(path)
-    if held <= wanted.names and not any(each.startswith(prefix) for each in wanted.absent):
+    if held <= wanted.names and not any(layer.startswith(prefix) for layer in wanted.absent):
         return module
     clone = _shallow(module)
     for name, child in module.named_children():

@@ -257,15 +257,15 @@ class PipelineExecutor(NativeExecutor):
         mine = given(batches, tuple(weights), count, self._cut.problem)
         known = self._learnt.get(training)
         relearn = known is None or (known.shapes, known.micro_batches) != (mine.shapes, len(batches))
-        told = self.comm.all_gather_object((mine, relearn))
-        problem = next((each.problem for each, _ in told if each.problem), None)
-        ranks, stages = len(told), mesh.size("pipeline")
+        told_by_rank = self.comm.all_gather_object((mine, relearn))
+        problem = next((given.problem for given, _ in told_by_rank if given.problem), None)
+        ranks, stages = len(told_by_rank), mesh.size("pipeline")
         for data in range(ranks // stages):
             line = range(data, ranks, ranks // stages)
-            problem = problem or difference({rank: told[rank][0] for rank in line})
+            problem = problem or difference({rank: told_by_rank[rank][0] for rank in line})
         if problem is not None:
             raise ModelError.of([problem])
-        if any(again for _, again in told):
+        if any(again for _, again in told_by_rank):
             self._learnt.pop(training, None)
         return [batch_on(batch, mesh.device, self.precision.of) for batch in batches], mine.weights
 
@@ -278,11 +278,11 @@ class PipelineExecutor(NativeExecutor):
             piece.learning = True
         stages = [Stage(piece, self._begin, self._record) for piece in self._pieces]
         if training:
-            made = schedules.training(self._schedule, stages, len(batches), self._scaled)
+            schedule = schedules.training(self._schedule, stages, len(batches), self._scaled)
         else:
-            made = schedules.forwards(self._schedule, stages, len(batches))
-        self._learnt[training] = _Learnt((signature(batches[0]),), len(batches), made)
-        return made
+            schedule = schedules.forwards(self._schedule, stages, len(batches))
+        self._learnt[training] = _Learnt((signature(batches[0]),), len(batches), schedule)
+        return schedule
 
     def _record(self, kind: str, piece: int, micro_batch: int) -> None:
         self._alarm.check()

@@ -117,6 +117,6 @@ def _no_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _actions(entry: Any) -> list[Action]:
     """One action of torch as ours; those that overlap one after the other."""
     if entry.sub_actions:
-        return [action for each in entry.sub_actions for action in _actions(each)]
+        return [action for sub_action in entry.sub_actions for action in _actions(sub_action)]
     kind = entry.computation_type.value
     return [Action(kind, entry.stage_index, entry.microbatch_index)] if kind in TIME else []

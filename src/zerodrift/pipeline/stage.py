@@ -124,10 +124,12 @@ class Piece(nn.Module):
         try:
             micro_batch = int(number)
             with self.gathered(), precision.forward(), draws.of(self.number, micro_batch):
-                made = self._made(hidden, micro_batch)
+                output = self._made(hidden, micro_batch)
                 if torch.is_grad_enabled() and not self.learning:
-                    self.shared.scheduled.pack(self.number, made if isinstance(made, tuple) else (made,))
-                return made
+                    self.shared.scheduled.pack(
+                        self.number, output if isinstance(output, tuple) else (output,)
+                    )
+                return output
         except BaseException as error:
             self.failed = error
             raise
@@ -143,10 +145,10 @@ class Piece(nn.Module):
         self.losses[micro_batch] = loss.detach()
         return loss
 
-    def _leaving(self, made: Any, came: tuple[torch.Tensor, ...], micro_batch: int) -> Hidden:
+    def _leaving(self, output: Any, came: tuple[torch.Tensor, ...], micro_batch: int) -> Hidden:
         """What is sent, which must be what memory was laid out for on the rank that it goes to."""
-        leaves = tuple(made) if isinstance(made, tuple | list) else (made,)
-        other = next((each for each in leaves if not isinstance(each, torch.Tensor)), None)
+        leaves = tuple(output) if isinstance(output, tuple | list) else (output,)
+        other = next((tensor for tensor in leaves if not isinstance(tensor, torch.Tensor)), None)
         if not leaves or other is not None:
             got = type(other).__name__ if leaves else "an empty one"
             raise ModelError(
@@ -154,7 +156,7 @@ class Piece(nn.Module):
                 f"must be a tensor or a tuple of tensors, to go from piece {self.number} to the next",
                 got=f"{got} for micro-batch {micro_batch}",
             )
-        kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in leaves)
+        kinds = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in leaves)
         agreed = self._agreed.get(torch.is_grad_enabled())
         if self.learning or agreed is None:
             self._agreed[torch.is_grad_enabled()] = kinds
@@ -171,8 +173,10 @@ class Piece(nn.Module):
             )
         # torch detaches what has left in place: no view bears that, and nothing that is somebody else's.
         sent = tuple(
-            each.clone() if each._is_view() or each.is_leaf or any(each is one for one in came) else each
-            for each in leaves
+            tensor.clone()
+            if tensor._is_view() or tensor.is_leaf or any(tensor is one for one in came)
+            else tensor
+            for tensor in leaves
         )
         return sent[0] if len(sent) == 1 else sent
 
@@ -310,9 +314,9 @@ class Stage(PipelineStage):
         if backward_type == "weight":
             groups = bwd_kwargs["param_groups"]
             late = [node.variable for group in groups for node in group["params"]]
-        made = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         self.piece.arrived(late)
-        return made
+        return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The engine's step reduces, and takes the average."""
