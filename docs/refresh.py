@@ -121,7 +121,7 @@ policy = zd.resolve(config, zd.MeshShape(shard=4))
 `class`."""
 
 API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Training", "", ("api", "engine.engine", "engine.batches", "engine.progress")),
+    ("Training", "", ("api", "engine.engine", "engine.parameter", "engine.batches", "engine.progress")),
     ("Pipelines", "", ("pipeline.cut", "pipeline.deprecated")),
     (
         "Checkpoints and weights",
@@ -146,7 +146,8 @@ NOT_FOR_USERS = frozenset(
             "end_step",
             "abandon_step",
             "pieces",
-            "spread",
+            "sync_storage",
+            "updater",
             "values",
         ),  # for the rest of the engine
         *("check", "abandon", "load_parts", "finish"),  # for the engine and `zerodrift train`
@@ -200,7 +201,9 @@ def _entry(name: str, value: Any) -> Iterator[str]:
         method = getattr(found, "__func__", found)
         public = not member.startswith("_") or member == "__call__"
         if inspect.isfunction(method) and public and method.__doc__ and member not in NOT_FOR_USERS:
-            instance = "engine" if name.endswith("Engine") else name.lower()
+            instance = {"ParameterHandle": "parameter"}.get(
+                name, "engine" if name == "Engine" else name.lower()
+            )
             if isinstance(found, (staticmethod, classmethod)):
                 instance = name
             call = instance if member == "__call__" else f"{instance}.{member}"
