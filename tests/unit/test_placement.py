@@ -269,7 +269,7 @@ def test_every_report_shows_placement_and_optimizer() -> None:
     assert "whole, Muon" in text and "a rank's slice holds whole parameters" in text
     assert "to keep them whole" in text
     page = plan_page(made, bill, table)
-    assert "whole: a rank&#x27;s slice never ends inside of it" in page or "whole: a rank's slice" in page
+    assert "whole: a rank&#x27;s slice never ends inside it" in page or "whole: a rank's slice" in page
     name = "model.layers.0.self_attn.q_proj.weight"
     found = explain(made, name)
     assert {cell.column: cell.value for cell in found.options} == {"placement": "whole", "optimizer": "Muon"}

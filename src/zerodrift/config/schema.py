@@ -123,7 +123,7 @@ class Reduce(Block):
     wire: Wire | None = None
     """Dtype of the gradient on the wire."""
     sum: Sum | None = None
-    """Dtype in which the ranks' gradients are summed; `fp32` unless told."""
+    """Dtype in which the gradients of all ranks are summed. Default `fp32`."""
     when: Literal["last", "every"] | None = None
     """Reduce after the `last` micro-batch or `every` one. Default `last` at stages 0-1, `every` at 2-3."""
 
@@ -140,7 +140,7 @@ class ColumnKeys(Block):
     grad: Grad | None = None
     """The gradient as autograd leaves it; equals `compute`."""
     accumulate: Accumulate | None = None
-    """The sum over micro-batches. Default fp32. Same key as `gradient_accumulation_dtype`."""
+    """The sum over micro-batches. Default fp32. Same as `gradient_accumulation_dtype`."""
     reduce: Wire | Reduce | None = None
     """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
     master: Literal["fp32", "split", "same"] | None = None
@@ -188,12 +188,11 @@ class Precision(ColumnKeys):
     mode: Mode | None = None
     """The recipe that the columns start from; `auto` follows the stated rule of `docs/auto.md`."""
     buffers: Buffers | Literal["keep"] | None = None
-    """Floating buffers: `keep` as the model made them, or cast. Same key as `data_types.buffer_dtype`."""
+    """Floating buffers: `keep` them as they are, or cast them. Same as `data_types.buffer_dtype`."""
     allow_narrow: Flag | None = None
     """Allow `accumulate` to be narrower than `compute`."""
     statistics: Flag | None = None
-    """Record what becomes of every update, for `engine.update_statistics()`. Default false, which costs
-    nothing."""
+    """Record what becomes of every update, for `engine.update_statistics()`. Default false."""
     rules: Items[Rule] = ()
     """Ordered rules; the last match wins, cell by cell."""
 
@@ -209,37 +208,38 @@ class Sharding(Block):
     """Stage 3: how long a gathered unit lives. `never` regathers in backward, `micro-batch` keeps it from
     forward to backward, `step` keeps it for all micro-batches of a step."""
     accumulator: Literal["free", "keep"] | None = None
-    """Between steps the accumulator's memory is given back (`free`) or kept (`keep`)."""
+    """Whether the accumulator's memory is freed between steps (`free`) or kept (`keep`)."""
 
 
 class Pipeline(Block):
     """Pipeline parallelism."""
 
     stages: Ranks
-    """Ranks that a model is cut over, one stage each; 1 is none."""
+    """Ranks that the model is cut over, one stage each; 1 means no pipeline."""
     schedule: (
         Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] | None
     ) = None
     """The order of forwards and backwards: a schedule of `torch.distributed.pipelining`. Default `1f1b`, and
     `gpipe` with fewer micro-batches than stages."""
     micro_batches: Positive | None = None
-    """Micro-batches per optimizer step: another name of `gradient_accumulation_steps`."""
+    """Micro-batches per optimizer step: another name for `gradient_accumulation_steps`."""
     chunks: Annotated[Positive, Field(le=1024)] | None = None
     """Pieces of the model on each rank, for the schedules that interleave several. Default 2 for those, 1 for
     `gpipe` and `1f1b`."""
     split: Literal["layers", "cost"] | None = None
-    """What the pieces have the same of: `layers`, or the `cost` of their matrix products. Default
-    `layers`."""
+    """What the pieces are balanced by: the number of `layers`, or the `cost` of their matrix products.
+    Default `layers`."""
     weight_grads: Literal["queue", "autograd"] | None = None
-    """Who forms the weight gradients that `interleaved-zero-bubble`, `zbv` and `dualpipev` put off: our
-    `queue`, in the dtype of accumulation, or torch's second pass of `autograd`. Default `queue`."""
+    """Who forms the weight gradients that `interleaved-zero-bubble`, `zbv` and `dualpipev` defer: our
+    `queue`, in the dtype of accumulation, or torch's second `autograd` pass. Default `queue`."""
 
 
 class Experts(Block):
     """Expert parallelism: ranks of a shard group hold different experts, to which tokens travel."""
 
     ranks: Ranks
-    """Over how many ranks the experts of a layer are spread; divides those of a shard group. 1 is none."""
+    """How many ranks the experts of a layer are spread over; must divide the ranks of a shard group. 1 turns
+    it off."""
     parameters: Items[str] | None = None
     """Globs on the names of parameters that stack one expert after the other in their first dimension.
     Default `*.experts.*`."""
@@ -255,7 +255,7 @@ class Bf16(Block):
     bf16_optimizer_states: Flag | None = None
     """Moments in bf16, rounded stochastically: `state: bf16-stochastic`."""
     check_grad_overflow: Flag | None = None
-    """Skip the step on a non-finite gradient; here at every stage. Default true."""
+    """Skip the step if a gradient is not finite; here at every stage. Default true."""
 
 
 class Fp16(Block):
@@ -264,9 +264,9 @@ class Fp16(Block):
     enabled: Flag | Auto | None = None
     """Compute in fp16 with a loss scale."""
     auto_cast: Flag | None = None
-    """Cast the model's floating inputs to fp16. True here whatever is written: the engine does it always."""
+    """Cast the model's floating inputs to fp16. The engine always does, whatever is written here."""
     loss_scale: Scale | None = None
-    """0 is dynamic; anything else is a static scale."""
+    """0 means a dynamic scale; any other value is a static one."""
     initial_scale_power: Annotated[Natural, Field(le=120)] | Auto | None = None
     """The dynamic scale starts at 2 to this power. Default 16."""
     loss_scale_window: Positive | Auto | None = None
@@ -276,7 +276,7 @@ class Fp16(Block):
     consecutive_hysteresis: Flag | None = None
     """Refill the hysteresis after every step without overflow. Default false."""
     min_loss_scale: PositiveFloat | Auto | None = None
-    """The dynamic scale stops here; an overflow at the minimum is an error. Default 1."""
+    """The dynamic scale never goes below this; an overflow at the minimum is an error. Default 1."""
     fp16_master_weights_and_grads: Flag | None = None
     """Master and accumulator in fp16: `master: same`, `accumulate: fp16`."""
 
@@ -285,22 +285,22 @@ class TorchAutocast(Block):
     """DeepSpeed's `torch_autocast` block."""
 
     enabled: Flag | None = None
-    """Run the forward under `torch.autocast`; parameters rest in fp32."""
+    """Run the forward under `torch.autocast`; parameters are stored in fp32."""
     dtype: Compute | None = None
     """The autocast dtype: bf16 or fp16. Default bf16."""
     lower_precision_safe_modules: Items[str] | None = None
-    """Dotted classes whose parameters travel in the autocast dtype. Default Linear and Conv1d to Conv3d."""
+    """Dotted classes whose parameters are sent in the autocast dtype. Default Linear and Conv1d to Conv3d."""
 
 
 class DataTypes(Block):
     """DeepSpeed's `data_types` block."""
 
     grad_accum_dtype: Accumulate | None = None
-    """Same key as `gradient_accumulation_dtype`."""
+    """Same as `gradient_accumulation_dtype`."""
     param_dtype: Storage | None = None
-    """Must agree with the mode: a check, not a setting."""
+    """Must agree with the mode: this is a check, not a setting."""
     buffer_dtype: Buffers | None = None
-    """Cast floating buffers; they are kept as they are unless told."""
+    """Cast floating buffers to this dtype. By default they are kept as they are."""
 
 
 class OffloadOptimizer(Block):
@@ -324,7 +324,7 @@ class ZeroOptimization(Block):
     offload_optimizer: OffloadOptimizer | None = None
     """Master and state in host memory."""
     load_from_fp32_weights: Literal[True] | None = None
-    """Take masters from the model's own fp32 values. Always so here; false is refused."""
+    """Take masters from the model's own fp32 values. This is always done; false is refused."""
 
 
 class Optimizer(Block):
@@ -377,7 +377,7 @@ class Config(Block):
     """DeepSpeed's sharding block."""
 
     gradient_clipping: NonNegativeFloat | Auto | None = None
-    """Global L2 norm to clip to; 0 is off. Default 1.0, as in DeepSpeed."""
+    """Global L2 norm to clip to; 0 turns clipping off. Default 1.0, as in DeepSpeed."""
     prescale_gradients: Flag | None = None
     """Divide by the number of ranks before the reduction instead of after it."""
     gradient_predivide_factor: PositiveFloat | None = None
@@ -397,7 +397,7 @@ class Config(Block):
     scheduler: Scheduler | None = None
     """The learning-rate schedule to build when none is passed."""
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None
-    """Rank 0 prints a line every so many optimizer steps. Default 0, never."""
+    """How many optimizer steps between lines printed by rank 0. Default 0, which prints none."""
 
     _keys: tuple[KeyUse, ...] | None = PrivateAttr(None)
 

@@ -201,9 +201,7 @@ def _memory(plan: Plan, cost: Cost) -> Markup:
     most = max(cost.rest.total, cost.peak.total, 1)
     return join(
         [
-            tag(
-                "p", f"Bytes of {summary.basis(plan, cost)}. Activations are the model's own.", class_="quiet"
-            ),
+            tag("p", f"Bytes of {summary.basis(plan, cost)}. Activations are not included.", class_="quiet"),
             tag(
                 "div",
                 _stack("At rest, between steps", rest, most, cost),

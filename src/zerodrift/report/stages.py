@@ -44,14 +44,13 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
         lines.append(
             (
                 "bubble",
-                f"{figures.percent(timeline.bubble)} of the ranks' time, where a forward, the gradient of "
-                f"an input and "
-                f"those of weights take one unit of time each and messages none: {timeline.length} units "
-                f"in all",
+                f"{figures.percent(timeline.bubble)} of the ranks' time, if a forward, the gradient of an "
+                f"input and those of weights take one unit of time each and messages none: "
+                f"{timeline.length} units in all",
             )
         )
     else:
-        lines.append(("bubble", f"not worked out for {count * total:,} forwards"))
+        lines.append(("bubble", f"not computed for {count * total:,} forwards"))
     lines.append(("imbalance", _imbalance(plan)))
     return tuple(lines)
 
@@ -63,11 +62,11 @@ def _imbalance(plan: Plan) -> str:
         costs[unit.stage] += unit.products
     mean = sum(costs) / len(costs)
     if not mean:
-        return "no piece has a matrix: nothing is known of what they cost"
+        return "no piece has a matrix, so their cost is unknown"
     dearest = costs.index(max(costs))
     return (
         f"piece {dearest} takes {max(costs) / mean:.2f} times the mean of all pieces, by elements of "
-        f"matrices that a token uses; the bubble takes all for equal"
+        f"matrices that a token uses; the bubble assumes equal pieces"
     )
 
 
@@ -77,12 +76,12 @@ def _travels(plan: Plan) -> str:
     over = f"{count} {'boundary' if count == 1 else 'boundaries'} between ranks"
     if values is None:
         return (
-            f"over {over}, forth and back per micro-batch: what the model's layers pass on, which is not "
-            f"known before it runs"
+            f"over {over}, there and back per micro-batch: what the layers of the model pass on, which is "
+            f"not known before it runs"
         )
     size = figures.size(values * dtype.size)
     return (
-        f"{size} per token over each of {over}, forth and as much back per micro-batch: {values:,} values "
+        f"{size} per token over each of {over}, and as much back per micro-batch: {values:,} values "
         f"in {dtype}; not in the bill"
     )
 

@@ -22,9 +22,9 @@ WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"
 """`reduce.when` in words."""
 
 OPTION_WORDS = {
-    "whole": "whole: a rank's slice never ends inside of it",
+    "whole": "whole: a rank's slice never ends inside it",
     "matrices": "matrices: a rank's slice ends between two of its matrices only",
-    "expert": "expert: every rank of the expert axis has experts of its own, and its columns are of these",
+    "expert": "expert: every rank of the expert axis has its own experts, which the columns describe",
 }
 """`placement` and `parallel` in words."""
 
@@ -151,7 +151,7 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
         ranks = several(plan.mesh.shard, "rank")
         if plan.mesh.expert > 1:
             ranks += f", experts over {plan.mesh.expert_shard}"
-        marks.append(("/", f"sharded over {ranks}; without it whole on each"))
+        marks.append(("/", f"sharded over {ranks}; without it, whole on each"))
     if any(">" in text for text in cells):
         marks.append((">", "left of it the dtype on the wire, right of it the dtype of the sum"))
     if any(item.columns.pinned for item in sets):
@@ -176,7 +176,7 @@ def _option_marks(sets: Sequence[ColumnSet]) -> list[tuple[str, str]]:
         "whole": "a rank's slice holds whole parameters, for an optimizer that works on matrices",
         "matrices": "a rank's slice holds whole matrices of the last two dimensions",
         "Muon": "updated by Muon",
-        "AdamW": "updated by AdamW, beside Muon",
+        "AdamW": "updated by AdamW, next to Muon",
     }
     return [(word, meaning) for word, meaning in meanings.items() if word in words]
 

@@ -32,7 +32,7 @@ class Lora(Block):
     dropout: HeldOutShare = 0.0
     """Dropout before the adapters."""
     targets: tuple[str, ...] = ()
-    """Last parts of the names of the linear modules that get one. Default all linear modules but the head."""
+    """Last components of the names of the linear modules that get one. Default: all but the head."""
 
 
 class Model(Block):
@@ -45,14 +45,14 @@ class Model(Block):
     """`load` reads the folder's safetensors, `random` starts from the model's own initialisation; `auto`
     loads where there is something to load."""
     parts: str = ""
-    """With `config.pipeline`, how a model of one's own is cut: `package.module:function` of a function that
-    returns `zerodrift.Parts`. `transformers` models need none."""
+    """With `config.pipeline`, how to cut a model of your own: `package.module:function` of a function that
+    returns `zerodrift.Parts`. `transformers` models do not need it."""
     seed: Natural = 0
-    """Of random weights: the same on every rank and for every number of ranks."""
+    """Seed of random weights, which are the same on any number of ranks."""
     activation_checkpointing: Flag = True
-    """Recompute the activations of a block in its backward rather than keep them."""
+    """Recompute the activations of a block in its backward instead of keeping them."""
     compile: Flag = False
-    """`torch.compile` for each block by itself."""
+    """Apply `torch.compile` to each block."""
     lora: Lora | None = None
     """Train adapters instead of the model."""
 
@@ -63,76 +63,76 @@ class Data(Block):
     train: Paths
     """Files, folders or globs: text, JSONL, parquet, or token maps (`.npy`, `.bin`)."""
     validation: HeldOutShare | Paths = 0.0
-    """A share of the training documents that is held out, or files of their own. Of token maps, and where
-    documents are too few for one to be held out, it is the last blocks."""
+    """The share of training documents to hold out, or separate files. For token maps, and if there are too
+    few documents to hold one out, the last blocks are held out."""
     format: Literal["auto", "text", "chat", "tokens"] = "auto"
     """`text` is one document per file or row, `chat` a conversation per row, `tokens` a map of token
     numbers. `auto` looks at names and the first row."""
     field: str = "text"
-    """The key of a row that holds the text."""
+    """The key of a row that has the text."""
     messages: str = "messages"
-    """The key of a row that holds a conversation, a list of `role` and `content`. Rows with `prompt` and
+    """The key of a row that has the conversation, a list of `role` and `content`. Rows with `prompt` and
     `completion`, or `instruction`, `input` and `output`, are conversations too."""
     pattern: str = ""
-    """Glob on file names, for folders: `*.py`. Default every file whose suffix is known."""
+    """Glob on file names in folders, such as `*.py`. Default: every file with a known suffix."""
     tokenizer: str = "auto"
     """`bytes` (256 bytes and an end), or a folder with a tokenizer; `auto` takes the one in the model's
     folder, else bytes."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """What a `.bin` file of tokens holds; a `.npy` says so itself."""
+    """Dtype of a `.bin` file of tokens; a `.npy` file says its own."""
     block: Annotated[int, Field(ge=2, le=1 << 24, strict=True)] = 512
     """Tokens of a sample."""
     pack: Flag | None = None
-    """Put documents one after the other and cut blocks from that. Without it a document is a block, cut
-    or padded. Default true for text, false for chat."""
+    """Concatenate documents and cut blocks from the result. Otherwise each document is a block, cut or
+    padded. Default true for text, false for chat."""
     loss_on: Literal["answers", "everything"] = "answers"
-    """Which tokens of a conversation are learned: the assistant's, or all."""
+    """Which tokens of a conversation are learned: those of the assistant, or all."""
     cache: str = ""
-    """Folder for packed blocks, found again by the content they are made of. Default `cache` beside the
-    run's folder."""
+    """Folder for packed blocks, which are found again by their content. Default `cache` next to the run's
+    folder."""
     seed: Natural = 0
-    """Of the split and of the order of blocks."""
+    """Seed of the split and of the order of blocks."""
 
 
 class Run(Block):
-    """How long, and what is written when."""
+    """How long to train, and what to write when."""
 
     folder: str = ""
-    """Where everything goes. Default `runs/` and the name of the job file."""
+    """Where everything is written. Default `runs/` and the name of the job file."""
     steps: Positive | None = None
-    """Optimizer steps. Default those of `epochs`."""
+    """Optimizer steps. Default: as many as `epochs` takes."""
     epochs: PositiveFloat = 1.0
-    """Passes over the data, where `steps` is not given."""
+    """Passes over the data, if `steps` is not given."""
     seed: Natural = 0
-    """Of whatever is random inside the model, such as dropout."""
+    """Seed of whatever is random inside the model, such as dropout."""
     nproc: Positive | None = None
-    """Processes on this machine when no launcher started them. Default one per GPU, else one."""
+    """Processes to start on this machine, unless a launcher did. Default one per GPU, or one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes GPUs where there are any."""
+    """`auto` uses GPUs if there are any."""
     evaluate_every: Natural = 0
-    """Steps between evaluations; 0 is at the end only."""
+    """Steps between evaluations; 0 evaluates only at the end."""
     evaluate_batches: Positive = 16
-    """Micro-batches per rank of an evaluation, at most."""
+    """The most micro-batches per rank in an evaluation."""
     checkpoint_every: Natural = 0
-    """Steps between checkpoints; 0 is at the end, and where the run is stopped."""
+    """Steps between checkpoints; 0 saves only at the end or when the run is stopped."""
     keep: Positive = 2
-    """Checkpoints that are kept, the newest."""
+    """How many of the newest checkpoints to keep."""
     resume: str = "auto"
-    """`auto` goes on from the newest checkpoint of the folder, `never` starts anew; or the tag of one in it,
-    or the path of another."""
+    """`auto` resumes from the newest checkpoint in the folder, `never` starts over. Or the tag of a
+    checkpoint in the folder, or the path of any other."""
     export: Flag = True
-    """Write the model as safetensors at the end."""
+    """Export the model as safetensors at the end."""
     log_every: Positive = 1
-    """Steps between lines where no terminal is; metrics are written for every step."""
+    """Steps between printed lines if there is no terminal; metrics are written for every step."""
     max_skips: Natural = 5
-    """Steps in a row that may be skipped for a loss or gradient that is not finite. Overflows of a
-    dynamic loss scale do not count."""
+    """How many steps in a row may be skipped because a loss or gradient is not finite. Overflows of a dynamic
+    loss scale do not count."""
     check_precision: Flag = True
-    """Compare the dtypes of the first step with the plan, and stop where they differ."""
+    """Compare the dtypes of the first step with the plan, and stop if they differ."""
     tensorboard: Flag = False
     """Write TensorBoard events into the folder; needs `tensorboard`."""
     wandb: str = ""
-    """Project of Weights & Biases to log to; needs `wandb`."""
+    """Weights & Biases project to log to; needs `wandb`."""
 
 
 class Job(Block):
@@ -143,12 +143,12 @@ class Job(Block):
     data: Data
     """What it is trained on."""
     run: Run = Run()
-    """How long, and what is written when."""
+    """How long to train, and what to write when."""
     config: dict[str, Any] | str = Field(default_factory=dict)
-    """The engine's config: keys of `docs/config.md`, or the path of a YAML or DeepSpeed JSON file."""
+    """The engine's config: keys from `docs/config.md`, or the path of a YAML or DeepSpeed JSON file."""
     auto: dict[str, Any] = Field(default_factory=dict)
-    """Numbers for keys of the config that are "auto", by dotted key. The total number of steps is filled
-    in by itself."""
+    """Numbers for keys of the config that are "auto", by dotted key. The total number of steps is filled in
+    automatically."""
 
 
 Job.model_rebuild()
