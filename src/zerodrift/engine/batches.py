@@ -33,7 +33,7 @@ LossOf: TypeAlias = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What a step over all of its micro-batches did."""
+    """The result of a step over all of its micro-batches."""
 
     losses: tuple[float, ...]
     """Of each micro-batch, without its weight and the loss scale; those of this rank's data."""

@@ -87,11 +87,11 @@ class Engine(FullValues):
             return self.module(*args, **kwargs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` on: multiplied by the loss scale where there is one."""
+        """The loss to call `backward` on: multiplied by the loss scale, if there is one."""
         return self.progress.scale(loss)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of one micro-batch. The average over micro-batches is taken in the step, after the sum."""
+        """Run the backward of one micro-batch. Gradients are averaged over micro-batches in `step`."""
         self.require_open()
         self._require_alone("backward")
         scaled = self.scale(loss)
@@ -100,7 +100,7 @@ class Engine(FullValues):
             scaled.backward(**kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards inside are not the last of their step: what is reduced once per step waits."""
+        """A context whose backwards are not the last of their step, so that reductions wait."""
         return self.progress.no_sync()
 
     @contextlib.contextmanager
@@ -193,7 +193,11 @@ class Engine(FullValues):
     def step(
         self, error_if_nonfinite: bool = False, schedule_arguments: Mapping[str, Any] | None = None
     ) -> StepResult:
-        """End a micro-batch; after the last one of a step, update. The schedule gets `schedule_arguments`."""
+        """End a micro-batch, and update after the last one of a step.
+
+        `schedule_arguments` are passed to the schedule. With `error_if_nonfinite`, a gradient that is not
+        finite raises instead of skipping the step.
+        """
         before = self.progress.now()
         with self.executor.step():
             if not self.progress.begin_step():
@@ -216,7 +220,7 @@ class Engine(FullValues):
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
+        """Optimizer steps taken, not counting skipped ones."""
         return self.progress.global_steps
 
     @property
@@ -225,12 +229,12 @@ class Engine(FullValues):
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the last complete step, before clipping."""
+        """Global gradient norm of the last complete step, before clipping."""
         return self.progress.grad_norm
 
     @property
     def micro_batches(self) -> int:
-        """Of the step under way, so far; 0 between steps."""
+        """Micro-batches of the current step so far; 0 between steps."""
         return self.progress.micro_batches
 
     @property
@@ -250,24 +254,24 @@ class Engine(FullValues):
 
     @property
     def schedule(self) -> Any:
-        """What sets the learning rates; None without one."""
+        """The learning-rate schedule, or None."""
         return self.progress.schedule
 
     # --- the model --------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
-        """The model; of a pipeline, the tree that this rank has of it."""
+        """The model, or in a pipeline this rank's part of it."""
         return self.executor.module
 
     @property
     def whole(self) -> nn.Module:
-        """All of the model; of a pipeline, without values for what is elsewhere."""
+        """The whole model; in a pipeline, without values for what is on other ranks."""
         return self.executor.whole
 
     @property
     def part(self) -> Plan:
-        """What this rank executes of the plan: all of it, but for a pipeline."""
+        """The part of the plan that this rank executes: all of it, except in a pipeline."""
         return self.executor.part
 
     @property
@@ -289,26 +293,30 @@ class Engine(FullValues):
         return self.train(False)
 
     def explain(self, name: str) -> Explanation:
-        """Every column of a parameter, with its reason."""
+        """Every column of a parameter with the reason for it; printable."""
         return explain(self.plan, name)
 
     def update_statistics(self) -> UpdateReport:
-        """What became of the last update, per parameter: shares lost to rounding, sizes, underflow. For a
-        config with `precision.statistics: true`; every rank calls it together."""
+        """What became of the last update, per parameter: shares lost to rounding, sizes, underflow.
+
+        Needs `precision.statistics: true` in the config. Every rank calls it.
+        """
         return self.executor.update_statistics()
 
     # --- values -----------------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> ParameterHandle:
-        """One parameter, whole: its value, master, gradient and moments, to be read and assigned."""
+        """A handle on one parameter, to read and assign its whole value, master, gradient and moments."""
         return ParameterHandle(name, row_of(self.plan, name), self.values, self.progress, self.comm)
 
     def gathered(
         self, names: Iterable[str] | None = None, write: bool = False
     ) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
-        """Whole values of all or some parameters by name, in their compute dtype, as they are now: what is
-        kept stays so. With `write`, rank 0's values at the end of the context become everybody's, masters
-        included. Of a pipeline, the parameters that this rank has."""
+        """A context with the whole values of all or some parameters by name, in their compute dtype.
+
+        Values that are kept stay as they were. With `write`, rank 0's values at the end of the context become
+        those of all ranks, masters included. In a pipeline these are the parameters that this rank has.
+        """
         known = [row.name for row in self.plan.rows] if names is None else names
         return self.values.gathered({name: row_of(self.plan, name) for name in known}, write)
 
@@ -331,10 +339,12 @@ class Engine(FullValues):
         raise steps.copied()
 
     def destroy(self) -> None:
-        """Take the hooks off and leave the process groups. The module keeps what it holds, which of sharded
-        parameters is nothing, and it says so; inside `gathered()` it keeps full values, and is a plain one.
-        On backend fsdp2 torch's hooks stay, and the module cannot be run any more.
-        Waits for what goes on beside training, unless an exception is on its way through this rank."""
+        """Remove the hooks and leave the process groups, after a save that is under way.
+
+        The module keeps its values, except those of sharded parameters, which then say that they are gone.
+        Inside `gathered()` it keeps all of them and becomes an ordinary module again. On backend fsdp2
+        torch's hooks stay, and the module cannot be run any more.
+        """
         if self.progress.closed:
             return
         try:

@@ -27,7 +27,7 @@ from zerodrift.plan.table import Plan
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a call of `step` did."""
+    """The result of a call of `step`."""
 
     updated: bool
     """Whether parameters were updated: false between the micro-batches of a step, and for a skipped step."""

@@ -65,7 +65,7 @@ class Cut(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """A model of one's own that has a list of layers: what comes before, in and after them.
+    """How to cut a model of your own that has a list of layers: what comes before, in and after them.
 
     All are called with a micro-batch as it was given, floating tensors in the dtype of the mode. What
     `before` uses must come before the layers in the order of the model's parameters, what `after` uses

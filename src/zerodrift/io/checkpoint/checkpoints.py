@@ -71,7 +71,7 @@ class Loaded:
     """What is not as it was when the checkpoint was saved; empty for an exact continuation."""
 
     def client_of(self, rank: int) -> Any:
-        """What one of the ranks that saved gave."""
+        """The `client` that one of the saving ranks gave."""
         return states.read_state(self.path, states.own_file(rank))["client"]
 
 
@@ -93,7 +93,7 @@ class _Found:
 
 
 class Checkpoints:
-    """The checkpoints of one engine in one folder. Every rank makes one, and calls it alike."""
+    """The checkpoints of one engine in one folder. Every rank makes one and calls it in the same way."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class Checkpoints:
     def save(
         self, tag: str | None = None, client: Any = None, *, latest: bool = True, frozen: bool = True
     ) -> None:
-        """Save the run as it stands between two steps, under `tag` or the step's number. `client` is what
-        the caller wants back on this rank: where its data is, what it has counted. Without `frozen`
-        parameters, those come from where they came from: such a checkpoint loads with `allow=("model",)`."""
+        """Save the run between two steps, under `tag` or the step's number. `client` is anything that the
+        caller wants back on this rank, such as its position in the data. `frozen=False` leaves frozen
+        parameters out; such a checkpoint loads with `allow=("model",)`."""
         engine, comm = self._engine, self._comm
         self._require_between_steps("save")
         self.wait()
@@ -162,7 +162,7 @@ class Checkpoints:
             self._say_saved(under_way.finish(head, self._keep))
 
     def wait(self) -> None:
-        """Until a save that is under way is a checkpoint; raises on every rank if it failed."""
+        """Wait until a save that is under way is complete; raises on every rank if it failed."""
         if self._pending is not None:
             (save, head), self._pending = self._pending, None
             self._engine.progress.background = None
@@ -202,7 +202,7 @@ class Checkpoints:
     # --- load ---------------------------------------------------------------------------------------------
 
     def resume(self, *, allow: Collection[Allowed] = ()) -> Loaded | None:
-        """Load the newest checkpoint; None where none was ever saved here, which is how a run begins."""
+        """Load the newest checkpoint, or return None if none was ever saved here, as in a new run."""
         self._require_between_steps("resume")
         self.wait()
         path = self._on_one(self._folder.newest)
@@ -217,9 +217,9 @@ class Checkpoints:
         verify: bool = True,
     ) -> Loaded:
         """Load a checkpoint. `parts="weights"` leaves the optimizer, its schedule, the counters and the
-        random numbers alone. `allow` names differences that are accepted. `verify` reads every file once
-        more, each rank some of them, and compares checksums before anything is changed; without it bits that
-        have changed are loaded as they are."""
+        random numbers alone. `allow` names the differences to accept. `verify` reads every file once more,
+        each rank some of them, and compares checksums before anything is changed; without it, changed bits
+        are loaded as they are."""
         return self.load_parts(tag, ALL if parts == "all" else frozenset(), allow, verify)
 
     def load_parts(

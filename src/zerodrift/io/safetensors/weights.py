@@ -52,7 +52,7 @@ class LoadedWeights:
     seconds: float
     """Of the slowest rank."""
     peak: int
-    """Bytes that a process has had resident at most so far, on the rank where that is most."""
+    """Peak resident bytes of a process so far, on the rank with the most."""
     missing: tuple[str, ...]
     """Names that kept the model's own values."""
     unexpected: tuple[str, ...]
