@@ -88,7 +88,7 @@ def test_ranks_of_one_pipeline_with_different_data_are_an_error_on_all_ranks() -
     for found in run_ranks(other_data, 4):
         for text in (*found[:3], found[7]):
             assert text.startswith("ModelError: `micro_batches`: must be the same on every stage"), text
-            assert "rank 0 has one micro-batch" in text and "rank 2 one with other contents" in text
+            assert "on rank 0, one with other contents on rank 2" in text
         assert "micro-batch 2" in found[0] and "micro-batch 0" in found[2]
         assert found[3].startswith("ModelError: `weights`: must be the same on every stage of a pipeline"), (
             found
@@ -272,7 +272,11 @@ def test_a_piece_checks_what_it_sends() -> None:
     assert "[1, 8] torch.float32 from piece 0 for micro-batch 1, and [2, 8] torch.float32 before" in first[0]
     assert first[1].startswith("ModelError: `hidden`: must be a tensor or a tuple of tensors")
     for text in second:
-        assert text.startswith("RankError: `pipeline`: ") and "rank 0 raised ModelError: `hidden`" in text
+        assert (
+            text.startswith("RankError: `pipeline`: ")
+            and "got ModelError: `hidden`" in text
+            and "on rank 0" in text
+        )
 
 
 def means() -> tuple[float, float, float, list[str]]:
@@ -391,7 +395,7 @@ def ends(folder: str) -> tuple[str, bool]:
 def test_a_rank_that_raises_ends_with_its_own_exception_and_nothing_else(tmp_path: Any) -> None:
     (waited, dumped), (raised, also) = run_ranks(ends, 2, str(tmp_path))
     assert raised == "Boom: mine"
-    assert "rank 1 raised Boom: mine" in waited and waited.startswith("RankError: `pipeline`")
+    assert "got Boom: mine on rank 1" in waited and waited.startswith("RankError: `pipeline`")
     assert not dumped and not also
 
 
