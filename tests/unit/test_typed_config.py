@@ -307,9 +307,8 @@ def test_every_field_refuses_what_it_cannot_be() -> None:
 
 def test_an_engine_without_a_config_says_what_to_pass() -> None:
     nn = pytest.importorskip("torch").nn
-    for make in (zd.initialize, zd.initialize_pipeline):
-        with pytest.raises(zd.ConfigError, match="`config`: must be given; got none"):
-            make(nn.Linear(2, 2))
+    with pytest.raises(zd.ConfigError, match="`config`: must be given; got none"):
+        zd.initialize(nn.Linear(2, 2))
 
 
 # --- what type checkers know -------------------------------------------------------------------------------
