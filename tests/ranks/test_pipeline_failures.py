@@ -133,7 +133,7 @@ def waits_for_one_that_keeps_its_connections() -> tuple[str, float]:
 
 
 def _meet(mine: Alarm, mesh: Any) -> None:
-    with mine.raised("`meeting`: waiting"):
+    with mine.raised("meeting", "waiting"):
         if mesh.rank() == 1:
             raise Boom("away")
         torch.distributed.recv(torch.empty(1), group=mesh.group("pipeline"), group_src=1)
