@@ -295,3 +295,20 @@ def test_what_cannot_be_computed_again_is_said(fill: Callable[..., None], told: 
         model = Odd(fill)
     assert recipe.missing(model.one) == ""
     assert recipe.missing(model.other) == f"`copy_` with {told}"
+
+
+class Doubled(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        made = torch.ones(3, device=self.weight.device)
+        for _ in range(times):
+            made = (made + made) / 2
+        with torch.no_grad():
+            self.weight.copy_(made)
+
+
+def test_a_long_computation_that_uses_each_of_its_parts_twice_is_done_once() -> None:
+    with empty():
+        model = Doubled(600)
+    assert torch.equal(play(model.weight), torch.ones(3))

@@ -24,6 +24,7 @@ from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.backends.optimizer import TensorUpdater
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.engine.attached import READ, WRITE
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 from zerodrift.plan.table import Row
 
@@ -151,10 +152,7 @@ def _require_unwritten(then: dict[str, torch.Tensor], values: dict[str, torch.Te
     problems = Problems()
     for name, value in values.items():
         if not torch.equal(_bits(then[name]), _bits(value)):
-            got = "a write inside `engine.gathered()`, which shows values"
-            problems.add(
-                name, "must be written inside `engine.gathered(write=True)`", got=got, do="It is dropped."
-            )
+            problems.add(name, WRITE, got=READ, do="It is dropped.")
     problems.raise_as(ModelError)
 
 

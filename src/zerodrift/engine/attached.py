@@ -102,6 +102,7 @@ LOAD = (
 
 LATER = "Change the model before `initialize`, or build the engine anew."
 WRITE = "must be written inside `engine.gathered(write=True)`"
+READ = "a write inside `engine.gathered()`, which shows values"
 
 
 def without_engine(*args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.attached import AttachedParameters, settle
+from zerodrift.engine.attached import READ, WRITE, AttachedParameters, settle
 from zerodrift.engine.grads import Gradients
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import TrainedSegment
@@ -69,9 +69,7 @@ class SegmentValues:
                 continue
             for row in segment.written_while_lent():
                 segment.drop_writes()
-                problems.add(
-                    row.name, "must be written inside `engine.gathered(write=True)`", got=_READ, do=_LOST
-                )
+                problems.add(row.name, WRITE, got=READ, do=_LOST)
         problems.raise_as(ModelError)
 
     @contextlib.contextmanager
@@ -284,5 +282,4 @@ class SegmentValues:
         return value.reshape(-1)[first : first + row.numel].view(row.shape)
 
 
-_READ = "a write inside `engine.gathered()`, which shows values"
 _LOST = "Nobody else would have seen it, and it is dropped."

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.model.recipe import ATTRIBUTE, Computed, InitRecipe, Operation, Window
+from zerodrift.model.recipe import ATTRIBUTE, Computed, InitRecipe, Operation, Window, replaced
 
 SMALL = 1 << 16
 """Elements up to which a parameter that was computed keeps its memory."""
@@ -189,7 +189,7 @@ class _Recorder(TorchFunctionMode):
         """Keep how a tensor without memory was made, if all of it can be made again."""
         self._own = True
         try:
-            call = Computed(func, self._made_of(args), self._made_of(kwargs))
+            call = Computed(func, *replaced((tuple(args), dict(kwargs)), self._made_of))
         except _LostError:
             self._computed.pop(id(out), None)
         else:
@@ -198,10 +198,7 @@ class _Recorder(TorchFunctionMode):
             self._own = False
 
     def _made_of(self, value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(self._made_of(item) for item in value)
-        if type(value) is dict:
-            return {key: self._made_of(item) for key, item in value.items()}
+        """An argument as it is kept: how it was made, or its values."""
         if not isinstance(value, torch.Tensor):
             return value
         found = self._computation(value)

@@ -47,22 +47,40 @@ class Computed:
 
     def value(self, done: dict[Computed, Any]) -> Any:
         """The tensor, on the CPU; `done` is what has been made already, so that numbers are drawn once."""
-        if self not in done:
-            args, kwargs = _replaced((self.args, dict(self.kwargs)), lambda value: _on_cpu(value, done))
-            done[self] = self.call(*args, **kwargs)
+        for call in self.calls():
+            if call not in done:
+                args, kwargs = replaced((call.args, dict(call.kwargs)), lambda item: _on_cpu(item, done))
+                done[call] = call.call(*args, **kwargs)
         return done[self]
 
     def drawn(self) -> list[Computed]:
         """Those of the calls behind it that draw numbers."""
-        calls = [self] if getattr(self.call, "__name__", "") in _DRAWN else []
+        return [call for call in self.calls() if getattr(call.call, "__name__", "") in _DRAWN]
 
-        def look(value: Any) -> Any:
-            if isinstance(value, Computed):
-                calls.extend(value.drawn())
-            return value
+    def calls(self) -> list[Computed]:
+        """The calls that it is made of, each once and after those that it needs; itself is the last."""
+        ordered: dict[Computed, None] = {}
+        waiting = [(self, False)]
+        while waiting:
+            call, is_ready = waiting.pop()
+            if call in ordered:
+                continue
+            if is_ready:
+                ordered[call] = None
+                continue
+            waiting.append((call, True))
+            waiting += [(need, False) for need in reversed(call._needs())]
+        return list(ordered)
 
-        _replaced((self.args, dict(self.kwargs)), look)
-        return calls
+    def _needs(self) -> list[Computed]:
+        needs: list[Computed] = []
+
+        def look(item: Any) -> None:
+            if isinstance(item, Computed):
+                needs.append(item)
+
+        replaced((self.args, dict(self.kwargs)), look)
+        return needs
 
 
 _DRAWN = frozenset(
@@ -89,18 +107,18 @@ def _on_cpu(value: Any, done: dict[Computed, Any]) -> Any:
     import torch
 
     if isinstance(value, Computed):
-        return value.value(done)
+        return done[value]
     if isinstance(value, torch.device) and value.type == "meta":
         return torch.device("cpu")
     return "cpu" if isinstance(value, str) and value == "meta" else value
 
 
-def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     """Nested tuples, lists and dicts with everything in them changed."""
     if type(value) in (tuple, list):
-        return type(value)(_replaced(item, change) for item in value)
+        return type(value)(replaced(item, change) for item in value)
     if type(value) is dict:
-        return {key: _replaced(item, change) for key, item in value.items()}
+        return {key: replaced(item, change) for key, item in value.items()}
     return change(value)
 
 
