@@ -97,6 +97,36 @@ def test_all_ranks_end_and_say_why(schedule: str, where: str, rank: int, later: 
         assert seconds < SOON and more < SOON
 
 
+def raises_between_two_halves() -> tuple[tuple[str, float], ...]:
+    """One rank has run all its micro-batches, and hears in `step` that the other did not end."""
+    engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS, tied=False))
+    tokens = data(0, 0)
+    engine.accumulate(tokens)
+    if engine.mesh.rank() == 0:
+        found = [until_it_ends(engine.step)]
+    else:
+        found = [until_it_ends(lambda: _raise_in(engine))]
+    found += [
+        until_it_ends(lambda: engine.train_batch(tokens)),
+        until_it_ends(lambda: engine.evaluate(tokens)),
+    ]
+    engine.destroy()
+    return tuple(found)
+
+
+def _raise_in(engine: Engine) -> None:
+    with engine.executor._alarm.raised("pipeline", "the schedule"):  # type: ignore[attr-defined]
+        raise Boom("late")
+
+
+def test_what_ended_all_is_said_again_and_not_what_it_left() -> None:
+    for rank, reports in enumerate(run_ranks(raises_between_two_halves, 2)):
+        first, *later = [text for text, _ in reports]
+        assert first == "Boom: late" if rank else "got Boom: late on rank 1" in first, first
+        assert all("got Boom: late on rank 1" in text for text in later), later
+        assert all(seconds < SOON for _, seconds in reports)
+
+
 def no_loss_on_the_last() -> tuple[str, float]:
     """Found by the engine itself, on one rank alone."""
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS, tied=False))

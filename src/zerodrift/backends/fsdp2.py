@@ -99,6 +99,9 @@ class FullyShardExecutor:
         self._progress = progress
         self.passes.callbacks = callbacks
 
+    def require_peers(self) -> None:
+        """Peers that are gone end a collective by themselves."""
+
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def forward(self) -> contextlib.AbstractContextManager[None]:

@@ -129,8 +129,9 @@ class Engine(FullValues):
         self.progress.unwind()
 
     def require_open(self) -> None:
-        """Raise if it was destroyed."""
+        """Raise if it was destroyed, or ended by another rank."""
         self.progress.require_open()
+        self.executor.require_peers()
 
     def _require_alone(self, what: str) -> None:
         if self.executor.runner is not None:

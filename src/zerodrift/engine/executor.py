@@ -63,6 +63,9 @@ class Executor(Protocol):
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
         """Training may begin; backwards that the engine does not call are told to `callbacks`."""
 
+    def require_peers(self) -> None:
+        """Raise if another rank is known to have ended all of them."""
+
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def forward(self) -> contextlib.AbstractContextManager[None]:

@@ -117,6 +117,9 @@ class NativeExecutor:
             own(self._handles)
         self.gradients.callbacks = callbacks
 
+    def require_peers(self) -> None:
+        """Peers that are gone end a collective by themselves."""
+
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def forward(self) -> contextlib.AbstractContextManager[None]:

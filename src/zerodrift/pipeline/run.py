@@ -108,6 +108,9 @@ class PipelineExecutor(NativeExecutor):
     def runner(self) -> BatchRunner:
         return self
 
+    def require_peers(self) -> None:
+        self._alarm.check()
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         with self._alarm.explain_failure(), super().step():
