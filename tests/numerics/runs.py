@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,10 +83,27 @@ def finish(engine: Engine, run: Run) -> None:
     """Read weights, masters and moments, full."""
     with engine.gathered() as values:
         run.weights = {name: value.detach().clone() for name, value in values.items()}
-    for row in engine.plan.rows:
-        if row.columns.update is not None:
-            run.masters[row.name] = engine.parameter(row.name).master
-            run.states[row.name] = dict(engine.parameter(row.name).state)
+    # All in one message: a gather for each parameter would take as long as the steps.
+    for parts in engine.comm.all_gather_object(list(_held(engine))):
+        for name, kind, shape, start, part in parts:
+            kinds = run.masters if kind == "master" else run.states.setdefault(name, {})
+            key = name if kind == "master" else kind
+            whole = kinds.setdefault(key, torch.full(shape, torch.nan)).view(-1)
+            place = whole[start : start + len(part)]
+            here = torch.from_numpy(part)
+            assert (place.isnan() | (place == here)).all(), f"ranks hold other values of {kind} {name}"
+            place.copy_(here)
+
+
+def _held(engine: Engine) -> Iterator[tuple[str, str, tuple[int, ...], int, Any]]:
+    """(parameter, `master` or a moment, whole shape, first element, values) of all that this rank holds."""
+    for piece in engine.executor.pieces():
+        if not piece.updated:
+            continue
+        for kind, flat in {"master": piece.weights(), **piece.moments()}.items():
+            for span in piece.held:
+                part = span.part(flat)
+                yield part.name, kind, part.shape, part.start, part.values.numpy()
 
 
 def same(runs: Sequence[Run]) -> list[str]:
