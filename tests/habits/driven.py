@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.habits.loop import Loop
 from tests.habits.plain import LEARNING
+from tests.numerics.runs import whole_values
 from zerodrift.api import initialize
 
 
@@ -65,7 +66,8 @@ class Driven:
         return found
 
     def masters(self) -> dict[str, Tensor]:
-        return {name: self.engine.parameter(name).master for name in self._names}
+        masters = whole_values(self.engine)["master"]
+        return {name: masters[name] for name in self._names}
 
     def close(self) -> None:
         self.engine.destroy()

@@ -122,12 +122,16 @@ class Plain:
         return grad.detach().float().clone()
 
     def _reduce(self) -> None:
-        for name, parameter in self._parameters.items():
-            if self._masters[name].requires_grad:
-                grad = self._local(name, parameter)
-                dist.all_reduce(grad)
-                self._sums[name] = self._sums[name] + grad if name in self._sums else grad
-                parameter.grad = None
+        trained = {name: p for name, p in self._parameters.items() if self._masters[name].requires_grad}
+        if not trained:
+            return
+        grads = [self._local(name, parameter) for name, parameter in trained.items()]
+        flat = torch.cat([grad.view(-1) for grad in grads])
+        dist.all_reduce(flat)
+        for name, part in zip(trained, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad = part.view(trained[name].shape)
+            self._sums[name] = self._sums[name] + grad if name in self._sums else grad
+            trained[name].grad = None
 
     def _rounded(self, name: str) -> Tensor:
         master = self._masters[name].detach()

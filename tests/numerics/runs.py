@@ -10,6 +10,7 @@ import torch
 
 from tests.numerics.networks import GPT, batch
 from zerodrift.api import initialize
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 
 
@@ -83,27 +84,37 @@ def finish(engine: Engine, run: Run) -> None:
     """Read weights, masters and moments, full."""
     with engine.gathered() as values:
         run.weights = {name: value.detach().clone() for name, value in values.items()}
-    # All in one message: a gather for each parameter would take as long as the steps.
-    for parts in engine.comm.all_gather_object(list(_held(engine))):
-        for name, kind, shape, start, part in parts:
-            kinds = run.masters if kind == "master" else run.states.setdefault(name, {})
-            key = name if kind == "master" else kind
-            whole = kinds.setdefault(key, torch.full(shape, torch.nan)).view(-1)
-            place = whole[start : start + len(part)]
-            here = torch.from_numpy(part)
-            assert (place.isnan() | (place == here)).all(), f"ranks hold other values of {kind} {name}"
+    names = {row.name for row in engine.plan.rows if row.trained}
+    kinds = whole_values(engine)
+    run.masters = {name: value for name, value in kinds.pop("master").items() if name in names}
+    run.states = {
+        name: {kind: values[name] for kind, values in kinds.items() if name in values} for name in names
+    }
+
+
+def whole_values(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
+    """Masters and moments, whole, in fp32: kind -> parameter -> value. All in one message: a gather for each
+    would take as long as the steps of a test."""
+    with raise_on_all_ranks(engine.comm):
+        held = list(_held(engine))
+    found: dict[str, dict[str, torch.Tensor]] = {"master": {}}
+    for parts in engine.comm.all_gather_object(held):
+        for kind, name, shape, start, part in parts:
+            whole = found.setdefault(kind, {}).setdefault(name, torch.full(shape, torch.nan)).view(-1)
+            place, here = whole[start : start + len(part)], torch.from_numpy(part)
+            same = (place == here) | (place.isnan() & here.isnan())
+            assert (same | place.isnan()).all(), f"ranks hold different values of {kind} {name}"
             place.copy_(here)
+    return found
 
 
 def _held(engine: Engine) -> Iterator[tuple[str, str, tuple[int, ...], int, Any]]:
-    """(parameter, `master` or a moment, whole shape, first element, values) of all that this rank holds."""
+    """(`master` or a moment, parameter, whole shape, first element, values) of all that this rank holds."""
     for piece in engine.executor.pieces():
-        if not piece.updated:
-            continue
         for kind, flat in {"master": piece.weights(), **piece.moments()}.items():
             for span in piece.held:
                 part = span.part(flat)
-                yield part.name, kind, part.shape, part.start, part.values.numpy()
+                yield kind, part.name, part.shape, part.start, part.values.float().numpy()
 
 
 def same(runs: Sequence[Run]) -> list[str]:

@@ -331,11 +331,13 @@ def shares(stage: int, replicate: int) -> Any:
         "stored": [(part.name, part.start, part.values.clone()) for part in shards.stored()],
         "exp_avg": [(p.name, p.start, p.values.clone()) for key, p in shards.moments() if key == "exp_avg"],
     }
-    run = Run()
-    finish(engine, run)
+    handles = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
+    full = {
+        "weights": {name: handle.master for name, handle in handles.items()},
+        "stored": {name: handle.value for name, handle in handles.items()},
+        "exp_avg": {name: handle.state["exp_avg"] for name, handle in handles.items()},
+    }
     engine.destroy()
-    full = {"weights": run.masters, "stored": run.weights}
-    full["exp_avg"] = {name: state["exp_avg"] for name, state in run.states.items()}
     return parts, full
 
 

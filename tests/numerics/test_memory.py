@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -25,10 +26,11 @@ from zerodrift.engine.engine import Engine
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.plan.cost import cost
 
-MIB = 1 << 20
+CLOSE = 1 << 18
+"""Bytes that the plan may be off: one part in fifty."""
 STAGES = (0, 1, 2, 3)
-LAYERS, WIDTH = 8, 384
-"""9.5 million parameters."""
+LAYERS, WIDTH = 4, 256
+"""2.1 million parameters."""
 
 
 # --- counting -------------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ def held(engine: Engine) -> dict[int, int]:
 
 def _reachable(*roots: object) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
-    stack: list[object] = list(roots)
+    stack: list[Any] = list(roots)
     while stack:
         item = stack.pop()
         if id(item) in seen:
@@ -69,17 +71,26 @@ def _reachable(*roots: object) -> Iterator[torch.Tensor]:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             yield item
-            stack.append(item.grad if item.is_leaf else None)
-        elif isinstance(item, nn.Module):
-            stack += [*item.parameters(), *item.buffers()]
-        elif isinstance(item, Mapping):
-            stack += [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, set)):
-            stack += item
-        elif isinstance(item, FunctionType):
-            stack += [cell.cell_contents for cell in item.__closure__ or ()]
-        elif _may_hold(type(item)):
-            stack += [value for value in _attributes(item) if not isinstance(value, type)]
+            if item.is_leaf:
+                stack.append(item.grad)
+        else:
+            stack += _parts_of(type(item))(item)
+
+
+@cache
+def _parts_of(kind: type) -> Callable[[Any], Iterable[object]]:
+    """What to look at in an object of a class."""
+    if issubclass(kind, nn.Module):
+        return lambda item: (*item._parameters.values(), *item._buffers.values(), *item._modules.values())
+    if issubclass(kind, Mapping):
+        return lambda item: (*item.keys(), *item.values())
+    if issubclass(kind, (list, tuple, set)):
+        return iter
+    if issubclass(kind, FunctionType):
+        return lambda item: [cell.cell_contents for cell in item.__closure__ or ()]
+    if _may_hold(kind):
+        return _attributes
+    return lambda item: ()
 
 
 def _may_hold(kind: type) -> bool:
@@ -94,7 +105,7 @@ ROOMS = ("engine", "optim", "comm")
 
 
 def _attributes(item: object) -> Iterator[object]:
-    yield from getattr(item, "__dict__", {}).values()
+    yield from (value for value in getattr(item, "__dict__", {}).values() if not isinstance(value, type))
     for kind in type(item).__mro__:
         for name in getattr(kind, "__slots__", ()):
             yield getattr(item, name, None)
@@ -143,7 +154,7 @@ def at_rest(
 
 def assert_planned(found: dict[int, AtRest]) -> None:
     for stage, rest in found.items():
-        assert abs(rest.over()) < MIB, f"stage {stage}: {rest}"
+        assert abs(rest.over()) < CLOSE, f"stage {stage}: {rest}"
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
@@ -185,7 +196,7 @@ def test_bytes_at_rest_are_the_plans_with_a_torch_optimizer(
 def test_a_kept_accumulator_is_no_more_than_the_plans() -> None:
     for found in run_ranks(at_rest, 2, (1, 3), "bf16", {"sharding": {"accumulator": "keep"}}, timeout=120):
         for stage, rest in found.items():
-            assert rest.over() < MIB, f"stage {stage}: {rest}"
+            assert rest.over() < CLOSE, f"stage {stage}: {rest}"
 
 
 # --- during a step --------------------------------------------------------------------------------------
@@ -231,11 +242,14 @@ class Poll:
         self.peak = max(self.peak, sum(storages(_reachable(self.engine, *extra)).values()))
 
     def watch(self) -> None:
-        """At every forward of a module, every gradient, every collective and every update."""
+        """At every forward of a module that has parts, every gradient of a matrix, every collective and every
+        update: each look walks through all that the engine holds."""
         for module in self.engine.module.modules():
-            module.register_forward_hook(lambda *_: self.look())
+            if any(module.children()):
+                module.register_forward_hook(lambda *_: self.look())
         for parameter in self.engine.module.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _: self.look())
+            if parameter.dim() > 1:
+                parameter.register_post_accumulate_grad_hook(lambda _: self.look())
         for owner, name in (
             (self.engine.comm, "start_all_gather"),
             (self.engine.comm, "start_reduce_scatter"),
@@ -280,7 +294,7 @@ class Growing(GPT):
 
 
 def one_step(stage: int, mode: str, kind: str, micro_batches: int) -> Step:
-    shape = {"layers": 5, "width": 128}
+    shape = {"layers": 4, "width": 128}
     model = {
         "plain": lambda: GPT(**shape),
         "growing": lambda: Growing(**shape),
@@ -307,7 +321,7 @@ def one_step(stage: int, mode: str, kind: str, micro_batches: int) -> Step:
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_two_units_are_gathered_at_once_and_no_more(mode: str, kind: str) -> None:
     for step in run_ranks(one_step, 2, 3, mode, kind, 1, timeout=120):
-        assert step.looks > 100
+        assert step.looks > 50
         assert step.gathered == 2, f"{step.gathered} units: {step.history}"
         assert step.left == 0, "a backward leaves nothing gathered"
 

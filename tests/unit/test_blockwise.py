@@ -140,7 +140,7 @@ def test_a_second_moment_that_is_there_is_never_nothing() -> None:
 
 def test_a_decaying_second_moment_decays() -> None:
     """Beside one large value that stays: nearest rounding would hold every other where it is."""
-    steps, decay, blocks = 1000, 0.999, 16
+    steps, decay, blocks = 300, 0.999, 16
     start = torch.full((blocks, BLOCK), 0.5).flatten()
     start[::BLOCK] = 1.0
     near, drawn = encode(Code.UNSIGNED, start), encode(Code.UNSIGNED, start)

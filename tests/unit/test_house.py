@@ -6,6 +6,7 @@ What texts cite, notes and verbs among it, is looked at by `test_cited.py`.
 from __future__ import annotations
 
 import ast
+import functools
 import symtable
 import sys
 from collections import defaultdict
@@ -71,21 +72,28 @@ def twice(sources: Mapping[str, ast.AST]) -> dict[str, list[str]]:
     return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
+@functools.cache
+def house() -> tuple[dict[str, set[str]], dict[str, list[str]]]:
+    """The imports of the package, and the names that two of its classes have. Its sources are not kept."""
+    sources = trees()
+    return edges(sources), twice(sources)
+
+
 def test_no_circle_of_files() -> None:
     """In a function or under TYPE_CHECKING too."""
-    graph = edges(trees())
-    graph = {module: targets - {""} for module, targets in graph.items() if module}
+    graph = {module: targets - {""} for module, targets in house()[0].items() if module}
     assert not [sorted(circle) for circle in circles(graph)]
 
 
 def test_nothing_imports_the_root() -> None:
     """It imports nearly everything; `__main__` is run, not imported."""
-    graph = edges(trees())
+    graph, _ = house()
     assert not [module for module, targets in graph.items() if "" in targets and module != "__main__"]
 
 
 def test_no_class_has_anothers_name() -> None:
-    assert not twice(trees())
+    _, names = house()
+    assert not names
 
 
 def reused(table: symtable.SymbolTable) -> list[str]:

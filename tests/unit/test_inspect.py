@@ -59,6 +59,7 @@ def test_a_folder_of_them(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.long
 def test_damage_is_an_exit_code(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     save(folder, 1)

@@ -136,7 +136,7 @@ def attempt(written: dict[str, Any], model: ModelSpec, world: int) -> Plan | str
         return str(error)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(written=CONFIG, model=models(), world=st.integers(1, 6))
 def test_a_plan_or_one_of_our_own_errors(written: dict[str, Any], model: ModelSpec, world: int) -> None:
     made = attempt(written, model, world)
@@ -168,7 +168,7 @@ SIMPLE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(written=SIMPLE, model=models(), world=st.integers(1, 6))
 def test_sensible_configs_always_plan(written: dict[str, Any], model: ModelSpec, world: int) -> None:
     made = attempt(written, model, world)

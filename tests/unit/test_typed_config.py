@@ -357,6 +357,7 @@ follow_imports = skip
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_a_type_checker_knows_the_fields(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "checked.py").write_text(CHECKED)
