@@ -67,7 +67,8 @@ class Driven:
 
     def masters(self) -> dict[str, Tensor]:
         masters = whole_values(self.engine)["master"]
-        return {name: masters[name] for name in self._names}
+        # Nobody holds an element of a parameter without elements.
+        return {n: masters[n] if n in masters else self.engine.parameter(n).master for n in self._names}
 
     def close(self) -> None:
         self.engine.destroy()

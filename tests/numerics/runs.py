@@ -35,8 +35,13 @@ class Run:
             assert mine.keys() == theirs.keys()
             found += [f"{kind} {name}" for name in mine if not torch.equal(mine[name], theirs[name])]
         for name, state in self.states.items():
+            theirs = other.states[name]
+            # Ranks that begin elsewhere in a segment may keep a moment of zeros that others do not.
+            nothing = torch.zeros_like(self.masters[name])
             found += [
-                f"state {name} {key}" for key in state if not torch.equal(state[key], other.states[name][key])
+                f"state {name} {key}"
+                for key in state.keys() | theirs.keys()
+                if not torch.equal(state.get(key, nothing), theirs.get(key, nothing))
             ]
         return found
 
