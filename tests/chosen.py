@@ -4,7 +4,8 @@ A cell is one set of values of a parametrised test. `covering` chooses cells tha
 value, or every two values, that any of them holds; which ones depends on nothing but the test.
 
 - Quick are all units, and one cell of each product of the numeric core.
-- Of a test that is marked `pairwise`, the cells whose values others hold two by two are slow.
+- Of a test that is marked `cells(2)`, the cells whose values others hold two by two are slow; of `cells(1)`,
+  those whose values others hold one by one.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ def mark(items: Iterable[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and not _has(item, "slow", "gpu"):
             products[item.nodeid.partition("[")[0]].append(item)
     for name, tests in products.items():
-        product = [test for test in tests if _has(test, "pairwise")]
-        chosen = _chosen(product, 2, name)
-        for test in product:
-            if test not in chosen:
-                test.add_marker("slow")
+        for strength in (1, 2):
+            product = [test for test in tests if _strength(test) == strength]
+            chosen = _chosen(product, strength, name)
+            for test in product:
+                if test not in chosen:
+                    test.add_marker("slow")
         patient = [test for test in tests if not _has(test, "long", "slow")]
         for place, strength in QUICK.items():
             if name.startswith(place):
@@ -55,6 +57,11 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 def _has(item: pytest.Item, *names: str) -> bool:
     return any(map(item.get_closest_marker, names))
+
+
+def _strength(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("cells")
+    return marker.args[0] if marker else 0
 
 
 def _chosen(tests: Sequence[pytest.Function], strength: int, seed: str) -> list[pytest.Function]:

@@ -151,7 +151,7 @@ def cell(request: pytest.FixtureRequest) -> Cell:
 
 def named(habit: Habit) -> Any:
     """What it says of one stage in one mode is asked there."""
-    return pytest.param(habit.name, marks=[] if habit.split else pytest.mark.pairwise)
+    return pytest.param(habit.name, marks=[] if habit.split else pytest.mark.cells(2))
 
 
 @pytest.mark.parametrize("name", [named(habit) for habit in HABITS.values()])

@@ -89,12 +89,16 @@ def finish(engine: Engine, run: Run) -> None:
     """Read weights, masters and moments, full."""
     with engine.gathered() as values:
         run.weights = {name: value.detach().clone() for name, value in values.items()}
-    names = {row.name for row in engine.plan.rows if row.trained}
+    run.masters, run.states = masters_and_states(engine)
+
+
+def masters_and_states(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Of what is trained, whole, in fp32, by name."""
     kinds = whole_values(engine)
-    run.masters = {name: value for name, value in kinds.pop("master").items() if name in names}
-    run.states = {
-        name: {kind: values[name] for kind, values in kinds.items() if name in values} for name in names
-    }
+    masters = kinds.pop("master")
+    names = [row.name for row in engine.plan.rows if row.trained and row.name in masters]
+    states = {n: {kind: values[n] for kind, values in kinds.items() if n in values} for n in names}
+    return {name: masters[name] for name in names}, states
 
 
 def whole_values(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:

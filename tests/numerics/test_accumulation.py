@@ -110,10 +110,11 @@ COUNTS = [64, pytest.param(256, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_fp32_accumulation_is_the_true_sum_at_every_stage(mode: str, count: int) -> None:
+def test_fp32_accumulation_is_the_true_sum(mode: str, count: int) -> None:
     """Measured of 256: 3e-8 in bf16, 6e-8 in fp16, of the worst parameter; `pytest -rP` shows them."""
     case = Case(mode, "fp32", "fp32", count)
-    found, other = run_ranks(errors, 2, case, (0, 1, 2, 3), timeout=120)
+    # One that reduces once per step, and one that reduces every micro-batch: the others have their bits.
+    found, other = run_ranks(errors, 2, case, (0, 3), timeout=120)
     print(f"{case}: {found}")
     assert found == other
     for stage, (total, worst) in found.items():

@@ -83,9 +83,11 @@ def cells(mode: str, stages: tuple[int, ...]) -> list[str]:
     return found
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", [str(mode) for mode in Mode])
-def test_every_supported_cell_is_the_native_bits(mode: str) -> None:
-    assert run_ranks(cells, 2, mode, (0, 1, 2, 3), timeout=240) == [[], []]
+@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
+def test_every_supported_cell_is_the_native_bits(stages: tuple[int, ...], mode: str) -> None:
+    assert run_ranks(cells, 2, mode, stages, timeout=240) == [[], []]
 
 
 # --- parity beyond the cells --------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def test_every_supported_cell_is_the_native_bits(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-bf16"])
 def test_experts_with_pinned_routers(mode: str) -> None:
     """Experts that get no token on one rank only, too: the four of them share twelve tokens."""
-    assert_same(2, *((stage, mode, 2, True, {"precision": PINNED}) for stage in (0, 1, 3)))
+    assert_same(2, *((stage, mode, 2, True, {"precision": PINNED}) for stage in (0, 3)))
 
 
 def test_one_rank() -> None:
@@ -103,7 +105,7 @@ def test_one_rank() -> None:
 
 @pytest.mark.long
 def test_four_ranks() -> None:
-    assert_same(4, *((stage, "bf16", 1, False, {}) for stage in (0, 2, 3)))
+    assert_same(4, *((stage, "bf16", 1, False, {}) for stage in (0, 3)))
 
 
 @pytest.mark.long
@@ -190,7 +192,7 @@ def loops(backend: str, stage: int) -> list[list[float]]:
     for kind in ("no_sync", "late boundary", "two at once", "evaluated between", "failed"):
         engine = make(config(stage, "bf16", 2, backend=backend, precision={"storage": "fp32"}), GPT(layers=1))
         seen: list[float] = []
-        for step in range(3):
+        for step in range(2):
             seen += _loop(kind, engine, step)
         engine.destroy()
         found.append(seen)
@@ -252,7 +254,7 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
     return [float(loss.detach()) for loss in losses] + [float(f"{result.grad_norm:.14g}")]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_no_average_is_lost(stage: int) -> None:
     native, fsdp2 = (run_ranks(loops, 2, backend, stage, timeout=120) for backend in ("native", "fsdp2"))
     assert native == fsdp2

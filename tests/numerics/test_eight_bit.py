@@ -50,11 +50,14 @@ def test_every_optimizer_learns(kind: str) -> None:
 @pytest.mark.parametrize("steps", [3, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_and_world_sizes_are_the_same_bits(kind: str, steps: int) -> None:
-    """Losses, norms, weights, masters and moments of 12 runs."""
+    """Losses, norms, weights, masters and moments of seven runs."""
+    worlds = {1: (0,), 2: STAGES, 4: (0, 3)}
     runs = [
-        run for world in (1, 2, 4) for run in run_ranks(at_stages, world, STAGES, kind, steps, timeout=200)[0]
+        run
+        for world, stages in worlds.items()
+        for run in run_ranks(at_stages, world, stages, kind, steps, timeout=200)[0]
     ]
-    assert len(runs) == 12
+    assert len(runs) == 7
     assert same(runs) == []
     assert all(value.any() for state in runs[0].states.values() for value in state.values())
 

@@ -223,6 +223,7 @@ def late_against_eager(stage: int, mode: str, moe: bool) -> list[str]:
     return worst
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_all_weight_gradients_queued_to_the_end_of_the_step_equal_eager_ones(mode: str, moe: bool) -> None:
@@ -295,6 +296,7 @@ def arrive(engine: Engine, queue: WeightQueue, ways: tuple[str, str], values: li
     engine.backward(loss)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "mixed dtypes"])
 def test_any_order_of_arrivals_sums_to_the_reference(stage: int, mixed: bool) -> None:

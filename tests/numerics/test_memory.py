@@ -184,6 +184,7 @@ def test_bytes_at_rest_are_the_plans_in_other_schemes(name: str) -> None:
         assert_planned(found)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_bytes_at_rest_are_the_plans_with_a_torch_optimizer(
@@ -317,6 +318,7 @@ def one_step(stage: int, mode: str, kind: str, micro_batches: int) -> Step:
     return found
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["plain", "growing", "checkpointed", "reentrant"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_two_units_are_gathered_at_once_and_no_more(mode: str, kind: str) -> None:
@@ -338,7 +340,7 @@ PEAKS: list[Case] = [
 ]
 
 
-@pytest.mark.pairwise
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("case", PEAKS, ids=str)
 def test_the_plans_peak_is_a_bound_and_no_fear(case: Case) -> None:
     """The engine's own buffers stay below it, and above three quarters of it."""

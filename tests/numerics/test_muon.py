@@ -356,6 +356,7 @@ def own_optimizer(stages: tuple[int, ...], kind: str) -> list[str]:
     return same(runs)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_an_own_matrix_optimizer_works_on_whole_parameters(kind: str, world: int) -> None:

@@ -125,6 +125,7 @@ def differences(stage: int, rest: dict[str, Any]) -> list[str]:
     return run(stage, "none", rest).differs(run(stage, "cpu", rest))
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("rest", [{}, MUON], ids=["adamw", "muon"])
 def test_offload_on_a_cpu_changes_no_bit(stage: int, rest: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, make
+from tests.numerics.runs import config, make, whole_values
 from tests.ranks.harness import run_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
@@ -90,7 +90,8 @@ def watched(stage: int, mode: str, rules: Rules, model: nn.Module, paths: list[s
 
 
 def masters(engine: Engine, names: list[str]) -> dict[str, Tensor]:
-    return {name: engine.parameter(name).master for name in names}
+    held = whole_values(engine)["master"]
+    return {name: held[name] for name in names}
 
 
 # --- routers --------------------------------------------------------------------------------------------
@@ -282,8 +283,12 @@ def test_pinned_routers_travel_in_fp32(mode: str) -> None:
 # --- norms, heads, whole blocks, single parameters ------------------------------------------------------
 
 
-def norms_and_head(stage: int, mode: str, output: str | None) -> list[str]:
-    """What a pinned norm and a pinned head get wrong."""
+def norms_and_head(mode: str, output: str | None) -> list[str]:
+    """What pinned norms and a pinned head get wrong."""
+    return [wrong for stage in (0, 3) for wrong in norms_and_head_at(stage, mode, output)]
+
+
+def norms_and_head_at(stage: int, mode: str, output: str | None) -> list[str]:
     rules: Rules = [{"match": "*norm*", "pin": "fp32"}, {"match": "head.*", "pin": "fp32"}]
     if output:
         rules[1]["output"] = output
@@ -303,20 +308,25 @@ def norms_and_head(stage: int, mode: str, output: str | None) -> list[str]:
             exact = F.layer_norm(wide, (32,), weight, held[f"{path}.bias"])
             wanted = seen.input.dtype
         if seen.output.dtype is not wanted or not torch.equal(seen.output, exact.to(wanted)):
-            wrong.append(f"{path}: {seen.input.dtype} -> {seen.output.dtype}")
+            wrong.append(f"stage {stage}: {path}: {seen.input.dtype} -> {seen.output.dtype}")
     engine.destroy()
     return wrong
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("output", [None, "input", "keep"])
 @pytest.mark.parametrize("mode", MODES)
 def test_pinned_norms_return_their_inputs_dtype_and_heads_keep_theirs(mode: str, output: str | None) -> None:
-    for stage in (0, 3):
-        assert run_ranks(norms_and_head, 2, stage, mode, output) == [[], []]
+    assert run_ranks(norms_and_head, 2, mode, output) == [[], []]
 
 
-def whole_block(stage: int, mode: str) -> tuple[torch.dtype, torch.dtype, bool]:
-    """The input of a pinned block's last layer, of another's, and whether the block returns its input's."""
+def whole_block(mode: str) -> list[tuple[torch.dtype, torch.dtype, bool]]:
+    """At two stages: the inputs of the last layers of a pinned block and another, and whether it returns its
+    input's."""
+    return [whole_block_at(stage, mode) for stage in (0, 3)]
+
+
+def whole_block_at(stage: int, mode: str) -> tuple[torch.dtype, torch.dtype, bool]:
     rules: Rules = [{"match": "layers.1.mlp.*", "pin": "fp32"}]
     paths = ["layers.1.mlp.down", "layers.0.mlp.down", "layers.1.mlp"]
     engine, watches = watched(stage, mode, rules, GPT(), paths)
@@ -330,8 +340,8 @@ def whole_block(stage: int, mode: str) -> tuple[torch.dtype, torch.dtype, bool]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pinned_block_rounds_nothing_inside_and_returns_its_inputs_dtype(mode: str) -> None:
     """It is one boundary, and what follows it computes in the dtype of what came before."""
-    for stage in (0, 3):
-        assert run_ranks(whole_block, 2, stage, mode) == [(torch.float32, LOW[mode], True)] * 2
+    for rank in run_ranks(whole_block, 2, mode):
+        assert rank == [(torch.float32, LOW[mode], True)] * 2
 
 
 class Decay(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, VOCABULARY, batch
-from tests.numerics.runs import config, make
+from tests.numerics.runs import config, make, masters_and_states
 from tests.ranks.harness import run_ranks
 from tests.ranks.ways import WAYS
 from zerodrift.api import initialize
@@ -58,8 +58,7 @@ def trained(engine: Engine) -> dict[str, Any]:
         found["losses"] += result.losses
         found["norms"].append(result.step.grad_norm)
     found["evaluated"] = engine.evaluate(data(7, rank)[:3])
-    found["masters"] = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
-    found["states"] = {row.name: dict(engine.parameter(row.name).state) for row in engine.plan.rows}
+    found["masters"], found["states"] = masters_and_states(engine)
     return found
 
 
@@ -78,8 +77,7 @@ def whole(stage: int, mode: str, tied: bool) -> dict[str, Any]:
         found["norms"].append(result.grad_norm)
     with torch.no_grad():
         found["evaluated"] = sum(engine(tokens).item() for tokens in data(7, rank)[:3]) / 3
-    found["masters"] = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
-    found["states"] = {row.name: dict(engine.parameter(row.name).state) for row in engine.plan.rows}
+    found["masters"], found["states"] = masters_and_states(engine)
     engine.destroy()
     return found
 
@@ -151,15 +149,10 @@ def test_two_pipelines_train_the_bits_of_two_data_ranks_at_every_stage() -> None
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 
-def state_of(engine: Any, plan: Any) -> dict[str, Any]:
+def state_of(engine: Engine) -> dict[str, Any]:
     """Every master and moment, full."""
-    return {
-        "masters": {row.name: engine.parameter(row.name).master for row in plan.rows},
-        "states": {row.name: dict(engine.parameter(row.name).state) for row in plan.rows},
-        "losses": [],
-        "norms": [],
-        "evaluated": 0,
-    }
+    masters, states = masters_and_states(engine)
+    return {"masters": masters, "states": states, "losses": [], "norms": [], "evaluated": 0}
 
 
 def saves(folder: str) -> dict[str, Any]:
@@ -168,7 +161,7 @@ def saves(folder: str) -> dict[str, Any]:
     for step in range(2):
         engine.train_batch(data(step, 0))
     Checkpoints(engine, folder, quiet=True).save()
-    found = state_of(engine, engine.plan)
+    found = state_of(engine)
     found["losses"] = list(engine.train_batch(data(2, 0)).losses)
     engine.destroy()
     return found
@@ -177,7 +170,7 @@ def saves(folder: str) -> dict[str, Any]:
 def loads(folder: str, schedule: str, stage: int) -> dict[str, Any]:
     engine = pipeline(config(stage, "bf16", COUNT), schedule, None, GPT(LAYERS, seed=5))
     Checkpoints(engine, folder, quiet=True).load()
-    found = state_of(engine, engine.plan)
+    found = state_of(engine)
     found["losses"] = list(engine.train_batch(data(2, engine.mesh.rank("data"))).losses)
     engine.destroy()
     return found
@@ -194,7 +187,7 @@ def alone_with(folder: str, load: bool) -> dict[str, Any]:
     losses: list[float] = []
     for step in range(2 if load else 0, 3):
         if step == 2:
-            found = state_of(engine, engine.plan)
+            found = state_of(engine)
             if not load:
                 checkpoints.save()
         losses.clear()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, make
+from tests.numerics.runs import config, make, masters_and_states
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim.split import round_away
@@ -103,8 +103,7 @@ def run_engine(engine: Engine, steps: int = STEPS, micro_batches: int = 1) -> Tr
     names = [name for name, _ in engine.module.named_parameters()]
     with engine.gathered() as values:
         run.weights = {name: values[name].detach().clone() for name in names}
-    run.masters = {name: engine.parameter(name).master for name in names}
-    run.states = {name: dict(engine.parameter(name).state) for name in names}
+    run.masters, run.states = masters_and_states(engine)
     engine.destroy()
     return run
 

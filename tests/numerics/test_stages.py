@@ -12,7 +12,7 @@ from tests.ranks.harness import run_ranks
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)
-FEW, MANY = 4, 50
+FEW, MANY = 3, 50
 """Steps. In the first few all that stages do differently is done; the many are enough to learn."""
 
 
@@ -28,11 +28,22 @@ def run_stages(
     return same(runs), runs[0].losses
 
 
-@pytest.mark.pairwise
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool, mode: str) -> None:
+    assert_same(world, mode, moe)
+
+
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_all_stages_are_the_same_bits_on_four_ranks(moe: bool, mode: str) -> None:
+    assert_same(4, mode, moe)
+
+
+def assert_same(world: int, mode: str, moe: bool) -> None:
     for differs, _ in run_ranks(run_stages, world, STAGES, mode, moe, 1, FEW, {}, timeout=200):
         assert differs == []
 
@@ -57,6 +68,7 @@ def test_a_run_that_learns_is_the_same_bits(
         assert losses[-1] < losses[0] - 1.0, f"did not learn: {losses[0]} -> {losses[-1]}"
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("when", ["last", "every"])
 def test_all_stages_are_the_same_bits_when_they_reduce_alike(mode: str, when: str) -> None:
@@ -65,6 +77,7 @@ def test_all_stages_are_the_same_bits_when_they_reduce_alike(mode: str, when: st
         assert differs == []
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)])
 def test_stages_that_reduce_alike_by_default_are_the_same_bits(mode: str, stages: tuple[int, ...]) -> None:

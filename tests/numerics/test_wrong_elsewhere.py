@@ -279,6 +279,7 @@ def overflow(mode: str, place: int) -> list[Any]:
     return found
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("place", [3, 1000], ids=["rank 0's slice", "rank 1's slice"])
 @pytest.mark.parametrize("mode", ["fp16", "autocast-fp16"])
 def test_ranks_skip_together_and_share_one_scale(mode: str, place: int) -> None:
@@ -314,6 +315,7 @@ def infinite(mode: str, value: float) -> list[Any]:
     return found
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_infinite_gradient_is_reported_and_not_applied(mode: str, value: float) -> None:

@@ -89,6 +89,7 @@ def reduce_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("carrier", ["pairs", "native"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carrier) -> None:
@@ -136,6 +137,7 @@ def reduce_all_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("carrier", ["pairs", "native"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_reduce_has_the_same_bits_whole_or_in_two_phases(world: int, carrier: Carrier) -> None:
@@ -216,6 +218,7 @@ def gather_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("carrier", ["pairs", "native"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_gather_moves_every_dtype(world: int, carrier: Carrier) -> None:
@@ -352,6 +355,7 @@ def rows_between(carrier: Carrier) -> list[str]:
     return wrong
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("carrier", ["pairs", "native"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rows_travel_to_where_they_are_sent(carrier: Carrier, world: int) -> None:

@@ -111,7 +111,7 @@ def load(folder: Path, stage: int, scheme: str, replicate: int) -> tuple[list[st
     return found
 
 
-@pytest.mark.pairwise
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("scheme", MASTERS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
@@ -136,7 +136,7 @@ def narrow(folder: Path, dtype: torch.dtype, stage: int, scheme: str) -> list[st
     return found
 
 
-@pytest.mark.pairwise
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("scheme", MASTERS)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
