@@ -210,7 +210,7 @@ def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
 # --- other stages, ranks and schemes ----------------------------------------------------------------------
 
 MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
-SOME = [((0, 1), (3, 2)), ((1, 2), (0, 4)), ((2, 4), (1, 1)), ((3, 4), (2, 2)), ((3, 2), (3, 4))]
+SOME = [((0, 1), (3, 2)), ((1, 2), (0, 4)), ((3, 4), (2, 1))]
 
 
 def save_one(folder: str, written: dict[str, Any]) -> Run:
@@ -341,7 +341,7 @@ def shares(stage: int, replicate: int) -> Any:
     return parts, full
 
 
-@pytest.mark.parametrize(("stage", "replicate"), [(0, 1), (1, 2), (2, 4), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "replicate"), [(0, 1), (2, 4), (3, 2)])
 def test_ranks_share_every_element_once(stage: int, replicate: int) -> None:
     results = run_ranks(shares, 4, stage, replicate)
     for kind, full in results[0][1].items():

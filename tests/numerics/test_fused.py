@@ -173,7 +173,7 @@ def test_statistics_count_moments_that_underflow() -> None:
     assert room.blocks[0, 3] == 156
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler on this machine")
 def test_a_library_that_contracts_otherwise_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -108,9 +108,10 @@ def write_pid_and_wait(folder: Path) -> None:
 
 ORPHANS = """
 import pathlib, sys
-from tests.ranks.harness import run_ranks
+from tests.ranks import harness
 from tests.ranks.test_harness import write_pid_and_wait
-run_ranks(write_pid_and_wait, 2, pathlib.Path(sys.argv[1]))
+harness.PRELOAD[:] = ["tests.ranks.test_harness"]  # all that these ranks need
+harness.run_ranks(write_pid_and_wait, 2, pathlib.Path(sys.argv[1]))
 """
 
 
