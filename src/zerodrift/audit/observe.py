@@ -25,6 +25,8 @@ Invariant: looking changes nothing. Every hook is gone when the context ends, ho
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -67,7 +69,8 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
     """
     subject = _subject(engine)
     seen = Observed()
-    mode = _Operations(_ParameterLookup(subject), seen) if operations else None
+    kind = _Operations if "torch._dynamo" in sys.modules else _OperationsUncompiled
+    mode = kind(_ParameterLookup(subject), seen) if operations else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(subject.watching(seen))
         for module in subject.forwards():
@@ -165,6 +168,17 @@ class _Operations(TorchDispatchMode):
                 self._seen.see(owner, "compute", name(tensor.dtype))
                 if _is_still(tensor, out):
                     self._owners.cast(out, owner)
+
+
+class _OperationsUncompiled(_Operations):
+    """The same where no compiler is: torch keeps its own away from a mode by a wrapper whose first call
+    imports it, which takes seconds. Private in torch (2.13 to 2.15), and without it only slower."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    __torch_dispatch__ = inspect.unwrap(_Operations.__torch_dispatch__)
 
 
 def _is_still(parameter: torch.Tensor, out: Any) -> bool:

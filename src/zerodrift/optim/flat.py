@@ -11,6 +11,7 @@ Invariant: a piece's master is what the named optimizer makes of it in a plain f
 
 from __future__ import annotations
 
+import inspect
 import json
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +43,9 @@ HELD_STILL = Hyper(lr=0.0)
 
 class Groups(torch.optim.Optimizer):
     """Parameter groups for a config's optimizer. It takes no step itself: the engine does."""
+
+    # Without torch's wrapper, whose first call imports the compiler: seconds, on every rank.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
     def __init__(
         self, parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]], defaults: dict[str, Any]

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from zerodrift.plan.stages import pieces, pieces_of
 from zerodrift.plan.table import Plan
@@ -24,18 +23,24 @@ from zerodrift.plan.timeline import TIME, Action, Timeline
 from zerodrift.policy.nouns import Schedule
 from zerodrift.policy.pipelining import SINGLE, V_SHAPED
 
-CLASSES: dict[Schedule, type[Any]] = {
-    "gpipe": torch_schedules.ScheduleGPipe,
-    "1f1b": torch_schedules.Schedule1F1B,
-    "interleaved": torch_schedules.ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": torch_schedules.ScheduleInterleavedZeroBubble,
-    "zbv": torch_schedules.ScheduleZBVZeroBubble,
-    "dualpipev": torch_schedules.ScheduleDualPipeV,
+CLASSES: dict[Schedule, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
 }
-
 
 MOST_DRAWN = 5_000
 """Pieces times micro-batches of which an order is worked out for a report."""
+
+
+def _torch() -> Any:
+    """torch's module of schedules. Imported where there is a pipeline: it brings the compiler with it."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
 
 
 def training(
@@ -43,16 +48,16 @@ def training(
 ) -> Any:
     """The schedule of a step over the stages of this rank; gradients stay sums."""
     given = stages[0] if name in SINGLE else list(stages)
-    return CLASSES[name](given, micro_batches, loss_fn=loss, scale_grads=False)
+    return getattr(_torch(), CLASSES[name])(given, micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
     """A schedule of forwards alone over the same stages."""
     if name in SINGLE:
-        return torch_schedules.ScheduleGPipe(stages[0], micro_batches)
+        return _torch().ScheduleGPipe(stages[0], micro_batches)
     if name not in V_SHAPED:
-        return torch_schedules.ScheduleLoopedBFS(list(stages), micro_batches)
-    schedule = torch_schedules.ScheduleZBVZeroBubble(list(stages), micro_batches)
+        return _torch().ScheduleLoopedBFS(list(stages), micro_batches)
+    schedule = _torch().ScheduleZBVZeroBubble(list(stages), micro_batches)
     # A V passes gradients on inside of a rank, which torch also tries where there are none.
     kept = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F")
     schedule.pipeline_order_with_comms = {
@@ -65,7 +70,7 @@ def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the whole order of the schedule on the terminal, which torch logs for what is raised in it."""
-    logger = logging.getLogger(torch_schedules.__name__)
+    logger = logging.getLogger(_torch().__name__)
 
     def unless_raised(record: logging.LogRecord) -> bool:
         return record.levelno != logging.ERROR

@@ -18,15 +18,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from zerodrift.errors import ConfigError, said
 from zerodrift.files import opened
 from zerodrift.train.boards import boards
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,8 @@ def _is_number(value: Any) -> bool:
 def memory(device: torch.device) -> int:
     """Bytes: allocated at peak on a GPU, else what the process has in memory now."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.max_memory_allocated(device))
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -20,15 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from zerodrift.errors import CheckpointError, said
 from zerodrift.io.checkpoint.manifest import File, measured
@@ -70,6 +61,17 @@ Index = Mapping[str, Tensor]
 
 def write_index(folder: Path, written: Iterable[Chunk]) -> File:
     """DCP's own metadata over the files of all ranks."""
+    # Here, because it takes longer to import than all of zerodrift, and one rank of all writes.
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.storage import WriteResult
+
     tensors: dict[str, TensorStorageMetadata] = {}
     results = []
     for chunk in written:
