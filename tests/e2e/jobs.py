@@ -40,6 +40,10 @@ def job(folder: Path, model: str = "plain", steps: int = 6, **blocks: dict[str, 
     return file
 
 
+QUICKLY = ("--set", "model.activation_checkpointing=false")
+"""For a job in a process of its own: torch's recomputation imports its compiler, which takes seconds."""
+
+
 def losses(folder: Path) -> dict[int, float]:
     """Step -> loss, from the metrics of a run."""
     lines = read(folder / "run" / "metrics.jsonl")
