@@ -1,9 +1,9 @@
 """transformers.Trainer with a DeepSpeed config, on zerodrift; started by torchrun.
 
-    torchrun --nproc-per-node=2 tests/e2e/hf_trainer.py FOLDER STAGE
+    torchrun --nproc-per-node=2 tests/e2e/hf_trainer.py FOLDER STAGE [STAGE]
 
 Trains a tiny Llama from pretrained weights, checkpoints, evaluates, resumes in a new Trainer, and tells what
-it saw in FOLDER/told.json.
+it saw in FOLDER/STAGE/told.json; at one stage after the other.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Tokens(torch.utils.data.Dataset):
 
 def pretrained(folder: str) -> str:
     """A tiny model in the layout of transformers, made once, by whoever comes first."""
-    place = Path(folder) / "pretrained"
+    place = Path(folder).parent / "pretrained"
     if not place.exists():
         numbers = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
         torch.manual_seed(0)
-        draft = Path(folder) / f"pretrained-{os.getpid()}"
+        draft = Path(folder).parent / f"pretrained-{os.getpid()}"
         LlamaForCausalLM(LlamaConfig(**numbers, **heads)).save_pretrained(draft)
         with contextlib.suppress(OSError):  # another rank was first
             draft.rename(place)
@@ -102,8 +102,14 @@ def config(stage: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, stage = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
+    for stage in sys.argv[2:]:
+        folder = Path(sys.argv[1]) / stage
+        folder.mkdir(exist_ok=True)
+        see(str(folder), int(stage))
+
+
+def see(folder: str, stage: int) -> None:
     first = trainer(folder, stage, 4)
     first.train()
     evaluated = first.evaluate()["eval_loss"]

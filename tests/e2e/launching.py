@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -20,42 +22,59 @@ def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 
     _run([*launch, str(script), *arguments], folder, seconds)
 
 
+def by_hand(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
+    """The same with torchrun's variables and without its process, which imports torch for itself."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    _run([sys.executable, str(script), *arguments], folder, seconds, places)
+
+
 def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
     """The same under DeepSpeed's own launcher."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    launch = [str(launcher), "--num_gpus", "2", "--master_port", str(port)]
+    launch = [str(launcher), "--num_gpus", "2", "--master_port", str(_free_port())]
     _run([*launch, str(script), *arguments], folder, seconds)
 
 
-def _run(command: list[str], folder: Path, seconds: float) -> None:
-    with open(folder / "output", "w+") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu",
-                "TORCH_EXTENSIONS_DIR": _extensions(),
-            },
-            cwd=folder,
-        )
+def _run(
+    command: list[str], folder: Path, seconds: float, places: Sequence[Mapping[str, str]] = ({},)
+) -> None:
+    """A process for each of `places`, what its environment has besides."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": _extensions(),
+    }
+    with open(folder / "output", "a+") as output:
+        processes = [
+            subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**environment, **place}, cwd=folder
+            )
+            for place in places
+        ]
+        deadline = time.monotonic() + seconds
         try:
-            code = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its ranks when it is asked to
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
-            code = -1
+            codes = [process.poll() for process in processes]
+            while None in codes and set(codes) <= {None, 0} and time.monotonic() < deadline:
+                time.sleep(0.05)
+                codes = [process.poll() for process in processes]
         finally:
-            process.kill()
-            process.wait()
+            for process in processes:
+                process.terminate()  # a launcher ends its ranks when it is asked to
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=30)
+                process.kill()
+                process.wait()
         output.seek(0)
-        assert code == 0, f"exit code {code}\n{output.read()[-8000:]}"
+        assert set(codes) == {0}, f"exit codes {codes}\n{output.read()[-8000:]}"
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @functools.cache

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.ranks.harness import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +23,24 @@ def run(script: str, *arguments: str) -> list[str]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
+
+
+def forked(function: Any, *arguments: Any) -> dict[str, Any]:
+    """What two ranks of the harness say in place of two processes that a bench starts."""
+    context = forks()
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=function, args=(rank, folder, *arguments, queue), daemon=True)
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(timeout=100)
+            rank.kill()
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+        return queue.get()
 
 
 def test_convergence_measures_every_scheme_it_is_asked_for(tmp_path: Path) -> None:
@@ -38,10 +61,18 @@ def test_convergence_measures_every_scheme_it_is_asked_for(tmp_path: Path) -> No
     assert plot.read_text().startswith("<?xml")
 
 
-def test_bytes_that_stay_are_the_plans() -> None:
+def test_bytes_that_stay_are_the_plans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks begin with everything imported; as it starts them itself, they import it one by one."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    persistent = importlib.import_module("persistent")
+    monkeypatch.setattr(persistent.peers, "launch", forked)
     small = ("--width", "128", "--layers", "2", "--vocabulary", "1024", "--steps", "2")
     names = ["zd-3", "zd-3 bf16-stochastic", "zd-3 8bit", "fsdp2", "fsdp2 with gradients"]
-    lines = run("persistent", *small, "--only", ",".join(names))
+    monkeypatch.setattr(sys, "argv", ["persistent.py", *small, "--only", ",".join(names)])
+    persistent.main()
+    lines = capsys.readouterr().out.splitlines()
     found = {}
     for line, name in zip(lines[-len(names) :], names, strict=True):
         assert line.startswith(name + " ")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.launching import torchrun
+from tests.e2e.launching import by_hand
 
 pytest.importorskip("accelerate")
 
@@ -21,7 +21,7 @@ NEAR = 1e-6
 
 def told(folder: Path, stage: int, engine: str) -> dict[str, Any]:
     folder.mkdir()
-    torchrun(LOOP, [str(folder), str(stage), engine], folder)
+    by_hand(LOOP, [str(folder), str(stage), engine], folder)
     ranks = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0]["first"] == ranks[1]["first"]
     return ranks[0]

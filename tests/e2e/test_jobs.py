@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.ranks.harness import run_ranks
 from zerodrift.cli import app
 from zerodrift.train.metrics import read
 from zerodrift.train.read import read_job
-from zerodrift.train.start import train
+from zerodrift.train.start import run_here, train
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
@@ -23,7 +25,7 @@ MODES = {"fp16": "float16", "autocast": "float32"}
 RANKS = {"pipeline": 2, "two-hosts": 2}
 """Where one will not do."""
 
-SMALL = ["run.steps=3", "run.evaluate_every=0", "run.checkpoint_every=0", "data.block=48"]
+SMALL = ["run.steps=2", "run.evaluate_every=0", "run.checkpoint_every=0", "data.block=48"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,27 +33,34 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-# tests/e2e/test_two_hosts.py runs the one of two hosts where it can.
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "two-hosts")) for path in JOBS],
-    ids=lambda path: path.stem,
-)
+def on_a_rank(path: str, changes: list[str]) -> None:
+    os.chdir(ROOT)
+    run_here(path, changes)
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_a_job_trains(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
     if path.stem == "deepspeed":
         more += ["auto={" + ", ".join(f"{k}: {v}" for k, v in alone(path).items()) + "}"]
-    assert train(f"examples/jobs/{path.name}", [*SMALL, *more], nproc=RANKS.get(path.stem)) == 0
-    out = capfd.readouterr().out
+    ranks, file = RANKS.get(path.stem, 1), f"examples/jobs/{path.name}"
+    if ranks == 1:
+        assert train(file, [*SMALL, *more]) == 0
+    else:
+        run_ranks(on_a_rank, ranks, file, [*SMALL, *more])
     lines = read(tmp_path / "run" / "metrics.jsonl")
     losses = [line["loss"] for line in lines if line["kind"] == "step"]
-    assert len(losses) == 3 and losses[-1] < losses[0] + 0.2, losses
-    assert f" storage={MODES.get(path.stem, 'bfloat16')}" in out
-    cells = next(line["cells"] for line in lines if line["kind"] == "precision")
+    assert len(losses) == 2 and losses[-1] < losses[0] + 0.2, losses
+    (precision,) = (line for line in lines if line["kind"] == "precision")
+    assert f" storage={MODES.get(path.stem, 'bfloat16')}" in precision["line"]
+    cells = precision["cells"]
     assert "DIFFERENT" not in {cell[-1] for cell in cells}
     chosen = [cell[0] for cell in cells if cell[-1] == "as autocast chose"]
     assert chosen == (["compute"] if path.stem == "autocast" else []), "a tied head is no safe module"
     assert list((tmp_path / "run" / "export").glob("*.safetensors"))
+    if path.stem == "lora":
+        check_that_adapters_train_and_nothing_else(tmp_path / "run" / "export" / "adapter_model.safetensors")
+    capfd.readouterr()
     app(["sample", str(tmp_path / "run"), "--prompt", "a", "--tokens", "3"], standalone_mode=False)
     assert capfd.readouterr().out.startswith("a")
 
@@ -71,12 +80,10 @@ def test_a_job_says_how_to_run_it(path: Path) -> None:
     assert [run for verb, run in commands if verb == "sample"] in ([], [job.run.folder])
 
 
-def test_adapters_train_and_nothing_else(tmp_path: Path) -> None:
+def check_that_adapters_train_and_nothing_else(path: Path) -> None:
     from safetensors import safe_open
 
-    more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
-    assert train("examples/jobs/lora.yaml", [*SMALL, *more]) == 0
-    with safe_open(str(tmp_path / "run" / "export" / "adapter_model.safetensors"), "pt") as file:
+    with safe_open(str(path), "pt") as file:
         names = list(file.keys())
     assert names and all(".lora_A." in name or ".lora_B." in name for name in names)
 
@@ -96,7 +103,7 @@ def test_experts_on_ranks_of_their_own(tmp_path: Path, name: str, ranks: int) ->
 
     more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache", "config.experts.ranks=2"]
     more += ["config.zero_optimization.stage=3", "model.weights=random"]
-    assert train(f"examples/jobs/{name}.yaml", [*SMALL, *more], nproc=ranks) == 0
+    run_ranks(on_a_rank, ranks, f"examples/jobs/{name}.yaml", [*SMALL, *more])
     with safe_open(str(tmp_path / "run" / "export" / "model.safetensors"), "pt") as file:
         stacks = [key for key in file.keys() if ".experts." in key]  # noqa: SIM118 (not a dict)
     assert len(stacks) == 4 * 8 * 3, "every expert of every layer, under the names of published files"
