@@ -117,7 +117,7 @@ def route(stage: int, mode: str, rules: Rules) -> Routed:
     engine, watches = watched(stage, mode, rules, GPT(moe=True), paths)
     run = Routed()
     for step in range(STEPS):
-        held = masters(engine, list(ROUTERS))
+        held = {name: engine.parameter(name).master for name in ROUTERS}
         loss = engine(batch(step, engine.mesh.rank(), samples=16))
         engine.backward(loss)
         engine.step()
@@ -143,7 +143,7 @@ def _judge(run: Routed, seen: Seen, master: Tensor, low: torch.dtype) -> None:
 
 
 def route_all(mode: str, rules: Rules) -> list[Routed]:
-    return [route(stage, mode, rules) for stage in STAGES]
+    return [route(stage, mode, rules) for stage in (0, 3)]
 
 
 @pytest.mark.parametrize("mode", MODES)
