@@ -9,6 +9,9 @@ TORCH  ?= torch==2.13.0
 # Where `make versions` makes its environments, of several GB each.
 CELLS  ?= $(VENV)-versions
 
+# Images of Python often set it. Tests start hundreds of processes, which would each compile all of zerodrift.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What runs by itself; the others are what these measure with.
 BENCHES := $(filter-out bench/about.py bench/deepseek_v3_layout.py bench/gpt.py,$(wildcard bench/*.py))
 
