@@ -12,6 +12,8 @@ from tests.ranks.harness import run_ranks
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)
+FOUR = ((False, "fp16"), (True, "bf16"))
+"""What `make test` runs on four ranks: (whether with experts, mode)."""
 FEW, MANY = 3, 50
 """Steps. In the first few all that stages do differently is done; the many are enough to learn."""
 
@@ -36,9 +38,14 @@ def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool
     assert_same(world, mode, moe)
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    ("moe", "mode"),
+    [
+        pytest.param(moe, mode, marks=[] if (moe, mode) in FOUR else pytest.mark.slow)
+        for moe in (False, True)
+        for mode in MODES
+    ],
+)
 def test_all_stages_are_the_same_bits_on_four_ranks(moe: bool, mode: str) -> None:
     assert_same(4, mode, moe)
 
