@@ -1,14 +1,18 @@
-"""What holds for every test: it leaves no process and no process group behind, and is quick or not."""
+"""What holds for every test: one thread, nothing is left running; and which of them are quick or slow."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests import chosen
+
+# Before torch is imported, here and in what tests start: threads of tests beside each other wait by spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked for
