@@ -294,7 +294,9 @@ class Growing(GPT):
             layer.mlp.down = nn.Linear(number * width, width)
 
 
-def one_step(stage: int, mode: str, kind: str, micro_batches: int) -> Step:
+def one_step(
+    stage: int, mode: str, kind: str, micro_batches: int, reduce: dict[str, str] | None = None
+) -> Step:
     shape = {"layers": 4, "width": 128}
     model = {
         "plain": lambda: GPT(**shape),
@@ -302,7 +304,7 @@ def one_step(stage: int, mode: str, kind: str, micro_batches: int) -> Step:
         "checkpointed": lambda: Checkpointed(**shape, reentrant=False),
         "reentrant": lambda: Checkpointed(**shape, reentrant=True),
     }[kind]()
-    engine = make(config(stage, mode, micro_batches), model)
+    engine = make(config(stage, mode, micro_batches, precision={"reduce": reduce or {}}), model)
     poll = Poll(engine)
     poll.watch()
     for step in range(2):
@@ -348,3 +350,28 @@ def test_the_plans_peak_is_a_bound_and_no_fear(case: Case) -> None:
         print(f"{case}: {step.peak} of {step.planned}, {step.peak / step.planned:.3f}")
         assert step.peak < step.planned + 4096, f"{step.peak / step.planned:.3f} of the plan's peak"
         assert step.peak > 0.75 * step.planned, f"{step.peak / step.planned:.3f} of the plan's peak"
+
+
+TREES = [
+    (0, "fp32", "growing", 4, "every"),
+    (1, "bf16", "plain", 4, "last"),
+    (3, "fp32", "growing", 4, "every"),
+]
+
+
+def test_the_plans_peak_is_a_bound_for_the_tree() -> None:
+    """With the sums that wait for others."""
+    for steps in run_ranks(steps_by_the_tree, 2, timeout=200):
+        for case, step in zip(TREES, steps, strict=True):
+            print(f"{case}: {step.peak} of {step.planned}, {step.peak / step.planned:.3f}")
+        for case, step in zip(TREES, steps, strict=True):
+            assert 0.75 * step.planned < step.peak < step.planned + 4096, (
+                f"{case}: {step.peak / step.planned:.3f}"
+            )
+
+
+def steps_by_the_tree() -> list[Step]:
+    return [
+        one_step(stage, mode, kind, micro_batches, {"order": "tree", "when": when})
+        for stage, mode, kind, micro_batches, when in TREES
+    ]

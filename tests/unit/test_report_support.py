@@ -69,7 +69,11 @@ def test_json_holds_the_cells() -> None:
 
 def test_every_state_is_shown_with_its_size_and_its_refusals() -> None:
     page = support_markdown(CELLS, STATES)
-    lines = [line for line in page.partition("## State\n")[2].splitlines() if line.startswith("- ")]
+    lines = [
+        line
+        for line in page.partition("## State\n")[2].partition("## Order")[0].splitlines()
+        if line.startswith("- ")
+    ]
     assert [line.split("**")[1] for line in lines] == [str(state) for state in State]
     assert [float(line.split()[2]) for line in lines] == [4, 2, 2, 1 + 4 / 256]
     text = " ".join(support_text(CELLS, STATES, color=False).split())

@@ -26,7 +26,7 @@ COLUMNS: dict[str, Any] = {
     "compute": "bf16",
     "grad": "bf16",
     "accumulate": "fp32",
-    "reduce": {"wire": "bf16", "sum": "fp32", "when": "every"},
+    "reduce": {"wire": "bf16", "sum": "fp32", "when": "every", "order": "rank"},
     "master": "split",
     "state": "bf16-stochastic",
     "export": "fp32",

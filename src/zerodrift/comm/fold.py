@@ -1,16 +1,18 @@
-"""The sum of a reduction: the parts of all ranks, in rank order, in one dtype, rounded where it is said.
+"""The sum of a reduction: the parts of all ranks, in a known order, in one dtype, rounded where it is said.
 
 Pure arithmetic on tensors that have arrived; `collectives` brings them. A backend's own reduction adds in
 an order and a dtype of its choosing, which is why it is done here.
 
-Invariant: ((part 0 + part 1) + part 2) + ... in `Sum.dtype`, then one true division, then one conversion to
-the dtype of the result. The same bits on every rank, at every chunk size, whatever carried the parts.
+Invariant: ((part 0 + part 1) + part 2) + ..., or the same parts by a binary tree, in `Sum.dtype`, then one
+true division, then one conversion to the dtype of the result. The same bits on every rank, at every chunk
+size, whatever carried the parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -25,8 +27,35 @@ class Sum:
     """The sum is divided by it: the number of ranks, for a mean."""
     add: bool = False
     """Add to what the result holds instead of overwriting it."""
+    order: Literal["rank", "tree"] = "rank"
+    """One part after the other, or by the tree of `additions`."""
     exact: bool = True
     """False lets a backend sum in an order of its own, where it can and where wire and sum are one dtype."""
+
+
+def carries(number: int) -> Iterator[tuple[int, int]]:
+    """(left, right): what is added to what when part `number` has come, of parts that come one by one. A sum
+    is called by its first part, and the right one is no more."""
+    right, size = number, 1
+    while right & size:
+        yield right - size, right
+        right, size = right - size, 2 * size
+
+
+def leftovers(count: int) -> Iterator[tuple[int, int]]:
+    """And when `count` parts have come and no more will: a right half that is missing is skipped."""
+    right = count & (count - 1)
+    while right:
+        left = right & (right - 1)
+        yield left, right
+        right = left
+
+
+def additions(count: int) -> Iterator[tuple[int, int]]:
+    """The binary tree over `count` parts, all of it."""
+    for number in range(count):
+        yield from carries(number)
+    yield from leftovers(count)
 
 
 @torch.no_grad()
@@ -43,14 +72,10 @@ def fold(
         total = torch.empty_like(out, dtype=how.dtype)
     else:
         total = spare[: out.numel()]
-    first, *others = parts
-    if others and first.dtype is total.dtype:
-        torch.add(first, others.pop(0), out=total)
+    if how.order == "tree":
+        _add_by_tree(total, parts)
     else:
-        # With `out=`, torch would add in the dtype of the parts and convert the rounded sum.
-        total.copy_(first)
-    for part in others:
-        total.add_(part)
+        _add_in_turn(total, parts)
     if how.divisor != 1.0:
         _divide(total, how.divisor)
     if total is out:
@@ -59,6 +84,33 @@ def fold(
         out.add_(total)
     else:
         out.copy_(total)
+
+
+def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    first, *others = parts
+    if others and first.dtype is total.dtype:
+        torch.add(first, others.pop(0), out=total)
+    else:
+        # With `out=`, torch would add in the dtype of the parts and convert the rounded sum.
+        total.copy_(first)
+    for part in others:
+        total.add_(part)
+
+
+def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Sums that begin with the first part are formed in `total`, the others in memory of their own."""
+    sums: dict[int, torch.Tensor] = {}
+    for left, right in additions(len(parts)):
+        other = sums.pop(right, parts[right])
+        if left in sums:
+            sums[left].add_(other)
+        elif left == 0:
+            _add_in_turn(total, (parts[0], other))
+            sums[0] = total
+        else:
+            sums[left] = parts[left].to(total.dtype, copy=True).add_(other)
+    if len(parts) == 1:
+        total.copy_(parts[0])
 
 
 def _forms_in(out: torch.Tensor, parts: Sequence[torch.Tensor], how: Sum) -> bool:

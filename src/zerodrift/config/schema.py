@@ -126,6 +126,9 @@ class Reduce(Block):
     """Dtype in which the gradients of all ranks are summed. Default `fp32`."""
     when: Literal["last", "every"] | None = None
     """Reduce after the `last` micro-batch or `every` one. Default `last` at stages 0-1, `every` at 2-3."""
+    order: Literal["rank", "tree"] | None = None
+    """Add gradients in the order of ranks (`rank`), or by one `tree` over the micro-batches of a step, which
+    gives the same bits on any number of ranks. The same for all parameters. Default `rank`."""
 
 
 class ColumnKeys(Block):
@@ -142,7 +145,7 @@ class ColumnKeys(Block):
     accumulate: Accumulate | None = None
     """The sum over micro-batches. Default fp32. Same as `gradient_accumulation_dtype`."""
     reduce: Wire | Reduce | None = None
-    """The gradient on the wire: a dtype, or `{wire, sum, when}`."""
+    """The gradient on the wire: a dtype, or `{wire, sum, when, order}`."""
     master: Literal["fp32", "split", "same"] | None = None
     """What the optimizer updates: `fp32` (a copy), `split` (exact fp32: bf16 + 16 bits), `same` (storage)."""
     state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None

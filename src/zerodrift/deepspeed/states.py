@@ -105,6 +105,7 @@ def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
     engine, segment, row = _locate(param)
     if not isinstance(segment, TrainedSegment):
         return None
+    engine.progress.require_whole_sum(row.name)
     native(engine.executor).gradients.flush()
     if segment.reduced is None:
         empty = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
@@ -114,6 +115,7 @@ def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
 
 def safe_set_local_grad(param: Parameter, value: torch.Tensor) -> None:
     engine, segment, row = _locate(param)
+    engine.progress.require_whole_sum(row.name)
     native(engine.executor).gradients.flush()
     if not isinstance(segment, TrainedSegment) or segment.reduced is None:
         raise ModelError(row.name, "must have a gradient to replace", got="none in this step")

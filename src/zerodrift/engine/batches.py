@@ -24,6 +24,7 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.progress import StepResult
+from zerodrift.engine.seeds import generators_kept
 from zerodrift.engine.unit import loss_in
 from zerodrift.errors import ModelError, Problem
 
@@ -56,6 +57,7 @@ class Runs(Protocol):
     def module(self) -> nn.Module: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def backward(self, loss: torch.Tensor) -> None: ...
+    def seed_micro_batch(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class OneByOne:
     comm: Collectives
     loss_of: LossOf | None
     """None for a model that is called with a micro-batch's items and returns a loss."""
+    numbers: tuple[int, ...] = ()
+    """Of the micro-batches of a step over all ranks; empty where their random numbers are left alone."""
 
     def taken(
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
@@ -82,11 +86,15 @@ class OneByOne:
 
     def train(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
         losses = []
-        for batch, weight in zip(batches, weights or (1.0,) * len(batches), strict=True):
-            with torch.enable_grad():
-                loss = self._loss(batch)
-                self.engine.backward(loss if weight == 1.0 else loss * weight)
-            losses.append(loss.detach().double())
+        with generators_kept(self.comm.mesh.device) if self.numbers else contextlib.nullcontext():
+            for place, batch in enumerate(batches):
+                if self.numbers:
+                    self.engine.seed_micro_batch(self.numbers[place])
+                weight = weights[place] if weights else 1.0
+                with torch.enable_grad():
+                    loss = self._loss(batch)
+                    self.engine.backward(loss if weight == 1.0 else loss * weight)
+                losses.append(loss.detach().double())
         return tuple(torch.stack(losses).tolist())
 
     def losses(self, batches: list[Any]) -> tuple[float, ...]:

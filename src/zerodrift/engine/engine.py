@@ -28,9 +28,11 @@ from zerodrift.engine.grads import BackwardCallbacks
 from zerodrift.engine.parameter import ParameterHandle, WholeValues, row_of
 from zerodrift.engine.progress import StepResult, TrainingProgress
 from zerodrift.engine.scale import Scaler
+from zerodrift.engine.seeds import seed_generators, seed_of
 from zerodrift.engine.shards import SegmentShard
 from zerodrift.errors import RankError
 from zerodrift.optim.updater import OptimizerState
+from zerodrift.plan.dealing import dealt
 from zerodrift.plan.table import Plan
 from zerodrift.report.explain import Explanation, explain
 from zerodrift.report.updates import UpdateReport
@@ -57,6 +59,8 @@ class Engine(FullValues):
         self.executor = execute(self.comm)
         """What differs between backends; a user has no need of it."""
         self._loss_of = loss_of
+        self.seed: int = self.comm.broadcast_object(torch.initial_seed(), 0)
+        """What `seed_micro_batch` starts from: torch's on rank 0 when the engine was made; may be set."""
         self.group_of = self._groups_of_all()
         """Row name -> its parameter group, of the rows that the optimizer was given, on every stage."""
         given = steps.schedule(plan, self.optimizer, schedule)
@@ -98,6 +102,20 @@ class Engine(FullValues):
         precision = self.executor.precision
         with self._recovering(self._backward_failed), precision.backward(), self.executor.backward(scaled):
             scaled.backward(**kwargs)
+
+    def micro_batches_of_this_rank(self) -> tuple[int, ...]:
+        """Which micro-batches of a step this rank takes, in which order, by their numbers over all ranks.
+
+        Under `reduce.order: tree`, a step in which every micro-batch goes to the rank that has its number
+        here leaves the same bits on any number of ranks.
+        """
+        return dealt(self.plan, self.mesh.rank("data"), self.accumulation)
+
+    def seed_micro_batch(self, number: int) -> None:
+        """Before the forward of micro-batch `number`: torch's generators, of the host and of this device,
+        draw what depends on `seed`, the step and that number, and not on the rank."""
+        step = self.global_steps + self.skipped_steps
+        seed_generators(seed_of(self.seed, step, number), self.mesh.device)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context whose backwards are not the last of their step, so that reductions wait."""
@@ -143,8 +161,9 @@ class Engine(FullValues):
         """Train on all micro-batches of a step, and update: `accumulate` and `step`. With `weights`, the loss
         of each micro-batch is multiplied by its own before its backward.
 
-        The ranks of a pipeline are given the same micro-batches. Without a pipeline each is a dict of the
-        model's keyword arguments, unless `initialize` was given `parts`."""
+        The ranks of a pipeline are given the same micro-batches. Under `reduce.order: tree` each rank is
+        given those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline each is a
+        dict of the model's keyword arguments, unless `initialize` was given `parts`."""
         batches, weights = self._begin_batch(micro_batches, weights)
         losses = self._accumulate(batches, weights)
         return BatchResult(losses, self.step(), weights)
@@ -187,7 +206,8 @@ class Engine(FullValues):
     def _runner(self) -> BatchRunner:
         # Made anew: one that was kept would hold the engine, and the engine it, until Python looks for
         # cycles, and their memory with them.
-        return self.executor.runner or OneByOne(self, self.comm, self._loss_of)
+        numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
+        return self.executor.runner or OneByOne(self, self.comm, self._loss_of, numbers)
 
     # --- the step ---------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from zerodrift.comm.collectives import Handle
+from zerodrift.engine import steps
 from zerodrift.engine.forward_inputs import at_the_end
 from zerodrift.engine.ledger import Ledger
 from zerodrift.engine.trained import TrainedSegment
@@ -78,6 +79,7 @@ class Gradients:
         order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in units])]
         self._trained = [unit for unit in order if unit.trained]
         """In the order in which the plan reduces them."""
+        self._tree = any(segment.tree for segment in self._segments())
         self.before = before
         self._running = False
         self._task = -1
@@ -94,6 +96,8 @@ class Gradients:
         self._ready: set[int] = set()
         self._next = 0
         """How many of `_trained` have been reduced in this backward."""
+        self._collected: set[int] = set()
+        """Segments whose part of the tree over micro-batches has come in this backward."""
         self._sending: list[_Sending] = []
         self.callbacks: BackwardCallbacks | None = None
         self.ledger: Ledger | None = None
@@ -153,6 +157,7 @@ class Gradients:
         self._traversal.turn()
         self._last = self.callbacks is None or self.callbacks.is_last()
         self._ready.clear()
+        self._collected.clear()
         self._next = 0
         self._uses = [unit.uses for unit in self._units]
 
@@ -169,6 +174,8 @@ class Gradients:
     def over(self, unit: TraversedUnit) -> None:
         if not self.counts:
             return
+        if self._tree and unit.recomputed and unit.runs > 1:
+            return  # each run may be a backward of its own, and all of them are one part of the tree
         self._ready.add(unit.number)
         while self._next < len(self._trained) and self._trained[self._next].number in self._ready:
             self._reduce(self._trained[self._next])
@@ -244,12 +251,25 @@ class Gradients:
             self._collect(segment)
 
     def _collect(self, segment: TrainedSegment) -> None:
+        if segment.tree:
+            self._require_first(segment)
         send = segment.update.reduce.when == "every" or (self._last and self._late is None)
+        send = send and not (segment.tree and segment.ranks == 1)
         if send:
             self._finish(IN_FLIGHT - 1)  # before another buffer is taken to land in
         self._land(segment)
         if send:
             self._send(segment)
+        elif segment.tree:
+            segment.wait_for_others()
+
+    def _require_first(self, segment: TrainedSegment) -> None:
+        """What has gone on its way through the tree cannot be added to."""
+        if segment.number in self._collected:
+            raise steps.too_late(segment.loose)
+        if segment.reduced is not None:
+            raise steps.too_many(segment.rows[0].name)
+        self._collected.add(segment.number)
 
     def _land(self, segment: TrainedSegment) -> None:
         if self.ledger is not None:
@@ -274,8 +294,8 @@ class Gradients:
         may have none for."""
         if self._late is not None:
             return []
-        sharded = (segment for segment in self._segments() if segment.ranks > 1)
-        return [segment for segment in sharded if segment.loose and not segment.waits]
+        sharded = (segment for segment in self._segments() if segment.ranks > 1 or segment.tree)
+        return [segment for segment in sharded if segment.loose and (segment.tree or not segment.waits)]
 
     def flush(self, without: Sequence[TrainedSegment] = ()) -> None:
         """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""
@@ -287,10 +307,16 @@ class Gradients:
             # Which gradients are late is no decision of the plan's: all segments go, on all ranks alike.
             if segment in without:
                 continue
-            if segment.loose or segment.waits or self._late is not None:
+            if segment.tree and segment.loose:
+                raise steps.beside(segment.loose)
+            if segment.tree and segment.waits:
+                self._send(segment)
+            elif segment.loose or segment.waits or self._late is not None:
                 self._land(segment)
                 self._send(segment)
         self._finish(0)
+        for segment in self._segments():
+            segment.end_sum()
 
     def land_in_place(self, segments: Iterable[TrainedSegment]) -> None:
         """Give segments that have landed nothing their buffers, zero, and let every gradient be added there:

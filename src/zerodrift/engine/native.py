@@ -178,6 +178,8 @@ class NativeExecutor:
             self.gradients.sum_over_replicas()
         self._sum_over_ends()
         norm = self._norm_of_reduced([UnreducedSegment(segment.number, segment.loose) for segment in strays])
+        if strays and self.plan.policy.tree:
+            raise steps.beside(strays[0].loose)
         if strays:
             self.gradients.reduce(strays)
             norm = self._norm_of_reduced()

@@ -114,6 +114,7 @@ class ParameterHandle:
         """The gradient accumulated so far in this step, averaged and unscaled, in fp32; zero where there is
         none."""
         self._require_trained()
+        self._progress.require_whole_sum(self.name)
         if not self._values.has_gradient(self.row):
             return torch.zeros(self.shape, device=self._comm.mesh.device)
         return self._values.gradient(self.row, self._progress.unscale)
@@ -121,6 +122,7 @@ class ParameterHandle:
     @gradient.setter
     def gradient(self, value: torch.Tensor) -> None:
         self._require_trained()
+        self._progress.require_whole_sum(self.name)
         there = self._values.has_gradient(self.row)
         with raise_on_all_ranks(self._comm):
             self._check(f"{self.name}.gradient", value)

@@ -22,6 +22,7 @@ from zerodrift.engine import steps
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.scale import Norm, Scaler
 from zerodrift.engine.unit import in_backward
+from zerodrift.plan.dealing import makes_the_tree
 from zerodrift.plan.table import Plan
 
 
@@ -187,6 +188,8 @@ class TrainingProgress:
         """Whether all micro-batches of a step are there. Then what goes on beside training is looked at."""
         if self.micro_batches == 0 or not self.is_boundary:
             return False
+        if self._plan.policy.tree and not makes_the_tree(self._plan, self.micro_batches):
+            raise steps.not_dealt(self.micro_batches, self._plan.mesh.data)
         if self.background is not None:
             self.background.check()
         return True
@@ -196,7 +199,13 @@ class TrainingProgress:
         """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
         averaging = self._plan.policy.averaging
         ranks = self._plan.mesh.data / averaging.before if averaging.mean else 1.0
-        return 1.0 / (self.scaler.scale * self.accumulation * ranks)
+        # The micro-batches of all ranks first: a whole number, the same on any number of ranks.
+        return 1.0 / (self.scaler.scale * (self.accumulation * ranks))
+
+    def require_whole_sum(self, name: str) -> None:
+        """Before somebody looks at a gradient: under the tree nothing is summed in the middle."""
+        if self._plan.policy.tree and self.micro_batches and not self.is_boundary:
+            raise steps.not_yet(name)
 
     def multiplier(self, norm: Norm) -> float:
         """What the update multiplies the summed gradient by: average, loss scale and clip."""

@@ -74,6 +74,56 @@ def taken_away(name: str) -> UnsupportedError:
     )
 
 
+def too_late(name: str) -> UnsupportedError:
+    """A gradient of a micro-batch whose sum with others is under way."""
+    return UnsupportedError(
+        name,
+        "its gradient must come once in a backward under `reduce.order: tree`",
+        got="more of it after that of its unit was added to others",
+        do="Call `checkpoint` with `use_reentrant=False`, or leave `order` out.",
+    )
+
+
+def too_many(name: str) -> UnsupportedError:
+    """A backward after the last one of a step."""
+    return UnsupportedError(
+        "backward",
+        "must not follow the last micro-batch of a step under `reduce.order: tree`, whose sum is complete",
+        got=f"a gradient of {name}",
+        do="Call `engine.step()`, or `engine.zero_grad()` to begin anew.",
+    )
+
+
+def beside(name: str) -> UnsupportedError:
+    """A gradient that is no micro-batch's."""
+    return UnsupportedError(
+        name,
+        "its gradient must come from backwards under `reduce.order: tree`, which adds up micro-batches alone",
+        got="one that was put into `param.grad` after the last of them",
+        do="Add it to the loss, or assign `engine.parameter(name).gradient` before `engine.step()`.",
+    )
+
+
+def not_yet(name: str) -> UnsupportedError:
+    """A sum that is asked for in the middle."""
+    return UnsupportedError(
+        f"{name}.gradient",
+        "must be read or assigned after the last micro-batch of a step under `reduce.order: tree`",
+        got="a step that is not complete",
+        do="Ask again before `engine.step()` of the last one.",
+    )
+
+
+def not_dealt(micro_batches: int, ranks: int) -> UnsupportedError:
+    """A step of so many micro-batches that its sum is no tree over them."""
+    return UnsupportedError(
+        "step",
+        "must have micro-batches that make whole nodes of the tree on every rank under `reduce.order: tree`",
+        got=f"{micro_batches} on each of {ranks} ranks",
+        do="Use as many as the config says, or leave `order` out.",
+    )
+
+
 def copied() -> UnsupportedError:
     """Of an engine that is one of several ranks."""
     return UnsupportedError(

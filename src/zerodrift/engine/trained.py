@@ -9,6 +9,10 @@ of the buffer, so autograd adds in place, and so does whoever writes `param.grad
 put elsewhere (the user cleared or replaced `param.grad`) is folded in at the next collection: nothing that
 reaches `param.grad` is lost. Between a backward and the step, what was collected is shown there without its
 values; see `ungathered.py`.
+
+[Note: tree] Under `reduce.order: tree` a micro-batch is a part of a sum that is not formed in the order of
+arrival. So each lands in a buffer of its own, once, and goes at once to where it is added by the tree: whole
+where it waits for others of this rank, reduced where every micro-batch is. `end_sum` ends that.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
 from zerodrift.engine.buffers import GradientBuffers
 from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.treesum import TreeSum
 from zerodrift.engine.ungathered import CollectedGradient
 from zerodrift.optim.split import round_away
 from zerodrift.optim.updater import Owned
@@ -60,6 +65,9 @@ class TrainedSegment(FlatSegment):
         """Of `landing`, one per parameter."""
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to that."""
+        self.tree = update.reduce.order == "tree"
+        self._sum = TreeSum(self._give)
+        """See [Note: tree]: what has come of a step's micro-batches; empty in the order of ranks."""
         self._collected: list[CollectedGradient] = []
         """What stands in `param.grad` while the engine has the gradients, one per parameter."""
         self._shows_collected = False
@@ -112,6 +120,8 @@ class TrainedSegment(FlatSegment):
     @property
     def waits(self) -> bool:
         """Whether gradients have landed that were not reduced."""
+        if self.tree:
+            return bool(self._sum) and self._sums_whole and self.ranks > 1
         return self.landing is not None and self.landing is not self.reduced
 
     def collect_gradients(self) -> None:
@@ -193,9 +203,40 @@ class TrainedSegment(FlatSegment):
     def _first(self) -> int:
         return self.rows[0].offset if self.rows else 0
 
+    # --- the tree over micro-batches --------------------------------------------------------------------
+
+    @property
+    def _sums_whole(self) -> bool:
+        return not self.update.accumulate.axis
+
+    def wait_for_others(self) -> None:
+        """What has landed is added to this rank's other micro-batches."""
+        if self.landing is None:
+            raise AssertionError(f"segment {self.number} has no gradient to add")
+        self._sum.add(self.landing)
+        self.landing, self._grads = None, []
+
+    def end_sum(self) -> None:
+        """No micro-batch of the step is to come: `reduced` is the sum of all."""
+        if self._sum:
+            self.reduced = self._sum.take()
+
+    def _give(self, flat: torch.Tensor) -> None:
+        """A buffer of the tree goes back to where it came from; the first one's place may be in `_whole`."""
+        if self._whole is not None and flat.data_ptr() == self.slice_of(self._whole).data_ptr():
+            return
+        whole = flat.numel() == self.spec.padded
+        (self._landing_pool if whole else self._sum_pool).give(flat)
+
+    # --- over ranks -------------------------------------------------------------------------------------
+
     def start_reduce(self, before: float) -> Handle:
         """Begin to add this rank's slice of the ranks' sum to `reduced`. The landing buffer stays until
         `finish_reduce`. `before` divides what travels."""
+        if self.waits and self.tree:
+            if self.landing is not None:
+                self._sum.add(self.landing)
+            self.landing = self._sum.take()
         if self.landing is None:
             raise AssertionError(f"segment {self.number} has no gradient to reduce")
         if self.ranks == 1:
@@ -209,13 +250,13 @@ class TrainedSegment(FlatSegment):
             if reduce.wire.torch is not flat.dtype:
                 flat = flat.to(reduce.wire.torch)
         reduced = self._place_of_sum(flat, self.landing) if self.reduced is None else self.reduced
-        how = Sum(reduce.sum.torch, add=self.reduced is not None)
+        how = Sum(reduce.sum.torch, add=self.reduced is not None, order=reduce.order)
         self.reduced = reduced
         return self._comm.start_reduce_scatter(reduced, flat, self.axis, how, self._of)
 
     def _place_of_sum(self, flat: torch.Tensor, landing: torch.Tensor) -> torch.Tensor:
         """Where the sum goes: a slice of its own, or at stage 0 its place among what will be gathered."""
-        if not self.update.axis and flat is landing:
+        if not self.update.axis and flat is landing and self._whole is None:
             self._whole = landing
             return self.slice_of(landing)
         return self._sum_pool.take(self.spec.padded // self.ranks, landing.dtype, flat.device)
@@ -229,6 +270,9 @@ class TrainedSegment(FlatSegment):
             self._landing_pool.give(self.landing)
         self.landing = None
         self._grads = []
+        if self.tree and not self._sums_whole and self.reduced is not None:
+            self._sum.add(self.reduced)
+            self.reduced = None
 
     def sum_over_replicas(self, before: float) -> None:
         """Add the slices of the other replicas, once per step."""
@@ -250,7 +294,7 @@ class TrainedSegment(FlatSegment):
             if before != 1.0 and self.ranks == 1:
                 flat.div_(before)
             wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
-        self._comm.all_reduce(flat, wire, "replicate", Sum(reduce.sum.torch), self._of)
+        self._comm.all_reduce(flat, wire, "replicate", Sum(reduce.sum.torch, order=reduce.order), self._of)
 
     def whole_gradient(self) -> torch.Tensor:
         """The reduced gradient on every rank, `[padded]` in the accumulate dtype."""
@@ -273,7 +317,11 @@ class TrainedSegment(FlatSegment):
         """Forget every gradient, landed or reduced."""
         self._shows_collected = False
         super().drop_gradients()
-        if self.reduced is not None and self._whole is None and self.reduced is not self.landing:
+        for waiting in self._sum.drop():
+            self._give(waiting)
+        if self.tree and self.reduced is not None:
+            self._give(self.reduced)
+        elif self.reduced is not None and self._whole is None and self.reduced is not self.landing:
             self._sum_pool.give(self.reduced)
         for flat in (self.landing, self._whole):
             if flat is not None:

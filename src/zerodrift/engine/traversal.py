@@ -44,6 +44,7 @@ class TraversedUnit(Protocol):
     spec: Unit
     is_root: bool
     uses: int
+    runs: int
     recomputed: bool
 
     @property
@@ -181,6 +182,8 @@ class Traversal:
         """The root's forward begins. Without gradients, units are gathered where they are used and nowhere
         else: a decoder that generates does not gather its encoder at every token."""
         self._walking, self._training, self._went = True, training, 0
+        for unit in self._forth if training else ():
+            unit.runs = 0
         self._ran = []
 
     def forward(self, unit: TraversedUnit) -> None:
@@ -190,6 +193,7 @@ class Traversal:
             return
         place = self._forth_place[unit.number]
         if self._training:
+            unit.runs += 1
             unit.recomputed = will_be_recomputed()
             if self._meet is not None:
                 self._learn(unit, place)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 from zerodrift.dtypes import DType, lost
-from zerodrift.errors import ConfigError, ModelError
+from zerodrift.errors import ConfigError, ModelError, Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
 from zerodrift.plan import boundaries, check, stages
@@ -21,6 +21,7 @@ from zerodrift.plan.groups import groups
 from zerodrift.plan.layout import Members, find_units, group, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import Columns, Master, Policy
+from zerodrift.policy.order import refuse_ranks
 from zerodrift.policy.parameters import ColumnsOf
 from zerodrift.policy.pipelining import V_SHAPED
 from zerodrift.policy.rules import require_matches, require_one_compute
@@ -34,6 +35,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
     columns = _columns(policy, model)
+    _require_order(policy, columns, mesh)
     require_experts(model, columns, mesh.expert)
     rows: list[Row] = []
     units: list[Unit] = []
@@ -73,6 +75,15 @@ def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
         require_one_compute(model, columns, columns_of.problems)
         columns_of.problems.raise_as(ConfigError)
     return columns
+
+
+def _require_order(policy: Policy, columns: list[Columns], mesh: MeshShape) -> None:
+    """Under `order: tree`, that ranks sum whole nodes of it."""
+    problems = Problems()
+    whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
+    if policy.tree:
+        refuse_ranks(whens, policy.batch.accumulation, mesh, problems)
+    problems.raise_as(ConfigError)
 
 
 def _add_unit(

@@ -21,6 +21,7 @@ from zerodrift.plan.schedule import Collective, counted
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.policy.nouns import ComponentSpec, Master, MuonUpdate, Placed, State, Update
+from zerodrift.policy.order import accumulators, rank_levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
     """The bill of one rank at a place on the pipeline axis."""
     plan = part(whole_plan, stage)
     units, segments = plan.units, plan.segments
-    rest = _rest(plan, segments)
+    rest = _rest(plan, segments, micro_batches)
     return Cost(
         micro_batches=micro_batches,
         pipeline_stage=stage,
@@ -144,7 +145,7 @@ def _padding(plan: Plan, segment: Segment) -> int:
     return (segment.padded - segment.numel) * _parts(plan, segment)
 
 
-def _rest(plan: Plan, segments: Sequence[Segment]) -> RestingBytes:
+def _rest(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> RestingBytes:
     storage = accumulate = master = state = 0
     for segment in segments:
         columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
@@ -156,7 +157,10 @@ def _rest(plan: Plan, segments: Sequence[Segment]) -> RestingBytes:
         count = moments(plan.policy.optimizer, update.optimizer)
         state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
-            accumulate += _resting_bytes(segment, update.accumulate, shard)
+            size = _resting_bytes(segment, update.accumulate, shard)
+            accumulate += size * (1 + _more_sums(update, micro_batches))
+    if not plan.policy.sharding.free_accumulator:
+        accumulate += sum(_arriving(plan, segments, micro_batches))
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
     return RestingBytes(storage, buffers, accumulate, master, state)
 
@@ -173,7 +177,9 @@ def _peak(
     else:
         gathered = roots + sum(blocks)
     trained = [segment for segment in segments if segment.trained]
-    accumulate = max(0, sum(_sums(plan, segment, micro_batches) for segment in trained) - rest.accumulate)
+    sums = sum(_sums(plan, segment, micro_batches) for segment in trained)
+    sums += max(_arriving(plan, segments, micro_batches), default=0)
+    accumulate = max(0, sums - rest.accumulate)
     blocks = [_gradient(plan, unit, micro_batches) for unit in units if unit.name]
     roots_gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
     gradient = roots_gradient + max(blocks, default=0)
@@ -199,6 +205,25 @@ def _gathered(plan: Plan, unit: Unit) -> int:
     return total
 
 
+def _more_sums(update: Update, micro_batches: int) -> int:
+    """How many sums of a segment wait for others beside one, where it is summed by the tree."""
+    return accumulators(micro_batches) - 1 if update.reduce.order == "tree" else 0
+
+
+def _arriving(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> tuple[int, ...]:
+    """Where segments are summed by the tree, a micro-batch arrives in a buffer of its own: bytes of those at
+    once, for each size of segments, which take turns in them."""
+    if micro_batches == 1:
+        return ()
+    sizes = {
+        _resting_bytes(segment, update.accumulate, plan.slices(segment))
+        * (REDUCTIONS if update.accumulate.axis else 1)
+        for segment in segments
+        if (update := segment.columns.update) is not None and update.reduce.order == "tree"
+    }
+    return tuple(sizes)
+
+
 def _sums(plan: Plan, segment: Segment, micro_batches: int) -> int:
     """Bytes of a segment's accumulator when every gradient of a step is in it.
 
@@ -210,14 +235,15 @@ def _sums(plan: Plan, segment: Segment, micro_batches: int) -> int:
     if update is None:
         raise AssertionError("a frozen segment has no accumulator")
     size = segment.padded * update.accumulate.dtype.size
+    more = _more_sums(update, micro_batches) * _resting_bytes(segment, update.accumulate, shard)
     if shard == 1:
-        return size
+        return size + more
     if not update.axis:
         in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
-        return size if in_place else size + size // shard
+        return more + (size if in_place else size + size // shard)
     # A pipeline's gradients land in place all through a step, whichever micro-batch they are of.
     waits = _waits(update, micro_batches) or plan.policy.pipeline is not None
-    return size // shard + (size if waits else 0)
+    return size // shard + (size if waits else 0) + more
 
 
 def _waits(update: Update, micro_batches: int) -> bool:
@@ -248,7 +274,8 @@ def _wire_buffers(plan: Plan, segment: Segment) -> int:
     received = segment.padded * (shard - 1) // shard * update.reduce.wire.size
     sent = 0 if update.reduce.wire is update.accumulate.dtype else segment.padded * update.reduce.wire.size
     summed = segment.padded // shard * update.reduce.sum.size
-    return received + sent + summed
+    levels = rank_levels(shard) if update.reduce.order == "tree" else 0
+    return received + sent + summed * (1 + levels)
 
 
 REDUCTIONS = 2

@@ -30,6 +30,7 @@ from zerodrift.policy.nouns import (
     State,
     Update,
 )
+from zerodrift.policy.order import WIRE, refuse_order
 from zerodrift.policy.rules import Demands
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict
 
@@ -215,7 +216,8 @@ class _Filler:
 
     def _reduce(self, accumulate: DType) -> Reduction:
         mode, stage = self.setting.mode, self.setting.stage
-        if mode.autocast and self.subject.safe:
+        order, order_why = self.asked.get("reduce.order", ("rank", ""))
+        if mode.autocast and self.subject.safe and order == "rank":
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
         else:
             default, reason = accumulate, "default: what was accumulated travels unrounded"
@@ -241,8 +243,12 @@ class _Filler:
         parts = {f"wire {wire}": wire_why, f"sum {total}": sum_why, f"when {when}": why}
         if wire_why == sum_why:
             parts = {f"wire and sum {wire}": wire_why, f"when {when}": why}
+        if order == "tree":
+            parts |= {"order tree": order_why}
+            if not accumulate is wire is total:
+                refuse_order(WIRE, "precision.reduce.order", self.problems)
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
-        return Reduction(wire, total, when)  # type: ignore[arg-type]
+        return Reduction(wire, total, when, order)  # type: ignore[arg-type]
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
         """A column of the gradient must not lose what the column before it held, unless allowed."""

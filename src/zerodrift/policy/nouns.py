@@ -122,6 +122,8 @@ class Reduction:
     sum: DType
     when: Literal["last", "every"]
     """Once, after the last micro-batch, or after every one."""
+    order: Literal["rank", "tree"] = field(default="rank", metadata={"omitted": True})
+    """In the order of ranks, or by one tree over the micro-batches of all: see `policy/order.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,3 +346,8 @@ class Policy:
     """Globs on parameters that are divided over the expert axis; empty without one."""
     pipeline: Pipelining | None = field(default=None, metadata={"omitted": True})
     """None without a pipeline."""
+
+    @property
+    def tree(self) -> bool:
+        """Whether gradients are summed by the tree over micro-batches."""
+        return any(column == "reduce.order" and value == "tree" for column, value, _ in self.demands)

@@ -15,7 +15,7 @@ from zerodrift.config.schema import BackendName, Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy import batch, choices, modes, pipelining, rules
+from zerodrift.policy import batch, choices, modes, order, pipelining, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.nouns import Decision, Mode, Policy
 from zerodrift.policy.numbers import AutoNumbers, AutoValues
@@ -94,6 +94,8 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     safe = _safe_modules(config, mode)
     schedule = choices.schedule(config, numbers, problems)
     experts, expert_decisions = choices.experts(config, mesh, averaging, problems)
+    asked = demands.get("reduce.order", ("rank", ""))[0]
+    order_decisions = order.order(config, mesh, backend, averaging, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
         problems.add(
@@ -114,6 +116,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         Decision("batch", choices.batch_text(sizes, mesh), sizes_why),
         Decision("gradient_clipping", f"{clip:g}" if clip else "off", clip_why),
         Decision("averaging", choices.averaging_text(averaging, mesh), averaging_why),
+        *order_decisions,
         choices.scale_decision(scale, mode, config),
         *_safe_decision(safe, config),
         *choices.update_decisions(optimizer, config),

@@ -41,13 +41,13 @@ Demands = dict[str, tuple[str, str]]
 
 
 def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str], ...]:
-    """The columns that a block sets, as (column, value) text pairs; `reduce` in its three parts."""
+    """The columns that a block sets, as (column, value) text pairs; `reduce` in its parts."""
     values = [(name, str(value)) for name in _PLAIN if (value := getattr(block, name)) is not None]
     reduce = block.reduce
     if isinstance(reduce, DType):
         values += [("reduce.wire", str(reduce))]
     elif reduce is not None:
-        for part in ("wire", "sum", "when"):
+        for part in ("wire", "sum", "when", "order"):
             if (value := getattr(reduce, part)) is not None:
                 values.append((f"reduce.{part}", str(value)))
     if isinstance(block, schema.Rule):

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zerodrift.plan.cost import Cost
+from zerodrift.plan.dealing import dealt
 from zerodrift.plan.table import Boundary, Plan
 from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec
+from zerodrift.policy.order import accumulators
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
 
@@ -67,10 +69,28 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("mesh", f"{plan.mesh} ({several(plan.mesh.world, 'rank')})" if plan.mesh.world > 1 else "1 rank"),
         ("backend", policy.backend),
     ]
+    if policy.tree:
+        pairs.append(("order", _order(plan)))
     for label, recipe in (("optimizer", policy.optimizer), ("schedule", policy.schedule)):
         if recipe is not None:
             pairs.append((label, _recipe(recipe)))
     return tuple(pairs)
+
+
+def _order(plan: Plan) -> str:
+    """Who takes which micro-batches, and what waits for others."""
+    count, ranks = plan.policy.batch.accumulation, plan.mesh.data
+    shown = [f"rank {rank} takes {_few(dealt(plan, rank))}" for rank in sorted({0, 1 % ranks, ranks - 1})]
+    total = several(count * ranks, "micro-batch", "micro-batches")
+    return f"one tree over {total}: {', '.join(shown)}; {several(accumulators(count), 'accumulator')}"
+
+
+def _few(numbers: Sequence[int]) -> str:
+    """`5`, `0 to 3`, or `0, 4, ..., 28`."""
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    first = [str(number) for number in numbers[:2]]
+    return ", ".join([*first, *(["..."] if len(numbers) > 3 else []), *map(str, numbers[2:][-1:])])
 
 
 def _recipe(recipe: ComponentSpec) -> str:
@@ -133,6 +153,8 @@ def spelled(columns: Columns) -> dict[str, str]:
         return {column: "none, frozen" if text == "-" else text for column, text in words.items()}
     reduce = update.reduce
     words["reduce"] = f"{reduce.wire} on the wire, summed in {reduce.sum}, {WHEN[reduce.when]}"
+    if reduce.order == "tree":
+        words["reduce"] += ", by the tree over micro-batches"
     return words
 
 

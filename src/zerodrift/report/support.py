@@ -17,6 +17,7 @@ from rich.text import Text
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan.cost import block_bytes
 from zerodrift.policy.nouns import State
+from zerodrift.policy.order import REFUSED
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, StateCell, SupportCell
 from zerodrift.report.frame import WIDTH, grid, printed, section
 from zerodrift.report.rows import letter
@@ -76,6 +77,8 @@ def support_text(cells: Sequence[SupportCell], states: Sequence[StateCell], *, c
         grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",)),
         section("state", "the optimizer's moments"),
         grid(list(_states(states)), (15,), ("bold",)),
+        section("reduce.order: tree", "is refused with"),
+        grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",)),
     ]
     return printed(parts, color)
 
@@ -151,6 +154,14 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{mark}**: {text}." for text, mark in matrix.letters.items()]
     lines += ["", "## State", "", "The optimizer's moments, in every mode and at every stage.", ""]
     lines += [f"- **{state}**: {text}." for state, text in _states(states)]
+    lines += [
+        "",
+        "## Order",
+        "",
+        "What `precision.reduce: {order: tree}` is refused with ([order](order.md)).",
+        "",
+    ]
+    lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,31 @@
+"""Random numbers of a micro-batch that depend on its number and on no rank.
+
+Invariant: the seed of (seed, step, micro-batch) is the same on every machine and in every version: the known
+answers in the tests never change, because a resumed run depends on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import torch
+
+
+def seed_of(seed: int, step: int, micro_batch: int) -> int:
+    """64 bits."""
+    text = f"{seed}:{step}:{micro_batch}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """torch's generators of the host and of one device."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def generators_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A context that leaves torch's generators as they were."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])

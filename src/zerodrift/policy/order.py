@@ -1,0 +1,214 @@
+"""`reduce.order: tree`: which micro-batches a rank takes, and where no dealing makes the same tree.
+
+The micro-batches of a step are numbered over all ranks, g = 0 ... M - 1, and their gradients are summed by
+one binary tree over g: a node of level k is the sum of 2^k neighbours, left + right, and a right half that is
+missing is skipped. Gradients are summed where they are, in three turns: over the micro-batches of a rank,
+over the ranks of a shard group, over replicas; with `when: every` the second turn comes first. So the tree
+is the same on any number of ranks if what a turn sums are whole nodes: aligned blocks of a power of two.
+
+`comm/fold.py` has the tree itself.
+
+Invariant: pure; every number from 0 to M - 1 is dealt to one rank, once, and a rank's come in growing order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from zerodrift.config.schema import Config
+from zerodrift.errors import Problems
+from zerodrift.mesh import MeshShape
+from zerodrift.policy.backends import Backend
+from zerodrift.policy.nouns import Averaging, Decision
+
+When = Literal["last", "every"]
+WHENS: tuple[When, ...] = ("last", "every")
+
+KEY = "precision.reduce.order"
+
+
+def micro_batches_of_rank(when: When, micro_batches: int, mesh: MeshShape, rank: int) -> tuple[int, ...]:
+    """The numbers of what a data rank takes in a step of `micro_batches` on each, in their order."""
+    replica, shard = divmod(rank, mesh.shard)
+    first = replica * mesh.shard * micro_batches
+    if when == "every":
+        return tuple(first + number * mesh.shard + shard for number in range(micro_batches))
+    return tuple(first + shard * micro_batches + number for number in range(micro_batches))
+
+
+def is_tree(when: When, micro_batches: int, shard: int, replicate: int = 1) -> bool:
+    """Whether the sums of every turn but the last are whole nodes of the tree."""
+    turns = (shard, micro_batches) if when == "every" else (micro_batches, shard)
+    first, both = turns[0], micro_batches * shard
+    return (_is_power(first) or turns[1] * replicate == 1) and (_is_power(both) or replicate == 1)
+
+
+def dealing(whens: Collection[When], micro_batches: int, mesh: MeshShape) -> When | None:
+    """How micro-batches are dealt where segments are reduced at these times; None where nothing serves."""
+    alike = len(set(whens)) < 2 or micro_batches == 1 or mesh.shard == 1
+    served = all(is_tree(when, micro_batches, mesh.shard, mesh.replicate) for when in whens)
+    return next(iter(whens), "last") if alike and served else None
+
+
+def numbers_of_ranks(whens: Collection[When], total: int, replicate: int = 1) -> tuple[int, ...]:
+    """The numbers of data ranks on which `total` micro-batches are summed by the tree; 1 is one of them
+    unless there are replicas."""
+    return tuple(
+        ranks
+        for ranks in _divisors(total)
+        if ranks % replicate == 0
+        and dealing(whens, total // ranks, MeshShape(ranks // replicate, replicate)) is not None
+    )
+
+
+def refuse_ranks(whens: Iterable[When], micro_batches: int, mesh: MeshShape, problems: Problems) -> None:
+    """Where a rank's sums are no nodes of the tree."""
+    asked = sorted(set(whens))
+    if dealing(asked, micro_batches, mesh) is not None:
+        return
+    total = micro_batches * mesh.data
+    if len(asked) > 1:
+        must = "must be `rank` with two `reduce.when`: each needs other micro-batches on a rank"
+    elif asked == ["last"]:
+        must = (
+            "must be `rank` unless each rank, which sums its own first, has a power of two of micro-batches"
+        )
+    else:
+        must = "must be `rank` unless the ranks, which sum every micro-batch first, are a power of two"
+    if mesh.replicate > 1:
+        must += ", and so is what a replica sums"
+    ranks = numbers_of_ranks(asked, total, mesh.replicate)
+    uses = [f"use {_list(ranks)} ranks for these {total} micro-batches" if ranks else "use fewer replicas"]
+    uses += [
+        f"set `reduce.when: {when}` for all" for when in WHENS if _serves(when, asked, micro_batches, mesh)
+    ]
+    there = _count(micro_batches, "micro-batch", "micro-batches")
+    problems.add(
+        KEY,
+        must,
+        got=f"tree, {there} on each of {_count(mesh.data, 'rank')}",
+        do=f"{_capital('; or '.join([*uses, 'leave `order` out']))}.",
+    )
+
+
+def _serves(when: When, asked: Collection[When], micro_batches: int, mesh: MeshShape) -> bool:
+    """Whether it would do to reduce all segments at this time instead."""
+    return list(asked) != [when] and dealing([when], micro_batches, mesh) is not None
+
+
+def accumulators(micro_batches: int) -> int:
+    """The most sums that wait for others at once, on a rank that adds its micro-batches one by one."""
+    return (micro_batches + 1).bit_length() - 1
+
+
+def rank_levels(ranks: int) -> int:
+    """The most sums beside the result at once, where the parts of so many ranks are added."""
+    return max(0, (ranks - 1).bit_length() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderRefusal:
+    """What cannot be had with `order: tree`, whatever the number of ranks."""
+
+    what: str
+    reason: str
+    do: str
+
+
+BACKEND = OrderRefusal(
+    "backend fsdp2", "PyTorch's `fully_shard` adds micro-batches in an order of its own", "Use backend native"
+)
+PIPELINE = OrderRefusal(
+    "a pipeline", "its gradients are added as its schedule brings them", "Use `pipeline: {stages: 1}`"
+)
+EXPERTS = OrderRefusal(
+    "expert parallelism",
+    "the tokens of several micro-batches meet in one product, which is rounded as a whole",
+    "Leave `experts` out",
+)
+TENSOR = OrderRefusal(
+    "tensor parallelism",
+    "the model's own sums over the ranks of a DTensor depend on their number",
+    "Build the model without it",
+)
+BEFORE = OrderRefusal(
+    "division before the reduction",
+    "what is rounded then depends on the number of ranks",
+    "Leave `prescale_gradients` and `gradient_predivide_factor` out",
+)
+SUM = OrderRefusal(
+    "`gradient_allreduce_op: sum`",
+    "the gradient is then divided by the micro-batches of a rank, whose number depends on that of ranks",
+    "Leave `gradient_allreduce_op` out",
+)
+WIRE = OrderRefusal(
+    "a wire or accumulator of another dtype than the sum",
+    "it rounds where one rank hands its sum to others, at other places on another number of ranks",
+    "Let `accumulate`, `reduce.wire` and `reduce.sum` be one dtype",
+)
+RULE = OrderRefusal("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
+
+RANKS = OrderRefusal(
+    "other numbers of ranks",
+    "what ranks sum first must be whole nodes of the tree: a power of two of neighbours",
+    "The error names the numbers of ranks that fit",
+)
+
+REFUSED = (RANKS, BACKEND, PIPELINE, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
+"""Shown by `zerodrift support`."""
+
+
+def order(
+    config: Config, mesh: MeshShape, backend: Backend, averaging: Averaging, asked: str, problems: Problems
+) -> tuple[Decision, ...]:
+    """What is decided of the order, where it is not that of ranks; refuses what it cannot be had with."""
+    for number, rule in enumerate(config.precision.rules):
+        if getattr(rule.reduce, "order", None) not in (None, asked):
+            refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
+    if asked != "tree":
+        return ()
+    for refusal, holds in (
+        (BACKEND, backend.name != "native"),
+        (PIPELINE, mesh.pipeline > 1),
+        (EXPERTS, mesh.expert > 1),
+        (TENSOR, mesh.tensor > 1),
+        (BEFORE, averaging.before != 1.0),
+        (SUM, not averaging.mean),
+    ):
+        if holds:
+            refuse_order(refusal, KEY, problems)
+    return (Decision("order of sums", "tree over micro-batches", f"`{KEY}`"),)
+
+
+def refuse_order(refusal: OrderRefusal, where: str, problems: Problems) -> None:
+    """One of the refusals, as a problem of a key."""
+    if refusal is RULE:
+        must = f"must be that of `precision.reduce`: {refusal.reason}"
+        problems.add(where, must, got="another", do=f"{refusal.do}.")
+        return
+    must = f"must be `rank` with {refusal.what}: {refusal.reason}"
+    problems.add(where, must, got="tree", do=f"{refusal.do}; or leave `order` out.")
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _divisors(number: int) -> list[int]:
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    texts = list(map(str, numbers))
+    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _count(number: int, word: str, plural: str = "") -> str:
+    return f"1 {word}" if number == 1 else f"{number:,} {plural or word + 's'}"

@@ -1,0 +1,228 @@
+"""`reduce.order: tree`: the tree, the dealing of micro-batches and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.models import moe
+from zerodrift.api import make_plan
+from zerodrift.comm.fold import Sum, additions, carries, fold, leftovers
+from zerodrift.engine.seeds import seed_of
+from zerodrift.errors import ConfigError
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.cost import cost
+from zerodrift.plan.table import Plan
+from zerodrift.policy import order
+from zerodrift.policy.order import WHENS, When, micro_batches_of_rank
+from zerodrift.report.summary import facts
+
+
+def level_by_level(leaves: list[Any]) -> Any:
+    """The definition: node j of a level is left + right of the one below, or left alone."""
+    while len(leaves) > 1:
+        pairs = (leaves[start : start + 2] for start in range(0, len(leaves), 2))
+        leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return leaves[0]
+
+
+def test_additions_are_the_tree() -> None:
+    for count in range(1, 70):
+        names = {number: str(number) for number in range(count)}
+        for left, right in additions(count):
+            names[left] = f"({names[left]} {names.pop(right)})"
+        assert names == {0: tree_text(range(count))}
+
+
+def tree_text(numbers: Iterable[int]) -> str:
+    text: str = level_by_level([_Name(str(number)) for number in numbers]).text
+    return text
+
+
+class _Name:
+    """A sum that remembers how it was added up."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __add__(self, other: _Name) -> _Name:
+        return _Name(f"({self.text} {other.text})")
+
+
+def test_what_waits_is_counted() -> None:
+    for count in range(1, 70):
+        waiting: set[int] = set()
+        most = 0
+        for number in range(count):
+            waiting.add(number)
+            for _, right in carries(number):
+                waiting.remove(right)
+            most = max(most, len(waiting))
+        assert most == order.accumulators(count)
+        for _, right in leftovers(count):
+            waiting.remove(right)
+        assert waiting == {0}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 13])
+def test_fold_adds_by_the_tree(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    parts = [torch.randn(97, generator=generator) * 10.0**number for number in range(count)]
+    expected = level_by_level(list(parts))
+    exact = sum((Fraction(float(part[0])) for part in parts), start=Fraction(0))
+    assert abs(float(exact - Fraction(float(expected[0])))) <= 1e-5 * float(sum(abs(p[0]) for p in parts))
+    how = Sum(torch.float32, order="tree")
+    for place in range(-1, count):
+        given = [part.clone() for part in parts]
+        out = given[place] if place >= 0 else torch.empty(97)
+        fold(out, given, how)
+        assert torch.equal(out, expected), f"into part {place}"
+    held = torch.ones(97)
+    fold(held, parts, Sum(torch.float32, add=True, order="tree"))
+    assert torch.equal(held, 1.0 + expected)
+    narrow = [part.bfloat16() for part in parts]
+    out = torch.empty(97)
+    fold(out, narrow, how)
+    assert torch.equal(out, level_by_level([part.float() for part in narrow]))
+
+
+@pytest.mark.parametrize("when", WHENS)
+def test_the_dealing_makes_the_tree_or_says_no(when: When) -> None:
+    """In the turns in which the engine adds; refused exactly where that is no tree."""
+    for micro_batches, shard, replicate in itertools.product(range(1, 9), range(1, 6), range(1, 5)):
+        mesh = MeshShape(shard, replicate)
+        dealt = [micro_batches_of_rank(when, micro_batches, mesh, rank) for rank in range(mesh.data)]
+        total = micro_batches * mesh.data
+        assert sorted(itertools.chain(*dealt)) == list(range(total))
+        assert all(list(numbers) == sorted(numbers) for numbers in dealt)
+        names = [[_Name(str(number)) for number in numbers] for numbers in dealt]
+        of_replicas = []
+        for replica in range(replicate):
+            ranks = names[replica * shard : (replica + 1) * shard]
+            if when == "every":
+                sums = [level_by_level(list(column)) for column in zip(*ranks, strict=True)]
+            else:
+                sums = [level_by_level(numbers) for numbers in ranks]
+            of_replicas.append(level_by_level(sums))
+        same = level_by_level(of_replicas).text == tree_text(range(total))
+        assert same is order.is_tree(when, micro_batches, shard, replicate), (micro_batches, shard, replicate)
+
+
+def plan(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) -> Plan:
+    config = {
+        "precision": {"mode": "bf16", **precision},
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": rest.pop("stage", 1)},
+        **rest,
+    }
+    return make_plan(config, moe(), world_size=ranks)
+
+
+KNOWN = [18089622622667645874, 8384462955522581546, 7127797555942930033]
+
+
+TREE = {"reduce": {"order": "tree"}}
+
+
+def refused(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(ranks, accumulation, precision, **rest)
+    return str(caught.value)
+
+
+def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> None:
+    told = refused(2, 3, TREE)
+    assert "precision.reduce.order" in told
+    assert "3 micro-batches on each of 2 ranks" in told
+    assert "Use 1, 3 or 6 ranks for these 6 micro-batches; or set `reduce.when: every` for all" in told
+    for ranks in (1, 3, 6):
+        plan(ranks, 6 // ranks, TREE)
+    told = refused(3, 2, TREE, stage=3)
+    assert "Use 1, 2 or 6 ranks" in told
+    assert "when: last` for all" in told
+    plan(2, 3, TREE, stage=3)
+    told = refused(4, 3, TREE, sharding={"replicate": 2}, stage=3)
+    assert "power of two" in told
+
+
+def test_two_times_of_reduction_are_refused_where_no_dealing_serves_both() -> None:
+    rules = {"rules": [{"match": "*norm*", "reduce": {"when": "every"}}], **TREE}
+    assert "two `reduce.when`" in refused(2, 2, rules)
+    plan(2, 1, rules)
+    plan(1, 2, rules)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rest", "word"),
+    [
+        ({"reduce": {"order": "tree", "wire": "bf16"}}, {}, "another dtype than the sum"),
+        ({"accumulate": "bf16", "allow_narrow": True, **TREE}, {}, "another dtype than the sum"),
+        (TREE, {"prescale_gradients": True}, "before the reduction"),
+        (TREE, {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        (TREE, {"backend": "fsdp2"}, "backend fsdp2"),
+        (TREE, {"pipeline": {"stages": 2}}, "a pipeline"),
+        (TREE, {"experts": {"ranks": 2}}, "expert parallelism"),
+        (
+            {"rules": [{"match": "*norm*", "reduce": {"order": "tree"}}]},
+            {},
+            "precision.rules[0].reduce.order",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_had_with_the_tree_is_refused_by_name(
+    precision: dict[str, Any], rest: dict[str, Any], word: str
+) -> None:
+    told = refused(4, 4, precision, **rest)
+    assert word in told
+    assert "reduce.order" in told
+
+
+def test_a_safe_module_travels_unrounded() -> None:
+    """Autocast's own default would round a rank's sum before it is added to others'."""
+    made = plan(2, 2, {"mode": "autocast-bf16", **TREE})
+    for row in made.rows:
+        update = row.columns.update
+        assert update is not None
+        assert update.reduce.wire is update.reduce.sum is update.accumulate.dtype
+
+
+def test_the_order_is_a_decision_and_the_default_leaves_no_trace() -> None:
+    usual, named, tree = plan(2, 2, {}), plan(2, 2, {"reduce": {"order": "rank"}}), plan(2, 2, TREE)
+    assert "order" not in str(usual.to_json()["columns"])
+    assert usual.rows == named.rows
+    assert tree.digest != usual.digest
+    assert Plan.from_json(tree.to_json()) == tree
+    assert any(item.key == "order of sums" for item in tree.policy.decisions)
+
+
+def test_the_plan_says_who_takes_what() -> None:
+    def told(ranks: int, **rest: Any) -> str:
+        return dict(facts(plan(ranks, 4, TREE, **rest)))["order"]
+
+    assert told(4) == (
+        "one tree over 16 micro-batches: rank 0 takes 0 to 3, rank 1 takes 4 to 7, rank 3 takes 12 to 15; "
+        "2 accumulators"
+    )
+    assert "rank 1 takes 1, 3, ..., 7;" in told(2, stage=3)
+    assert told(1) == "one tree over 4 micro-batches: rank 0 takes 0 to 3; 2 accumulators"
+
+
+def test_the_bill_has_the_accumulators() -> None:
+    """Of 8 micro-batches three wait at most: whole ones where each rank sums its own first."""
+    usual, tree = (plan(2, 8, {"reduce": {"order": name}}) for name in ("rank", "tree"))
+    sums = sum(segment.padded * 4 for segment in tree.segments)
+    more = cost(tree).peak.accumulate - cost(usual).peak.accumulate
+    assert 2 * sums < more < 3 * sums
+    assert cost(plan(2, 1, TREE)).peak.accumulate == cost(plan(2, 1, {})).peak.accumulate
+
+
+def test_seeds_never_change() -> None:
+    """Known answers: a resumed run depends on them."""
+    assert [seed_of(0, 0, 0), seed_of(1, 2, 3), seed_of(3, 2, 1)] == KNOWN
+    assert len({seed_of(*numbers) for numbers in itertools.product(range(8), repeat=3)}) == 512
