@@ -10,7 +10,7 @@ import torch
 
 from zerodrift.train.blocks import Blocks, Rows
 from zerodrift.train.feed import BatchLayout, Feed, validation_batches
-from zerodrift.train.sampler import BlockSampler, blocks_of_rank, permuted
+from zerodrift.train.sampler import BlockSampler, blocks_of, permuted
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
@@ -40,9 +40,7 @@ def test_an_order_looks_like_chance() -> None:
 def test_a_step_has_the_same_blocks_on_any_number_of_ranks(ranks: int, micro: int, accumulation: int) -> None:
     chosen = BlockSampler(100, 0).step(7, 12)
     found = [
-        blocks_of_rank(chosen, turn, rank, ranks, micro)
-        for rank in range(ranks)
-        for turn in range(accumulation)
+        blocks_of(chosen, turn * ranks + rank, micro) for rank in range(ranks) for turn in range(accumulation)
     ]
     assert sorted(np.concatenate(found)) == sorted(chosen)
 
@@ -62,7 +60,8 @@ def blocks(folder: Path, count: int, length: int = 8, partly: bool = True) -> Bl
 
 
 def seat(rank: int, ranks: int, micro: int, accumulation: int) -> BatchLayout:
-    return BatchLayout(rank, ranks, micro, accumulation, torch.device("cpu"))
+    numbers = tuple(range(rank, accumulation * ranks, ranks))
+    return BatchLayout(rank, ranks, micro, numbers, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 6, 1), (2, 3, 1), (1, 2, 3), (3, 1, 2)])

@@ -38,10 +38,11 @@ class Driver:
 
     def has_finite_gradient(self, batch: MicroBatch, name: str) -> bool:
         """Whether a micro-batch by itself leaves a finite gradient of a parameter. Nothing else changes."""
-        if self.engine.plan.policy.pipeline is None:
+        policy = self.engine.plan.policy
+        if policy.pipeline is None and not policy.tree:
             loss = loss_in(self.engine(**_inputs(batch)))
             self.engine.backward(loss * batch.weight)
-        else:  # a schedule runs as many micro-batches as a step has
+        else:  # a schedule runs as many micro-batches as a step has, and a tree is complete with all of them
             count = self.engine.accumulation
             self.engine.accumulate([_inputs(batch)] * count, [batch.weight] * count)
         finite = bool(torch.isfinite(self.engine.parameter(name).gradient).all())

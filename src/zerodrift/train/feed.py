@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from zerodrift.train.blocks import IGNORED, Blocks
-from zerodrift.train.sampler import BlockSampler, blocks_of_rank
+from zerodrift.train.sampler import BlockSampler, blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,14 @@ class BatchLayout:
     ranks: int
     micro: int
     """Blocks of a micro-batch."""
-    accumulation: int
-    """Micro-batches of a step."""
+    numbers: tuple[int, ...]
+    """Of this rank's micro-batches, among those of a step over all ranks."""
     device: torch.device
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step, of one rank."""
+        return len(self.numbers)
 
     @property
     def samples(self) -> int:
@@ -64,9 +69,8 @@ class Feed:
         seat = self.seat
         chosen = self._sampler.step(number, seat.samples)
         mean = self.blocks.labels(chosen).sum() / (seat.ranks * seat.accumulation)
-        for place in range(seat.accumulation):
-            mine = blocks_of_rank(chosen, place, seat.rank, seat.ranks, seat.micro)
-            yield micro_batch(self.blocks, mine, mean, seat.device)
+        for place in seat.numbers:
+            yield micro_batch(self.blocks, blocks_of(chosen, place, seat.micro), mean, seat.device)
 
     def labels(self, number: int) -> int:
         """Labels of a step, over all ranks."""

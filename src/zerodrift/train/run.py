@@ -156,6 +156,7 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
             _write_head(folder, job, engine)
             display.say(_plan_text(engine, display.color))
             display.say(_data_text(prepared, letters, steps, engine))
+        engine.seed = job.run.seed
         feed = Feed(prepared.train, job.data.seed, _seat(engine))
         checkpoints = Checkpoints(engine, folder.checkpoints, keep=job.run.keep, quiet=True)
         return Session(
@@ -242,7 +243,8 @@ def _numbers(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
 
 def _seat(engine: Engine) -> BatchLayout:
     batch, mesh = engine.plan.policy.batch, engine.mesh
-    return BatchLayout(mesh.rank("data"), mesh.size("data"), batch.micro, batch.accumulation, mesh.device)
+    numbers = engine.micro_batches_of_this_rank()
+    return BatchLayout(mesh.rank("data"), mesh.size("data"), batch.micro, numbers, mesh.device)
 
 
 # --- what is said before the first step -----------------------------------------------------------------

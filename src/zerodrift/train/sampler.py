@@ -1,8 +1,8 @@
 """Which blocks a step sees: a function of the seed and of how many samples came before, and of nothing else.
 
 An epoch is a permutation of the blocks that is computed and not stored, so a data set of any size costs no
-memory and any place in any epoch is reached at once. Ranks take turns within a step, so the samples of a
-step are the same for every number of ranks.
+memory and any place in any epoch is reached at once. The engine deals a step's micro-batches to ranks, so
+the samples of a step are the same for every number of ranks.
 
 Invariant: within an epoch every block comes exactly once.
 """
@@ -38,10 +38,9 @@ class BlockSampler:
         return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
 
 
-def blocks_of_rank(indices: np.ndarray, micro_batch: int, rank: int, ranks: int, size: int) -> np.ndarray:
-    """What of a step's blocks is micro-batch `micro_batch` of a rank, `size` blocks."""
-    start = (micro_batch * ranks + rank) * size
-    return indices[start : start + size]
+def blocks_of(indices: np.ndarray, micro_batch: int, size: int) -> np.ndarray:
+    """What of a step's blocks is its micro-batch of a number, over all ranks: `size` blocks."""
+    return indices[micro_batch * size : (micro_batch + 1) * size]
 
 
 def permuted(place: int, count: int, key: int) -> int:
