@@ -139,6 +139,10 @@ def deep() -> nn.Module:
     return model
 
 
+def dropping() -> nn.Module:
+    return Bigram(dropout=0.2)
+
+
 def slow() -> nn.Module:
     return Slow(dropout=0.1)
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
+from tests.ranks.harness import run_ranks
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.plan.table import Plan
-from zerodrift.train.start import train
+from zerodrift.train.start import run_here, train
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,32 @@ def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
         for folder in (whole, halves)
     ]
     assert ends[0] == ends[1]
+
+
+def on_a_rank(file: str) -> None:
+    torch.set_num_threads(1)
+    run_here(file, ())
+
+
+def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Uneven micro-batches and dropout among them, dealt in turns and by neighbours."""
+    rows = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "chat.jsonl"), "block": 48}
+    ends = {}
+    for ranks, stage in ((1, 1), (2, 1), (2, 3)):
+        folder = tmp_path / f"{ranks}-{stage}"
+        folder.mkdir()
+        config = {
+            "precision": {"mode": "bf16", "reduce": {"order": "tree"}},
+            "zero_optimization": {"stage": stage},
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 4 // ranks,
+        }
+        file = job(folder, "dropping", steps=4, config=config, data=data)
+        run_ranks(on_a_rank, ranks, str(file), timeout=120)
+        ends[ranks, stage] = (folder / "run" / "export" / "model.safetensors").read_bytes()
+    assert len(set(ends.values())) == 1, "the numbers of ranks differ"
 
 
 def test_a_folder_of_another_job_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class Recomputed(GPT):
         for layer in self.layers:
             for _ in range(self.times):
                 x = checkpoint(layer, x, use_reentrant=True)
+        if self.times > 1:  # the first block, after the others
+            x = checkpoint(self.layers[0], x, use_reentrant=True)
         return self.head(self.norm(x))
 
 
@@ -57,7 +59,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "moe": lambda: GPT(layers=1, moe=True),
     "dropout": lambda: Dropping(layers=1),
     "recomputed": lambda: Recomputed(layers=2),
-    "twice": lambda: Recomputed(layers=1, times=2),
+    "twice": lambda: Recomputed(layers=2, times=2),
 }
 
 
@@ -135,7 +137,6 @@ def require_same(cells: list[Cell], worlds: tuple[int, ...]) -> list[str]:
 # --- across numbers of ranks ------------------------------------------------------------------------------
 
 FEW = [
-    Cell(0, "last"),
     Cell(0, "every", "bf16", "moe"),
     Cell(1, "every", "fp16", total=8),
     Cell(1, "last", "fp16", total=8),
@@ -152,7 +153,7 @@ FEW = [
 def test_one_two_and_four_ranks_are_the_same_bits() -> None:
     """Weights, masters, moments, norms and loss scales; pairs of cells that differ in stage alone too."""
     told = dict(zip(FEW, require_same(FEW, WORLDS), strict=True))
-    for one, other in ((2, 3), (4, 5), (7, 8)):
+    for one, other in ((1, 2), (3, 4), (6, 7)):
         assert told[FEW[one]] == told[FEW[other]]
     assert len(set(told.values())) == len(FEW) - 3
 

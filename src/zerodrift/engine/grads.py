@@ -174,8 +174,8 @@ class Gradients:
     def over(self, unit: TraversedUnit) -> None:
         if not self.counts:
             return
-        if self._tree and unit.recomputed and unit.runs > 1:
-            return  # each run may be a backward of its own, and all of them are one part of the tree
+        if self._tree and self._traversal.repeats:
+            return  # a unit may have several backwards, which are one part of the tree: all wait for the end
         self._ready.add(unit.number)
         while self._next < len(self._trained) and self._trained[self._next].number in self._ready:
             self._reduce(self._trained[self._next])

@@ -44,7 +44,6 @@ class TraversedUnit(Protocol):
     spec: Unit
     is_root: bool
     uses: int
-    runs: int
     recomputed: bool
 
     @property
@@ -148,6 +147,10 @@ class Traversal:
         self._training = False
         self._went = 0
         """How many of `_forth` this forward has come past."""
+        self._once: set[int] = set()
+        """Units that this forward in training has come to."""
+        self.repeats = False
+        """Whether one of them came again under activation checkpointing: it may have several backwards."""
         self._came = 0
         """How many of `_back` this backward has come past."""
         self._silent: dict[TraversedUnit, None] = {}
@@ -182,8 +185,9 @@ class Traversal:
         """The root's forward begins. Without gradients, units are gathered where they are used and nowhere
         else: a decoder that generates does not gather its encoder at every token."""
         self._walking, self._training, self._went = True, training, 0
-        for unit in self._forth if training else ():
-            unit.runs = 0
+        if training:
+            self._once.clear()
+            self.repeats = False
         self._ran = []
 
     def forward(self, unit: TraversedUnit) -> None:
@@ -193,8 +197,9 @@ class Traversal:
             return
         place = self._forth_place[unit.number]
         if self._training:
-            unit.runs += 1
             unit.recomputed = will_be_recomputed()
+            self.repeats |= unit.recomputed and unit.number in self._once
+            self._once.add(unit.number)
             if self._meet is not None:
                 self._learn(unit, place)
             self._pass_by(place)

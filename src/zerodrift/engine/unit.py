@@ -93,8 +93,6 @@ class LiveUnit:
         self._keep_after_backward = keep_after_backward
         self.uses = 0
         """Forwards whose backward is still to come."""
-        self.runs = 0
-        """Forwards in training since the last one of the model began."""
         self.recomputed = False
         """Whether its last forward in training was under activation checkpointing."""
         self.traversal: Traversal
