@@ -96,6 +96,42 @@ def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carri
     assert run_ranks(reduce_every_way, world, carrier) == [[]] * world
 
 
+def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Neighbours first; a right half that is missing is skipped."""
+    sums = [part.to(dtype) for part in parts]
+    while len(sums) > 1:
+        pairs_of_sums = (sums[start : start + 2] for start in range(0, len(sums), 2))
+        sums = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs_of_sums]
+    return sums[0]
+
+
+def reduce_by_the_tree(carriers: tuple[Carrier, ...]) -> list[str]:
+    wrong = []
+    for carrier in carriers:
+        comm = joined(carrier)
+        size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
+        small_messages()
+        for seed, ((wire, total), count) in enumerate(itertools.product(SUMS, (1, 700))):
+            how = Sum(total, order="tree")
+            every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
+            want = by_tree(every, total).to(wire)
+            got = every[rank].clone()
+            ahead, at_once = (torch.empty(count, dtype=wire) for _ in range(2))
+            handle = comm.start_reduce_scatter(ahead, got, "shard", how)
+            comm.reduce_scatter(at_once, got, "shard", how)
+            handle.wait()
+            comm.all_reduce(got, got, "shard", how)
+            mine = want.view(size, count)[rank]
+            if not (same_bits(got, want) and same_bits(ahead, mine) and same_bits(at_once, mine)):
+                wrong.append(f"{carrier}: {wire}>{total}, {count}")
+    return wrong
+
+
+def test_sums_by_the_tree_are_its_bits_on_every_carrier() -> None:
+    for world in (3, 4):
+        assert run_ranks(reduce_by_the_tree, world, ("pairs", "native")) == [[]] * world
+
+
 def test_the_reference_tells_one_order_from_another() -> None:
     parts = [values_of(rank, 1000, FP32) for rank in range(4)]
     before = torch.zeros(1000)
