@@ -23,9 +23,7 @@ QUICK: Mapping[str, int] = {
     "tests/numerics/": 0,
     "tests/ranks/test_collectives.py": 0,
     "tests/ranks/test_dropin.py": 0,
-    "tests/ranks/test_fsdp2.py": 0,
     "tests/ranks/test_mesh.py": 0,
-    "tests/ranks/test_observe.py": 0,
     "tests/ranks/test_pipelines.py": 0,
     "tests/ranks/test_ways.py": 0,
 }

@@ -108,6 +108,7 @@ def _relative(mine: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[fl
 COUNTS = [64, pytest.param(256, marks=pytest.mark.slow)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_fp32_accumulation_is_the_true_sum(mode: str, count: int) -> None:

@@ -47,6 +47,7 @@ def test_every_optimizer_learns(kind: str) -> None:
     assert run.losses[-1] < run.losses[0] - 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [3, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_and_world_sizes_are_the_same_bits(kind: str, steps: int) -> None:
@@ -80,6 +81,7 @@ def interrupted() -> tuple[Run, Run, bool]:
     return runs[0], runs[1], coded
 
 
+@pytest.mark.long
 def test_moments_that_are_read_and_written_back_are_the_same_moments() -> None:
     for undisturbed, touched, coded in run_ranks(interrupted, 2):
         assert undisturbed.differs(touched) == []

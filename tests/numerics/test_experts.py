@@ -76,6 +76,7 @@ def all_stages(mesh: str) -> tuple[dict[str, float], float, list[str]]:
     return errors, norms[0] / size - 1.0, same(runs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["ep2 x 2", *(slow(each) for each in MESHES if each != "ep2 x 2")])
 def test_the_gradient_is_the_average_and_stages_are_the_same_bits(mesh: str) -> None:
     for errors, norm, differences in run_ranks(all_stages, MESHES[mesh][0], mesh):

@@ -359,6 +359,7 @@ TREES = [
 ]
 
 
+@pytest.mark.long
 def test_the_plans_peak_is_a_bound_for_the_tree() -> None:
     """With the sums that wait for others."""
     for steps in run_ranks(steps_by_the_tree, 2, timeout=200):

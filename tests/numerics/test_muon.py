@@ -265,6 +265,7 @@ def test_all_stages_are_the_same_bits(world: int, mode: str) -> None:
         assert differs == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [pytest.param("fp32", marks=pytest.mark.slow), "bf16", "fp16"])
 def test_a_run_that_learns_is_the_same_bits(mode: str, stages: tuple[int, ...]) -> None:
@@ -356,6 +357,7 @@ def own_optimizer(stages: tuple[int, ...], kind: str) -> list[str]:
     return same(runs)
 
 
+@pytest.mark.long
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
 @pytest.mark.parametrize("world", [1, 3])

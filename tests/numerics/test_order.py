@@ -150,6 +150,7 @@ FEW = [
 ]
 
 
+@pytest.mark.long
 def test_one_two_and_four_ranks_are_the_same_bits() -> None:
     """Weights, masters, moments, norms and loss scales; pairs of cells that differ in stage alone too."""
     told = dict(zip(FEW, require_same(FEW, WORLDS), strict=True))

@@ -105,6 +105,7 @@ def every_way(stage: int, mode: str, tied: bool, ways: list[tuple[str, str | Non
     return found
 
 
+@pytest.mark.long
 def test_every_schedule_trains_the_bits_of_one_process() -> None:
     """fp32, nothing tied: each micro-batch is computed as before, and added in the same order."""
     (alone,) = run_ranks(whole, 1, 0, "fp32", False)
@@ -200,6 +201,7 @@ def alone_with(folder: str, load: bool) -> dict[str, Any]:
     return {**found, "losses": losses}
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_a_pipeline_loads_into_any_other_shape_and_back(tmp_path: Path) -> None:
     folder = str(tmp_path / "pipeline")
     saved = run_ranks(saves, 2, folder)[0]

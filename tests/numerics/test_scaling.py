@@ -166,6 +166,7 @@ def all_skipping() -> dict[str, list[Any]]:
     return {mode: skipping(mode) for mode in MODES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_gradient_that_is_not_finite_changes_nothing_in_any_mode_or_stage(world: int) -> None:
     ranks = run_ranks(all_skipping, world)

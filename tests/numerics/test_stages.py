@@ -55,6 +55,7 @@ def assert_same(world: int, mode: str, moe: bool) -> None:
         assert differs == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "moe", "stages"),
     [

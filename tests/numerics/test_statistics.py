@@ -42,6 +42,7 @@ def reports(stages: tuple[int, ...], mode: str, rest: dict[str, Any]) -> list[Up
     return [report(stage, mode, 3, rest) for stage in stages]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "rest"),
     [

@@ -138,6 +138,7 @@ def sums() -> list[dict[Pair, Sums]]:
     return run_ranks(all_accumulated, 2, timeout=120)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_every_accumulation_dtype_is_honoured_at_every_stage_and_keeps_the_mean(
     pair: Pair, sums: list[dict[Pair, Sums]]

@@ -524,6 +524,7 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
     assert "rank 1 must take part" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
 def test_a_rank_that_hangs_is_an_error_within_the_timeout(name: str) -> None:
     for text, seconds, _ in run_ranks(miss, 3, name, "pairs", 1.5, "asleep")[:2]:

@@ -87,6 +87,7 @@ def test_json_has_what_the_text_has(tmp_path: Path) -> None:
     assert one["kin"][1]["pattern"] == "layers.*.up.weight"
 
 
+@pytest.mark.long
 def test_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="got a folder without any"):
         inspect(tmp_path)
