@@ -128,6 +128,7 @@ def test_how_long_units_stay_changes_no_bit() -> None:
     assert_same(2, *((3, "bf16", 2, False, {"sharding": {"keep_gathered": keep}}) for keep in keeps))
 
 
+@pytest.mark.long
 def test_averages() -> None:
     ways = (
         {"prescale_gradients": True},
@@ -254,6 +255,7 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
     return [float(loss.detach()) for loss in losses] + [float(f"{result.grad_norm:.14g}")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 3])
 def test_no_average_is_lost(stage: int) -> None:
     native, fsdp2 = (run_ranks(loops, 2, backend, stage, timeout=120) for backend in ("native", "fsdp2"))
@@ -270,6 +272,7 @@ def replicated(backend: str) -> list[list[float]]:
     ]
 
 
+@pytest.mark.long
 def test_no_average_is_lost_between_replicas() -> None:
     assert run_ranks(replicated, 4, "native") == run_ranks(replicated, 4, "fsdp2")
 
@@ -290,6 +293,7 @@ def overflowing(backend: str) -> list[Any]:
     return [*found, float(loss.detach())]
 
 
+@pytest.mark.long
 def test_the_loss_scale_and_skipped_steps() -> None:
     native, fsdp2 = run_ranks(overflowing, 2, "native"), run_ranks(overflowing, 2, "fsdp2")
     assert native == fsdp2

@@ -272,6 +272,7 @@ def test_every_mesh_loads_what_any_other_saved(source: tuple[int, int], tmp_path
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), [((3, 2), (2, 4)), ((1, 4), (3, 1))], ids=str)
 def test_whole_matrices_go_to_whoever_owns_them(
     source: tuple[int, int], target: tuple[int, int], tmp_path: Path

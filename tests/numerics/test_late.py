@@ -223,6 +223,7 @@ def late_against_eager(stage: int, mode: str, moe: bool) -> list[str]:
     return worst
 
 
+@pytest.mark.long
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])

@@ -83,6 +83,7 @@ def both(state: str, steps: int) -> tuple[list[str], list[str], float]:
     return same(runs), runs[0].differs(even), runs[0].losses[0] - runs[0].losses[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", STATES)
 def test_split_equals_fp32_copies_at_every_stage(state: str) -> None:
     for differs, otherwise, _ in run_ranks(both, 2, state, 5):

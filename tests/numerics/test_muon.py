@@ -274,6 +274,7 @@ def test_a_run_that_learns_is_the_same_bits(mode: str, stages: tuple[int, ...]) 
         assert losses[-1] < losses[0] - 0.5, f"did not learn: {losses[0]} -> {losses[-1]}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rest",
     [

@@ -276,6 +276,7 @@ def test_lines_fit_and_say_everything(width: int, path: str, monkeypatch: pytest
     assert "severalmatrices" in squeezed or "onematrix" in squeezed
 
 
+@pytest.mark.long
 def test_ten_thousand_modules_are_a_few_lines() -> None:
     names = [f"layers.{layer}.experts.{expert}.gate.weight" for layer in range(100) for expert in range(100)]
     other = [f"layers.{layer}.attn.q_proj.weight" for layer in range(100)]

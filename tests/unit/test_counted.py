@@ -64,6 +64,7 @@ def bill(calls: Iterator[tuple[Any, int]], mesh: MeshShape) -> Counter[tuple[str
     return found
 
 
+@pytest.mark.long
 def test_what_is_counted_is_what_is_walked() -> None:
     for label, made in plans():
         for stage, count in itertools.product(range(made.mesh.pipeline), (1, 2, 3, 5)):
