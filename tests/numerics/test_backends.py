@@ -114,6 +114,7 @@ def test_two_replicas_of_two_shards() -> None:
     assert_same(4, *((stage, "bf16", micro, False, hybrid) for stage, micro in ((3, 1), (3, 2), (1, 2))))
 
 
+@pytest.mark.long
 def test_wire_and_sum_are_the_plans() -> None:
     wires = (
         {"wire": "bf16", "when": "every"},
@@ -138,6 +139,7 @@ def test_averages() -> None:
     assert_same(2, *((stage, "fp32", 2, False, way) for way in ways for stage in (0, 3)))
 
 
+@pytest.mark.long
 def test_optimizers_of_the_config() -> None:
     optimizers = (
         {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}},

@@ -104,6 +104,7 @@ def with_and_without(
     return pairs, *losses  # type: ignore[return-value]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_a_run_is_as_near_to_fp64_as_one_without(mode: str) -> None:
     for errors, without, spread in run_ranks(with_and_without, 2, mode, 6):

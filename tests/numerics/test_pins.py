@@ -268,6 +268,7 @@ def routers_on_the_wire(mode: str) -> list[Counter[tuple[str, str, int]]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_pinned_routers_travel_in_fp32(mode: str) -> None:
     """Two routers of 128 elements, each padded to 512: 256 for each of two ranks."""
@@ -393,6 +394,7 @@ def single_parameters(mode: str) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_one_pinned_parameter_among_others_keeps_its_dtype(mode: str) -> None:
     """The module is no boundary then: its code gets each parameter in its own dtype and says what it does."""

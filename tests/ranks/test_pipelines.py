@@ -123,6 +123,7 @@ def plain_bf16() -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", ["queue", "autograd"])
 def test_one_micro_batch_has_one_gradient_dtype(weights: str) -> None:
     """torch raises over `fully_shard`: fp32 and bf16 gradients meet in one reduce-scatter."""
@@ -250,6 +251,7 @@ def tied_alone() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_tied_embedding_is_summed_once_counted_once_and_kept_equal() -> None:
     expected = run_ranks(tied_alone, 2)
     seen = run_ranks(tied, 4)

@@ -174,6 +174,7 @@ def test_letters(number: int, text: str) -> None:
     assert letter(number) == text
 
 
+@pytest.mark.long
 def test_tens_of_thousands_of_rows_are_grouped_at_once() -> None:
     names = (f"layers.{n}.experts.{e}.{w}.weight" for n in range(61) for e in range(256) for w in "abc")
     plan = handmade.plan([handmade.given(name, (8, 8), BF16) for name in names], MeshShape())
