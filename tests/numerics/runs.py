@@ -107,13 +107,15 @@ def whole_values(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
     with raise_on_all_ranks(engine.comm):
         held = list(_held(engine))
     found: dict[str, dict[str, torch.Tensor]] = {"master": {}}
+    filled: dict[tuple[str, str], torch.Tensor] = {}
     for parts in engine.comm.all_gather_object(held):
         for kind, name, shape, start, part in parts:
             whole = found.setdefault(kind, {}).setdefault(name, torch.full(shape, torch.nan)).view(-1)
-            place, here = whole[start : start + len(part)], torch.from_numpy(part)
-            same = (place == here) | (place.isnan() & here.isnan())
-            assert (same | place.isnan()).all(), f"ranks hold different values of {kind} {name}"
-            place.copy_(here)
+            known = filled.setdefault((kind, name), torch.zeros(whole.shape, dtype=torch.bool))
+            span, here = slice(start, start + len(part)), torch.from_numpy(part)
+            same = (whole[span] == here) | (whole[span].isnan() & here.isnan())
+            assert (same | ~known[span]).all(), f"ranks hold different values of {kind} {name}"
+            whole[span], known[span] = here, True
     return found
 
 

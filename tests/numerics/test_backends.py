@@ -258,7 +258,7 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_no_average_is_lost(stage: int) -> None:
     native, fsdp2 = (run_ranks(loops, 2, backend, stage, timeout=120) for backend in ("native", "fsdp2"))
     assert native == fsdp2

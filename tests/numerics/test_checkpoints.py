@@ -342,7 +342,16 @@ def shares(stage: int, replicate: int) -> Any:
     return parts, full
 
 
-@pytest.mark.parametrize(("stage", "replicate"), [(0, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "replicate"),
+    [
+        (0, 1),
+        (2, 4),
+        (3, 2),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_share_every_element_once(stage: int, replicate: int) -> None:
     results = run_ranks(shares, 4, stage, replicate)
     for kind, full in results[0][1].items():

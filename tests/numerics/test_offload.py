@@ -148,8 +148,14 @@ STATISTICS: dict[str, Any] = {"precision": {"statistics": True, "state": "bf16-s
 
 @pytest.mark.parametrize(
     ("stage", "rest", "own"),
-    [(0, {}, False), (1, MUON, False), (2, {}, True), (3, STATISTICS, False)],
-    ids=["0-adamw", "1-muon", "2-nadam", "3-statistics"],
+    [
+        (0, {}, False),
+        (1, MUON, False),
+        (2, {}, True),
+        (3, STATISTICS, False),
+        pytest.param(3, MUON, False, marks=pytest.mark.slow),
+    ],
+    ids=["0-adamw", "1-muon", "2-nadam", "3-statistics", "3-muon"],
 )
 @pytest.mark.long
 def test_a_host_that_is_elsewhere_changes_no_bit(stage: int, rest: dict[str, Any], own: bool) -> None:
