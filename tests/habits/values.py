@@ -227,6 +227,14 @@ def data_that_is_written_outside(loop: Loop) -> None:
     fit(loop, net, seed=3)
 
 
+def signs_that_are_flipped_outside(loop: Loop) -> None:
+    """Every bit of a tensor but its signs stays."""
+    net = loop.train(Net())
+    fit(loop, net)
+    net.module.blocks[1].up.weight.data.neg_()
+    fit(loop, net, seed=3)
+
+
 def weights_that_a_forward_writes(loop: Loop) -> None:
     """Through `.data`, as a weight constraint does: lost where a block is gathered for the forward."""
 
@@ -556,6 +564,13 @@ HABITS = (
     ),
     Habit(
         data_that_is_written_outside,
+        refused="`blocks.1.up.weight`: must be gathered",
+        at=(3,),
+        split="must be written inside `engine.gathered(write=True)`",
+        why="no rank has the values",
+    ),
+    Habit(
+        signs_that_are_flipped_outside,
         refused="`blocks.1.up.weight`: must be gathered",
         at=(3,),
         split="must be written inside `engine.gathered(write=True)`",

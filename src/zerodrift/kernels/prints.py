@@ -1,9 +1,10 @@
 """A fingerprint of a flat buffer, by block: whether somebody wrote to it, and where.
 
-Bytes are read as 32-bit words. Word i of a block of 128 goes to lane i % 16, each lane multiplies what it has
-by an odd number and adds the word, and lanes are folded into 64 bits the same way. An odd factor can be
-undone, so a block in which one word changed never keeps its print; several changes at once keep it about once
-in 2^32. Lanes begin with the block's number, so blocks that change places are noticed.
+Bytes are read as 32-bit words. Word i of a block of 128 goes to lane i % 16: a lane takes it by an exclusive
+or, multiplies by an odd number and rotates. Each of these can be undone, so a block in which one word changed
+never keeps its print; several changes at once keep it about once in 2^32. Without the rotation two changes of
+a sign would cancel. Lanes are folded into 64 bits, and begin with the block's number, so blocks that change
+places are noticed.
 
 Invariant: the print of a buffer depends on its bytes alone: not on the device, nor on who computes it.
 """
@@ -20,6 +21,7 @@ BYTES = 512
 
 _LANES = 16
 _STEP = 0x9E3779B1
+_TURN = 15
 _FOLD = 0x9E3779B97F4A7C15
 
 
@@ -47,7 +49,8 @@ def reference_prints(words: Tensor) -> Tensor:
     steps = words.view(-1, BYTES // 4 // _LANES, _LANES)
     lanes = torch.arange(len(steps), dtype=torch.int32, device=words.device)[:, None].repeat(1, _LANES)
     for step in range(steps.shape[1]):
-        lanes.mul_(_signed(_STEP, 32)).add_(steps[:, step])
+        lanes.bitwise_xor_(steps[:, step]).mul_(_signed(_STEP, 32))
+        lanes = (lanes << _TURN) | ((lanes >> (32 - _TURN)) & ((1 << _TURN) - 1))
     sums = torch.zeros(len(steps), dtype=torch.int64, device=words.device)
     for lane in range(_LANES):
         sums.mul_(_signed(_FOLD, 64)).add_(lanes[:, lane].long() & 0xFFFFFFFF)
