@@ -11,8 +11,9 @@ reaches `param.grad` is lost. Between a backward and the step, what was collecte
 values; see `ungathered.py`.
 
 [Note: tree] Under `reduce.order: tree` a micro-batch is a part of a sum that is not formed in the order of
-arrival. So each lands in a buffer of its own, once, and goes at once to where it is added by the tree: whole
-where it waits for others of this rank, reduced where every micro-batch is. `end_sum` ends that.
+arrival. So each lands once, and goes at once to where it is added by the tree: whole where it waits for
+others of this rank, reduced where every micro-batch is. `end_sum` ends that. A right leaf needs no buffer of
+its own: it is added to its left neighbour as it lands.
 """
 
 from __future__ import annotations
@@ -131,8 +132,11 @@ class TrainedSegment(FlatSegment):
         data did.
         """
         arrived = self._given()
+        neighbour = self._sum.neighbour if self._sums_whole else None
         with torch.no_grad():
-            if self.landing is None:
+            if neighbour is not None:
+                self._land_on(neighbour, arrived)
+            elif self.landing is None:
                 self._land_first(arrived)
             else:
                 for number, (grad, home) in enumerate(zip(arrived, self._grads, strict=True)):
@@ -188,6 +192,17 @@ class TrainedSegment(FlatSegment):
             torch._foreach_zero_(empty)
         self.landing = landing
 
+    def _land_on(self, left: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
+        """Add the gradients to the part of the tree before them: what a buffer of theirs would add."""
+        pairs = [(self.view(left, row), grad) for row, grad in zip(self.rows, arrived, strict=True)]
+        here = [(home, _dense(grad).to(home.dtype)) for home, grad in pairs if grad is not None]
+        empty = [home for home, grad in pairs if grad is None]
+        if here:
+            torch._foreach_add_([home for home, _ in here], [grad for _, grad in here])
+        if empty:
+            torch._foreach_add_(empty, 0.0)  # -0.0 + 0.0 is 0.0
+        self._sum.added()
+
     @functools.cached_property
     def _gaps(self) -> list[slice]:
         """What of the buffer belongs to no parameter."""
@@ -211,10 +226,9 @@ class TrainedSegment(FlatSegment):
 
     def wait_for_others(self) -> None:
         """What has landed is added to this rank's other micro-batches."""
-        if self.landing is None:
-            raise AssertionError(f"segment {self.number} has no gradient to add")
-        self._sum.add(self.landing)
-        self.landing, self._grads = None, []
+        if self.landing is not None:
+            self._sum.add(self.landing)
+            self.landing, self._grads = None, []
 
     def end_sum(self) -> None:
         """No micro-batch of the step is to come: `reduced` is the sum of all."""

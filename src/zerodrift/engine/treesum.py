@@ -7,6 +7,7 @@ Invariant: the sum of n buffers is `additions(n)` of them, whatever their number
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,6 +30,17 @@ class TreeSum:
     def add(self, part: torch.Tensor) -> None:
         self._sums[self._count] = part
         self._add(carries(self._count))
+        self._count += 1
+
+    @property
+    def neighbour(self) -> torch.Tensor | None:
+        """The part that the next one is added to first, where it is a part and no sum; then a caller who has
+        the next one in pieces may add them there and say `added`."""
+        return self._sums[self._count - 1] if self._count % 2 else None
+
+    def added(self) -> None:
+        """The next part is in `neighbour`."""
+        self._add(itertools.islice(carries(self._count), 1, None))
         self._count += 1
 
     def take(self) -> torch.Tensor:
