@@ -221,3 +221,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if not near:
         return ""
     return "Did you mean " + " or ".join(f"`{name}`" for name in near) + "?"
+
+
+def several(count: int, word: str, plural: str = "") -> str:
+    """`1 rank`, `64 ranks`."""
+    return f"1 {word}" if count == 1 else f"{count:,} {plural or word + 's'}"
+
+
+def listed(words: Iterable[object], last: str = "and") -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    texts = list(map(str, words))
+    return f" {last} ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))

@@ -37,6 +37,7 @@ from zerodrift.engine.parameter import WholeValues
 from zerodrift.engine.place import ValueSources
 from zerodrift.engine.progress import TrainingProgress
 from zerodrift.engine.scale import Norm, bad_parameters, global_norm
+from zerodrift.engine.shards import Span
 from zerodrift.engine.steps import needs_optimizer
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan.table import Plan
@@ -134,6 +135,13 @@ class FullyShardExecutor:
         counted = (gradient for member, gradient in gradients if member.counts(self.comm.mesh))
         order, self.passes.checksum = self.passes.checksum, 0
         return global_norm(counted, self.comm, self._progress.unscale, order)
+
+    def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
+        mesh = self.comm.mesh
+        for member in self._trained:
+            if member.counts(mesh) and not mesh.rank("replicate"):
+                mine = Span(member.row, member.range.start, slice(0, member.range.numel))
+                yield (mine,), member.gradient()
 
     def bad(self) -> list[str]:
         return bad_parameters(((member.row.name, member.gradient()) for member in self._trained), self.comm)

@@ -23,6 +23,7 @@ from zerodrift.comm.mesh import Mesh
 from zerodrift.engine import steps
 from zerodrift.engine.batches import BatchResult, LossOf, OneByOne
 from zerodrift.engine.deprecated import FullValues
+from zerodrift.engine.digest import Digest, gradient_digest, state_digest
 from zerodrift.engine.executor import BatchRunner, Executor
 from zerodrift.engine.grads import BackwardCallbacks
 from zerodrift.engine.parameter import ParameterHandle, WholeValues, row_of
@@ -59,6 +60,8 @@ class Engine(FullValues):
         self.executor = execute(self.comm)
         """What differs between backends; a user has no need of it."""
         self._loss_of = loss_of
+        self.before_update: Callable[[], None] | None = None
+        """Called in every `step` that is complete, when gradients are reduced and nothing is updated yet."""
         self.seed: int = self.comm.broadcast_object(torch.initial_seed(), 0)
         """What `seed_micro_batch` starts from: torch's on rank 0 when the engine was made; may be set."""
         self.group_of = self._groups_of_all()
@@ -225,6 +228,8 @@ class Engine(FullValues):
                 return before
             with torch.no_grad():
                 norm = self.executor.norm()
+                if self.before_update is not None:
+                    self.before_update()
                 bad = [] if norm.finite else self.executor.bad()
                 if norm.finite:
                     self.executor.update(self.progress.multiplier(norm))
@@ -323,6 +328,15 @@ class Engine(FullValues):
         Needs `precision.statistics: true` in the config. Every rank calls it.
         """
         return self.executor.update_statistics()
+
+    def digest(self) -> Digest:
+        """Of all weights, masters and moments: equal where every bit is, on any number of ranks and at any
+        stage. Every rank calls it, between steps; raises on all where ranks that hold the same differ."""
+        return state_digest(self.plan, self.pieces(), self.comm)
+
+    def gradient_digest(self) -> Digest:
+        """Of the gradients of a step, in `before_update`. Every rank calls it."""
+        return gradient_digest(self.plan, self.executor.reduced(), self.comm)
 
     # --- values -----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from zerodrift.engine.grads import BackwardCallbacks
 from zerodrift.engine.parameter import WholeValues
 from zerodrift.engine.progress import TrainingProgress
 from zerodrift.engine.scale import Norm
-from zerodrift.engine.shards import SegmentShard
+from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.optim.updater import OptimizerState
 from zerodrift.plan.table import Plan
 from zerodrift.report.updates import UpdateReport
@@ -85,6 +85,9 @@ class Executor(Protocol):
 
     def norm(self) -> Norm:
         """Of all gradients of a step, which are reduced when this returns."""
+
+    def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
+        """Between `norm` and `update`, this rank's share of the gradients: each element is on one rank."""
 
     def bad(self) -> list[str]:
         """The first parameters whose gradient is not finite."""

@@ -216,6 +216,9 @@ class NativeExecutor:
         progress = self._progress
         return global_norm(gradients, self.comm, progress.unscale, order, strays, progress.dropped, shown)
 
+    def reduced(self) -> Iterator[tuple[Sequence[shards.Span], torch.Tensor]]:
+        return shards.reduced_parts(self._trained, self.comm.mesh)
+
     def bad(self) -> list[str]:
         return bad_parameters(parts_of(self._trained), self.comm)
 

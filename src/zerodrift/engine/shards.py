@@ -11,7 +11,7 @@ after `sync_storage` what is visible is the masters that were filled, rounded on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,16 +76,16 @@ class FlatShard:
         self._updater = updater if isinstance(segment, TrainedSegment) else None
         self._storage = segment.owned
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
-        self.held = tuple(_spans(segment, start, start + self.numel, start))
+        self.held = tuple(spans_of(segment, start, start + self.numel, start))
         """All that this rank holds."""
         index, copies = copy
         blocks = self.numel // BLOCK
         low, high = (BLOCK * (blocks * n // copies) for n in (index, index + 1))
-        mine = _spans(segment, start + low, start + high, start) if segment.spec.lead else ()
+        mine = spans_of(segment, start + low, start + high, start) if segment.spec.lead else ()
         self.share = tuple(mine)
         """The part of it that no other rank reads."""
         filled = share_of(segment, segment.rank)
-        self.filled = tuple(_spans(segment, filled.start, filled.stop, start))
+        self.filled = tuple(spans_of(segment, filled.start, filled.stop, start))
         """What this rank fills where values come from files."""
 
     @property
@@ -235,7 +235,18 @@ def _copy(segment: FlatSegment, mesh: Mesh) -> tuple[int, int]:
     return replica * segment.ranks + segment.rank, replicas * segment.ranks
 
 
-def _spans(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
+def reduced_parts(
+    segments: Iterable[TrainedSegment], mesh: Mesh
+) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
+    """The gradients of a step that are reduced, each element on one rank."""
+    for segment in segments:
+        if segment.reduced is not None and segment.spec.lead and not mesh.rank("replicate"):
+            count = segment.reduced.numel()
+            start = 0 if count == segment.spec.padded else segment.rank * count
+            yield tuple(spans_of(segment, start, start + count, start)), segment.reduced
+
+
+def spans_of(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
     """What lies of each row in `[low, high)` of the segment, for a piece that begins at `origin`."""
     for row in segment.rows:
         first, last = max(row.offset, low), min(row.offset + row.numel, high)

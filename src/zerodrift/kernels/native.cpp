@@ -7,7 +7,7 @@
 // tensors arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
 //
 // Here are the pass and what is exported. Its parts, one translation unit with this file, are `formats.h` (16
-// bits), `codes.h` (8 bits), `updates.h` (the arithmetic), `squares.h`, `prints.h`, and `memory.h`, which is
+// bits), `codes.h` (8 bits), `updates.h` (the arithmetic), `squares.h`, `prints.h`, `digests.h`, and `memory.h`, which is
 // about speed alone. Each of the others names the Python file that defines its numbers, and equals it bit for bit. Three
 // things make that hold: the compiler may not contract a*b+c on its own (-ffp-contract=off), products and sums
 // are contracted exactly where torch's own kernels were seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`),
@@ -20,6 +20,7 @@
 #include <cstring>
 
 #include "codes.h"
+#include "digests.h"
 #include "formats.h"
 #include "memory.h"
 #include "prints.h"
@@ -325,4 +326,22 @@ extern "C" void zerodrift_prints(int64_t blocks, const uint32_t* words, uint64_t
   (void)count;
 #pragma omp parallel for schedule(static) num_threads(count) if (count > 1)
   for (int64_t block = 0; block < blocks; ++block) out[block] = print_of(words + block * PRINT_WORDS, block);
+}
+
+// The first block may begin in the middle, at place `first`.
+extern "C" void zerodrift_digests(int64_t numel, const void* data, int32_t bytes, int32_t first,
+                                  const uint64_t* weights, uint64_t* out, int32_t threads) {
+  const int64_t blocks = (first + numel + BLOCK - 1) / BLOCK;
+  const int count = workers(numel, threads);
+  (void)count;
+#pragma omp parallel for schedule(static) num_threads(count) if (count > 1)
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t start = block * BLOCK - first;
+    const int64_t low = start < 0 ? 0 : start;
+    const int64_t high = start + BLOCK < numel ? start + BLOCK : numel;
+    const int n = static_cast<int>(high - low);
+    const uint64_t* here = weights + (low - start);
+    out[block] = bytes == 4 ? digest_of(static_cast<const uint32_t*>(data) + low, here, n)
+                            : digest_of(static_cast<const uint16_t*>(data) + low, here, n);
+  }
 }

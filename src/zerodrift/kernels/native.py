@@ -67,6 +67,8 @@ class Library:
         """(count, sums, out)"""
         self.prints = loaded.zerodrift_prints
         """(blocks, words, out, threads)"""
+        self.digests = loaded.zerodrift_digests
+        """(numel, data, bytes of an element, first place, weights, out, threads)"""
         self.update.argtypes = [ctypes.c_void_p]
         self.squares.argtypes = [
             ctypes.c_int64,
@@ -77,7 +79,16 @@ class Library:
         ]
         self.digits.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
         self.prints.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
-        for function in (self.update, self.squares, self.digits, self.prints):
+        self.digests.argtypes = [
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+        ]
+        for function in (self.update, self.squares, self.digits, self.prints, self.digests):
             function.restype = None
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.config.schema import Config
-from zerodrift.errors import Problems
+from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.backends import Backend
 from zerodrift.policy.nouns import Averaging, Decision
@@ -80,15 +80,16 @@ def refuse_ranks(whens: Iterable[When], micro_batches: int, mesh: MeshShape, pro
     if mesh.replicate > 1:
         must += ", and so is what a replica sums"
     ranks = numbers_of_ranks(asked, total, mesh.replicate)
-    uses = [f"use {_list(ranks)} ranks for these {total} micro-batches" if ranks else "use fewer replicas"]
+    numbers = listed(ranks, "or")
+    uses = [f"use {numbers} ranks for these {total} micro-batches" if ranks else "use fewer replicas"]
     uses += [
         f"set `reduce.when: {when}` for all" for when in WHENS if _serves(when, asked, micro_batches, mesh)
     ]
-    there = _count(micro_batches, "micro-batch", "micro-batches")
+    there = several(micro_batches, "micro-batch", "micro-batches")
     problems.add(
         KEY,
         must,
-        got=f"tree, {there} on each of {_count(mesh.data, 'rank')}",
+        got=f"tree, {there} on each of {several(mesh.data, 'rank')}",
         do=f"{_capital('; or '.join([*uses, 'leave `order` out']))}.",
     )
 
@@ -201,14 +202,5 @@ def _divisors(number: int) -> list[int]:
     return sorted({*low, *(number // d for d in low)})
 
 
-def _list(numbers: tuple[int, ...]) -> str:
-    texts = list(map(str, numbers))
-    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
-
-
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _count(number: int, word: str, plural: str = "") -> str:
-    return f"1 {word}" if number == 1 else f"{number:,} {plural or word + 's'}"

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from zerodrift.errors import listed, several
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.dealing import dealt
 from zerodrift.plan.table import Boundary, Plan
@@ -116,7 +117,7 @@ def _stage(plan: Plan) -> str:
     """The stage, and what it means: the columns that are sharded."""
     cells = [row.columns.cells() for row in {id(row.columns): row for row in plan.rows}.values()]
     sharded = [column for column in COLUMNS if any(cell[column].endswith("/") for cell in cells)]
-    return f"{plan.policy.sharding.stage}: {_list(sharded) if sharded else 'nothing is'} sharded"
+    return f"{plan.policy.sharding.stage}: {listed(sharded) if sharded else 'nothing is'} sharded"
 
 
 def layout(plan: Plan) -> str:
@@ -359,13 +360,3 @@ def basis(plan: Plan, cost: Cost) -> str:
 
 
 # --- words --------------------------------------------------------------------------------------------
-
-
-def several(count: int, word: str, plural: str = "") -> str:
-    """`1 rank`, `64 ranks`."""
-    return f"1 {word}" if count == 1 else f"{count:,} {plural or word + 's'}"
-
-
-def _list(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.engine.digest import Digest
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError, said
 from zerodrift.io.checkpoint import contents
@@ -31,6 +32,7 @@ from zerodrift.io.checkpoint.differences import (
     check_model,
     differences,
 )
+from zerodrift.io.checkpoint.digests import require_saved
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder, automatic, check_tag
 from zerodrift.io.checkpoint.items import CheckpointReader
 from zerodrift.io.checkpoint.manifest import (
@@ -119,6 +121,8 @@ class Checkpoints:
         self.run = run or self._comm.broadcast_object(uuid.uuid4().hex, 0)
         """Which run this is; that of a checkpoint that was loaded, from then on."""
         self._pending: tuple[Save, Head | None] | None = None
+        self.digest: Digest | None = None
+        """Of the state that was saved or loaded last; None where none was, or it was converted."""
 
     # --- save ---------------------------------------------------------------------------------------------
 
@@ -143,12 +147,13 @@ class Checkpoints:
 
         own, counters = everywhere(comm, prepare)
         ranks = comm.gather_object(contents.summary(engine, counters, mine[1] == first, digests))
+        self.digest = digest = engine.digest()
         head = None
 
         def summarize() -> Head | None:
             if comm.mesh.rank():
                 return None
-            return contents.head(engine, self.run, named, ranks, frozen)
+            return contents.head(engine, self.run, named, ranks, digest, frozen)
 
         head = everywhere(comm, summarize)
         under_way = Save(comm, self._folder, named, self.run, latest)
@@ -257,11 +262,20 @@ class Checkpoints:
         if "optimizer" in parts and saved.own is not None:
             states.put_random_state(saved.own["random"], engine.mesh.device)
         self.run = manifest.run
+        self._require_saved(saved, parts)
         loaded = Loaded(path, manifest.tag, manifest.step, saved.client, saved.differences)
         self._say(f"loaded {path}, step {manifest.step}")
         for difference in loaded.differences:
             self._say(f"  {difference}")
         return loaded
+
+    def _require_saved(self, saved: _Found, parts: frozenset[Part]) -> None:
+        """Values are those that were saved, where all of them were."""
+        self.digest = None
+        digests = dict(saved.manifest.digests)
+        if digests and len(saved.table) == len(self._engine.plan.rows):
+            self.digest = self._engine.digest()
+            require_saved(self._engine, digests, self.digest, saved.path, moments=_takes(saved, parts))
 
     def _verified(self, path: Path, verify: bool) -> Manifest:
         """The manifest, and this rank's share of the files' checksums."""

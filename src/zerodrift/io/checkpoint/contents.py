@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerodrift.dtypes import DType
+from zerodrift.engine.digest import Digest
 from zerodrift.engine.shards import Part, SegmentShard, Shards
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.differences import Running
+from zerodrift.io.checkpoint.digests import recorded
 from zerodrift.io.checkpoint.items import CheckpointReader, Destination, Item, moment_key, weight_key
 from zerodrift.io.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.io.checkpoint.writing import Head
@@ -110,7 +112,9 @@ def entries(
     return tuple(table)
 
 
-def head(engine: Engine, run: str, tag: str, ranks: Sequence[RankSummary], frozen: bool = True) -> Head:
+def head(
+    engine: Engine, run: str, tag: str, ranks: Sequence[RankSummary], digest: Digest, frozen: bool = True
+) -> Head:
     """What rank 0 adds, of what all ranks told; with `frozen` parameters or without."""
     counters, alike = merged([rank.counters for rank in ranks]), all(rank.alike for rank in ranks)
     moments = {name: names for rank in ranks for name, names in rank.moments.items()}
@@ -136,6 +140,7 @@ def head(engine: Engine, run: str, tag: str, ranks: Sequence[RankSummary], froze
         parameters=len(rows),
         elements=sum(row.whole_numel for row in rows),
         files=(),
+        digests=recorded(engine, digest),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
     for rank in ranks:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ class Manifest:
     elements: int
     """Of the model."""
     files: tuple[File, ...]
+    digests: tuple[tuple[str, str], ...] = field(default=(), metadata={"omitted": True})
+    """Of the values that were saved; see `digests.py`. Empty where nobody took them."""
 
     @property
     def bytes(self) -> int:

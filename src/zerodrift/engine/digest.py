@@ -1,0 +1,194 @@
+"""One number for a run's whole state: equal where every bit is, whoever holds which slice.
+
+An element adds its bits times an odd weight that depends on what it is (weight, visible weight, a moment or a
+gradient), its parameter's name and its place in it; everything is added modulo 2^64. So the digest of a model
+is the sum of its slices', on any number of ranks, at any stage and on any backend. A change of one element
+always changes it; changes that happened without knowing of the weights cancel about once in 2^32.
+
+What several ranks hold alike is counted once, and compared: a rank whose copy is another is named.
+
+Invariant: the digests of a state never change from one version to the next, because runs record them.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.dtypes import BLOCK
+from zerodrift.engine.shards import SegmentShard, Span
+from zerodrift.errors import RankError
+from zerodrift.kernels import native
+from zerodrift.kernels.digests import block_digests
+from zerodrift.optim.rounding import block_keys, parameter_key
+from zerodrift.plan.table import Plan
+
+WEIGHTS, VISIBLE, MOMENTS, GRADIENTS = KINDS = ("weights", "visible weights", "moments", "gradients")
+"""The masters, where there are any; what the model computes with, where that is rounded; the optimizer's
+state; the sums before an update."""
+
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Of what all ranks hold together."""
+
+    cells: Mapping[tuple[str, str], int]
+    """(unit, kind) -> 64 bits."""
+
+    def __str__(self) -> str:
+        return _text(sum(self.cells.values()))
+
+    def by_unit(self) -> dict[str, str]:
+        """Every unit of the plan by name, in its order."""
+        return self._added(0)
+
+    def by_kind(self) -> dict[str, str]:
+        return self._added(1)
+
+    def _added(self, by: int) -> dict[str, str]:
+        sums: dict[str, int] = {}
+        for cell, word in self.cells.items():
+            sums[cell[by]] = sums.get(cell[by], 0) + word
+        return {name: _text(word) for name, word in sums.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Values of one segment that a rank holds."""
+
+    kind: str
+    what: str
+    """Which of the kind: torch's name of a moment."""
+    spans: Sequence[Span]
+    flat: torch.Tensor
+
+
+def state_digest(plan: Plan, pieces: Iterable[SegmentShard], comm: Collectives) -> Digest:
+    """Weights and moments. Every rank calls it; raises on all where copies differ."""
+    sums = _Sums(plan, comm.mesh.device)
+    copies = [_Copy(), _Copy()]
+    for piece in pieces:
+        mine, held = tuple(piece.share), tuple(piece.held)
+        for values in _state(piece, mine):
+            sums.add(values)
+        if mine == held:
+            continue
+        copy = copies[sum(span.numel for span in held) == sum(row.numel for row in piece.rows)]
+        copy.spans += [(span.row.name, span.start, span.numel) for span in held]
+        for values in _state(piece, held):
+            copy.digest += sum(int(_digest_of_span(values, span)) for span in values.spans)
+    _compare(copies, comm)
+    return sums.over_ranks(comm, (WEIGHTS, VISIBLE, MOMENTS))
+
+
+def gradient_digest(
+    plan: Plan, parts: Iterable[tuple[Sequence[Span], torch.Tensor]], comm: Collectives
+) -> Digest:
+    """Reduced gradients: `parts` are this rank's, each element on one rank. Every rank calls it."""
+    sums = _Sums(plan, comm.mesh.device)
+    for spans, flat in parts:
+        sums.add(Values(GRADIENTS, "", spans, flat))
+    return sums.over_ranks(comm, (GRADIENTS,))
+
+
+def _state(piece: SegmentShard, spans: Sequence[Span]) -> Iterator[Values]:
+    if not spans:
+        return
+    yield Values(WEIGHTS, "", spans, piece.weights())
+    stored = piece.stored()
+    if stored.dtype is not piece.dtype:
+        yield Values(VISIBLE, "", spans, stored)
+    if piece.updated:
+        for name, flat in piece.moments().items():
+            yield Values(MOMENTS, name, spans, flat)
+
+
+class _Sums:
+    """Of this rank, by unit and kind."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._units = [unit.name for unit in plan.units]
+        self._unit_of = {row.name: row.unit for row in plan.rows}
+        self._sums = torch.zeros(len(self._units), len(KINDS), dtype=torch.int64, device=device)
+
+    def add(self, values: Values) -> None:
+        for span in values.spans:
+            at = self._unit_of[span.row.name], KINDS.index(values.kind)
+            self._sums[at] += _digest_of_span(values, span)
+
+    def over_ranks(self, comm: Collectives, kinds: Sequence[str]) -> Digest:
+        words = comm.read(comm.all_reduce_sum(self._sums, "world", "digest"))
+        return Digest(
+            {
+                (unit, kind): words[number][KINDS.index(kind)] & _WORD
+                for number, unit in enumerate(self._units)
+                for kind in kinds
+            }
+        )
+
+
+def _digest_of_span(values: Values, span: Span) -> torch.Tensor:
+    flat, start = values.flat[span.place], span.start
+    if flat.itemsize > 8:
+        flat, start = flat.view(torch.int64), 2 * start
+    key = parameter_key(f"{values.kind} {values.what} {span.row.name}")
+    sums = block_digests(flat.contiguous(), start % BLOCK)
+    return (sums * (block_keys(key, start // BLOCK, len(sums), flat.device) | 1)).sum()
+
+
+def computed_by() -> dict[str, Any]:
+    """What bits depend on beside the plan, the model and the data."""
+    compiled = native.library() is not None
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": native.processor().partition("\n")[0].partition(":")[2].strip() or native.processor(),
+        "kernels": "compiled" if compiled else "plain",
+    }
+
+
+# --- copies -----------------------------------------------------------------------------------------------
+
+
+class _Copy:
+    """What this rank holds and others hold too."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, int, int]] = []
+        self.digest = 0
+
+
+def _compare(copies: Sequence[_Copy], comm: Collectives) -> None:
+    told = [(parameter_key(str(copy.spans)), copy.digest & _WORD) for copy in copies if copy.spans]
+    ranks: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for rank, theirs in enumerate(comm.all_gather_object(told)):
+        for spans, digest in theirs:
+            ranks[spans][digest].append(rank)
+    for by_digest in ranks.values():
+        *fewer, most = sorted(by_digest.values(), key=len)
+        if fewer:
+            others = [rank for alike in fewer for rank in alike]
+            raise RankError(
+                "state",
+                "must be the same bits on ranks that hold the same",
+                got=f"other ones on {_named(others)} than on {_named(most)}",
+                do=(
+                    "Load the last checkpoint. If it comes again on the same rank, test the memory and the "
+                    "processor there."
+                ),
+            )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def _text(word: int) -> str:
+    return f"{word & _WORD:016x}"

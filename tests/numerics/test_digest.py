@@ -1,0 +1,132 @@
+"""The digest of a state: its definition over whole values, whoever holds which slice; and copies."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.numerics.networks import GPT
+from tests.numerics.runs import config, make, train
+from tests.ranks.harness import run_ranks
+from zerodrift.engine.digest import MOMENTS, VISIBLE, WEIGHTS
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import RankError
+
+WORD = (1 << 64) - 1
+
+
+# --- the definition, over whole values in plain Python ------------------------------------------------------
+
+
+def mixed(word: int) -> int:
+    """SplitMix64's last steps."""
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & WORD
+    return word ^ (word >> 31)
+
+
+def hashed(text: str, order: str = "little") -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def by_definition(kind: str, what: str, name: str, values: Tensor) -> int:
+    key = hashed(f"0:{kind} {what} {name}")
+    words = values.contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[values.itemsize]).numpy()
+    unsigned = words.view({2: np.uint16, 4: np.uint32}[values.itemsize]).astype(np.uint64)
+    places = np.array([hashed(f"place {place}") | 1 for place in range(256)], dtype=np.uint64)
+    total = 0
+    for block in range(-(-len(unsigned) // 256)):
+        part = unsigned[256 * block : 256 * (block + 1)]
+        inside = int((part * places[: len(part)]).sum(dtype=np.uint64))
+        total += inside * (mixed(((block + 1) * 0x9E3779B97F4A7C15 + key) & WORD) | 1)
+    return total
+
+
+def of_whole_values(engine: Engine, rounded: bool) -> str:
+    total = 0
+    with engine.gathered() as values:
+        weights = {name: value.detach().clone() for name, value in values.items()}
+    for name, weight in weights.items():
+        parameter = engine.parameter(name)
+        total += by_definition(WEIGHTS, "", name, parameter.master)
+        if rounded:
+            total += by_definition(VISIBLE, "", name, weight)
+        for what, state in parameter.state.items():
+            total += by_definition(MOMENTS, what, name, state)
+    return f"{total & WORD:016x}"
+
+
+def digests(stages: list[int], mode: str, more: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
+    """On one rank: of every stage, the digest, the same by definition, and that of the gradients."""
+    found = []
+    for stage in stages:
+        reduce = {"when": "every", "order": "tree"}
+        written = config(stage, mode, 4 // dist.get_world_size(), precision={"reduce": reduce}, **more)
+        engine = make(written, GPT(layers=1))
+        gradients: dict[str, str] = {}
+
+        def take(engine: Engine = engine, gradients: dict[str, str] = gradients) -> None:
+            gradients |= engine.gradient_digest().by_unit()
+
+        engine.before_update = take
+        numbers = engine.micro_batches_of_this_rank()
+        train(engine, 2, len(numbers), lambda step, rank, micro, ns=numbers: _batch(step, ns[micro]))
+        found.append((str(engine.digest()), of_whole_values(engine, mode != "fp32"), gradients))
+        engine.destroy()
+    return found
+
+
+def _batch(step: int, number: int) -> Tensor:
+    return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(100 * step + number))
+
+
+@pytest.mark.parametrize("mode", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_it_is_that_of_whole_values_at_every_stage_and_world(mode: str) -> None:
+    alone = run_ranks(digests, 1, [0], mode, {})[0]
+    several = run_ranks(digests, 2, [0, 1, 2, 3], mode, {})
+    assert several[0] == several[1]
+    for digest, definition, gradients in [*alone, *several[0]]:
+        assert digest == definition == alone[0][0]
+        assert gradients == alone[0][2] and len(set(gradients.values())) == len(gradients) > 1
+
+
+# --- copies -------------------------------------------------------------------------------------------------
+
+
+def with_a_flipped_bit(stage: int, replicate: int, bad: int) -> str:
+    """On one rank: the error of the ranks when one of them has another master; "" where there is none."""
+    engine = make({**config(stage, "bf16"), "sharding": {"replicate": replicate}}, GPT(layers=1))
+    train(engine, 1)
+    engine.digest()
+    if dist.get_rank() == bad:
+        number = next(
+            n for n, segment in enumerate(engine.plan.segments) if segment.columns.update is not None
+        )
+        assert engine.updater is not None
+        values = engine.updater.master(number)
+        values.view(torch.int32)[3] ^= 1
+        engine.updater.set_master(number, values)
+    try:
+        engine.digest()
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("stage", "replicate"), [(0, 1), (3, 2)])
+def test_a_rank_whose_copy_differs_is_named_on_all(stage: int, replicate: int) -> None:
+    errors = run_ranks(with_a_flipped_bit, 2, stage, replicate, 1)
+    assert errors[0] == errors[1]
+    assert "other ones on rank 0 than on rank 1" in errors[0] or "rank 1 than on rank 0" in errors[0]
+
+
+@pytest.mark.slow
+def test_most_are_right() -> None:
+    errors = run_ranks(with_a_flipped_bit, 4, 0, 1, 2)
+    assert all("other ones on rank 2 than on ranks 0, 1, 3" in error for error in errors)

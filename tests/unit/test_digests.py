@@ -1,0 +1,78 @@
+"""Digests of blocks: by both paths the same, sums over any slicing, and known answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import BLOCK
+from zerodrift.kernels.digests import block_digests, reference_block_digests, weights_of_places
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64, torch.bool]
+
+
+def some(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3).to(dtype)
+
+
+def by_definition(flat: Tensor, first: int) -> list[int]:
+    """In Python's whole numbers."""
+    size = flat.itemsize
+    data = flat.view(torch.uint8).tolist() if flat.numel() else []
+    words = [int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
+    weights = weights_of_places().tolist()
+    sums = [0] * -(-(first + len(words)) // BLOCK)
+    for place, word in enumerate(words, first):
+        sums[place // BLOCK] += word * weights[place % BLOCK]
+    return [total & (1 << 64) - 1 for total in sums]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("numel", "first"), [(0, 0), (1, 0), (1, 255), (256, 0), (600, 0), (600, 200), (3, 254)]
+)
+def test_both_paths_are_the_definition(dtype: torch.dtype, numel: int, first: int) -> None:
+    flat = some(numel, dtype)
+    sums = block_digests(flat, first)
+    assert [total & (1 << 64) - 1 for total in sums.tolist()] == by_definition(flat, first)
+    assert torch.equal(sums, reference_block_digests(flat, first, torch.empty_like(sums)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slices_add_up(dtype: torch.dtype) -> None:
+    flat = some(5 * BLOCK + 7, dtype)
+    whole = block_digests(flat)
+    for cut in (1, 100, BLOCK, 3 * BLOCK + 5):
+        parts = torch.zeros_like(whole)
+        parts[: -(-cut // BLOCK)] += block_digests(flat[:cut])
+        parts[cut // BLOCK :] += block_digests(flat[cut:], cut % BLOCK)
+        assert torch.equal(parts, whole)
+
+
+def test_a_long_tensor_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = some(3000)
+    whole = block_digests(flat, 9)
+    monkeypatch.setattr("zerodrift.kernels.digests._AT_ONCE", BLOCK)
+    assert torch.equal(reference_block_digests(flat, 9, torch.empty_like(whole)), whole)
+
+
+def test_every_bit_of_every_element_counts() -> None:
+    flat = some(BLOCK)
+    before = block_digests(flat)
+    for place in range(0, BLOCK, 5):
+        for bit in range(32):
+            changed = flat.clone().view(torch.int32)
+            changed[place] ^= -(1 << 31) if bit == 31 else 1 << bit
+            assert not torch.equal(block_digests(changed.view(torch.float32)), before)
+
+
+def test_weights_are_odd_and_never_change() -> None:
+    weights = weights_of_places()
+    assert bool((weights % 2 != 0).all()) and len(set(weights.tolist())) == BLOCK
+    assert weights[[0, 1, 255]].tolist() == KNOWN
+    assert block_digests(torch.arange(300, dtype=torch.float32)).tolist() == KNOWN_SUMS
+
+
+KNOWN = [480509895710627439, -7313006754444355091, 8524369356908854965]
+KNOWN_SUMS = [-5955328792716509184, 2974734815035719680]
