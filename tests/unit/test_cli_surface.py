@@ -61,6 +61,7 @@ SURFACE = {
         "TARGET",
     ],
     "inspect": ["--debug", "--help", "--json", "--verify", "CHECKPOINT"],
+    "replay": ["--debug", "--from", "--help", "--nproc", "--to", "RUN"],
     "sample": [
         "--chat",
         "--debug",

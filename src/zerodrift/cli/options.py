@@ -125,6 +125,28 @@ Nproc = Annotated[
         help="Processes to start on this machine. Default: one per GPU, or one.",
     ),
 ]
+FirstStep = Annotated[
+    int | None,
+    typer.Option(
+        "--from",
+        metavar="STEP",
+        min=0,
+        help="Begin with the newest checkpoint up to this step; 0 begins anew. Default: the oldest one.",
+    ),
+]
+LastStep = Annotated[
+    int | None,
+    typer.Option("--to", metavar="STEP", min=1, help="The last step. Default: the last one with a digest."),
+]
+ReplayNproc = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        metavar="N",
+        min=1,
+        help="Processes to start on this machine. Default: as many as the run had.",
+    ),
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")]
 Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The most tokens to generate.")]

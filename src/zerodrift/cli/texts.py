@@ -83,6 +83,18 @@ Examples:
   torchrun --nproc-per-node=8 -m zerodrift train job.yaml
 """
 
+REPLAY = """\
+Compute steps of a run once more, and say where bits first differ from what it recorded.
+
+The run must have been trained with `run.digest_every`. Under `precision.reduce: {order: tree}` the bits are
+the same on any number of processes, so steps of many can be replayed on one. Exit code 1: other bits.
+
+\b
+Examples:
+  zerodrift replay runs/demo
+  zerodrift replay runs/demo --from 80 --to 160 --nproc 1
+"""
+
 SAMPLE = """\
 Continue a prompt with a trained model, to see what it has learned.
 

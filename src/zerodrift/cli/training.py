@@ -1,4 +1,4 @@
-"""The verbs of the reference trainer: `train`, `sample`.
+"""The verbs of the reference trainer: `train`, `replay`, `sample`.
 
 Invariant: what a job does is the trainer's; here its exit code is passed on.
 """
@@ -24,6 +24,22 @@ def train(
         from zerodrift.train.start import train as run
 
         code = run(job, tuple(set_ or ()), nproc, debug)
+    if code:
+        raise typer.Exit(code)
+
+
+def replay(
+    run: options.Run,
+    first: options.FirstStep = None,
+    last: options.LastStep = None,
+    nproc: options.ReplayNproc = None,
+    debug: options.Debug = False,
+) -> None:
+    """Compute steps of a run once more, and say where bits first differ from what it recorded."""
+    with streams.errors(debug):
+        from zerodrift.train.replay import replay as again
+
+        code = again(run, first, last, nproc, debug)
     if code:
         raise typer.Exit(code)
 

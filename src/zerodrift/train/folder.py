@@ -8,6 +8,7 @@
     runs/a/export/          the trained model
     runs/a/bad/             batches whose loss or gradient was not finite
     runs/a/logs/            what ranks printed
+    runs/a/replay/          what a replay of its steps left
 
 Invariant: a path of a run is spelled here and nowhere else.
 """
@@ -18,7 +19,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, said
 from zerodrift.plan.table import Plan
 from zerodrift.train.job import Job
 from zerodrift.train.read import read_back
@@ -63,6 +64,10 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def replay(self) -> Path:
+        return self.path / "replay"
+
+    @property
     def events(self) -> Path:
         """TensorBoard's."""
         return self.path / "tensorboard"
@@ -82,6 +87,14 @@ class RunFolder:
 
     def save_plan(self, plan: Plan) -> None:
         self.plan.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
+
+    def load_plan(self) -> Plan:
+        """The plan of a run that was started."""
+        try:
+            return Plan.from_json(json.loads(self.plan.read_text(encoding="utf-8")))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            must = "must be the plan of the run, as this version of zerodrift writes it"
+            raise ConfigError(str(self.plan), must, got=said(error)) from error
 
     def load_job(self) -> Job:
         """The job of a run that was started."""

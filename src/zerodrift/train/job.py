@@ -124,6 +124,9 @@ class Run(Block):
     """Export the model as safetensors at the end."""
     log_every: Positive = 1
     """Steps between printed lines if there is no terminal; metrics are written for every step."""
+    digest_every: Natural = 0
+    """Steps between digests of the state and the gradients in the metrics, which `zerodrift replay` compares;
+    0 for none. Each takes about as long as an update. Checkpoints have one anyway."""
     max_skips: Natural = 5
     """How many steps in a row may be skipped because a loss or gradient is not finite. Overflows of a dynamic
     loss scale do not count."""

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -75,16 +75,16 @@ class RankArguments:
     watch: int
     """A pipe that closes when the launcher ends."""
     debug: bool
+    replay: dict[str, Any] | None = None
+    """What is asked of a rank that replays steps; see `replay.py`."""
 
     def to_json(self) -> str:
-        return json.dumps(
-            [self.source, list(self.overrides), self.failure, self.watch, self.debug], separators=(",", ":")
-        )
+        return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> RankArguments:
-        source, overrides, failure, watch, debug = json.loads(text)
-        return cls(source, tuple(overrides), failure, watch, debug)
+        values = json.loads(text)
+        return cls(**{**values, "overrides": tuple(values["overrides"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,18 @@ class _Rank:
 class Launcher:
     """The ranks of this machine, from their start to their end."""
 
-    def __init__(self, source: str, overrides: Sequence[str], count: int, logs: Path, debug: bool) -> None:
+    def __init__(
+        self,
+        source: str,
+        overrides: Sequence[str],
+        count: int,
+        logs: Path,
+        debug: bool,
+        *,
+        threads: int | None = None,
+        replay: dict[str, Any] | None = None,
+    ) -> None:
+        """`threads` of each rank; by default what the environment says, else its share of the processors."""
         self._logs = logs
         self._count = count
         self._signals = 0
@@ -120,7 +131,7 @@ class Launcher:
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
             failure.unlink(missing_ok=True)
-            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug)
+            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug, replay)
             environment = {
                 **os.environ,
                 "RANK": str(number),
@@ -128,7 +139,7 @@ class Launcher:
                 "LOCAL_RANK": str(number),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(count))),
+                "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or _threads(count)),
             }
             with log.open("wb") as errors:
                 process = self._start(number, work, environment, errors)

@@ -21,16 +21,19 @@ import torch
 from zerodrift.audit import compare
 from zerodrift.audit.observe import observe
 from zerodrift.audit.observed import merged
+from zerodrift.engine.digest import computed_by
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, first_line, said
 from zerodrift.legible import legible
 from zerodrift.train import nonfinite
+from zerodrift.train.digests import DigestsOfStep
 from zerodrift.train.display import Display
 from zerodrift.train.feed import Feed, MicroBatch, validation_batches
 from zerodrift.train.metrics import Metrics, StepMetrics, memory
 from zerodrift.train.run import Session
 from zerodrift.train.stopping import Stop
+from zerodrift.train.taken import take_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,8 @@ class Loop:
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
                 self._display.say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
-            self._write("start", {"step": step, "ranks": session.seat.ranks, "steps": session.steps})
+            ranks = {"step": step, "ranks": session.seat.ranks, "steps": session.steps}
+            self._write("start", {**ranks, **computed_by()})
         try:
             self._display.start(step, session.steps)
             step = self._train(step)
@@ -121,9 +125,9 @@ class Loop:
             step = self._step(step, clock)
             clock.pause()
             last = step == session.steps or bool(self._asked)
-            if run.evaluate_every and step % run.evaluate_every == 0 and not last:
+            if _is_due(run.evaluate_every, step) and not last:
                 self._evaluate(step)
-            if run.checkpoint_every and step % run.checkpoint_every == 0 and not last:
+            if _is_due(run.checkpoint_every, step) and not last:
                 self._checkpoint(step)
             clock.go_on()
         return step
@@ -146,31 +150,27 @@ class Loop:
     def _step(self, step: int, clock: _Clock) -> int:
         """Step number `step`, counted from 0; returns how many have been tried."""
         before = clock.seconds
-        # Dropout and the like depend on the step and the rank, so nothing has to be kept to go on.
-        mesh = self._engine.mesh
-        place = mesh.rank("data") + mesh.size("data") * mesh.rank("pipeline")
-        torch.manual_seed(_seed(self._run.seed, step, place))
-        batches = list(self._feed.step(step))
-        with self._looking(step + 1):
-            losses, result = self._driver.step(batches)
-        total = (losses * torch.tensor([batch.weight for batch in batches], device=losses.device)).sum()
-        if mesh.rank("pipeline"):
-            total = torch.zeros_like(total)  # all stages have the same losses
-        # One small sum: the loss of all ranks, and whether any of them was asked to stop.
-        sums = torch.stack([total.double(), total.new_tensor(float(self._stop.asked)).double()])
-        loss_sum, asked = self._engine.comm.all_reduce_sum(sums, "world").tolist()
-        loss = loss_sum / (len(batches) * self._feed.seat.ranks)
-        if asked:
+        digests = DigestsOfStep(self._engine) if _is_due(self._run.digest_every, step + 1) else None
+        taken = take_step(self._session, step, self._watched(step + 1, digests), lambda: self._stop.asked)
+        if digests is not None:
+            self._write("digest", digests.line(step + 1, taken.losses))
+        result, loss = taken.result, taken.loss
+        if taken.asked:
             self._asked = self._stop.by or "another rank"
         bad = result.skipped and not self._engine.scaler.active
         if bad or not math.isfinite(loss):
-            self._trouble(step + 1, batches, losses.tolist(), result)
+            self._trouble(step + 1, taken.batches, taken.own, result)
         else:
             self._skips = 0
         self._loss = loss
         if self._leads:
             self._tell(step + 1, loss, result, clock.seconds, clock.seconds - before)
         return step + 1
+
+    @contextlib.contextmanager
+    def _watched(self, step: int, digests: DigestsOfStep | None) -> Iterator[None]:
+        with self._looking(step), digests or contextlib.nullcontext():
+            yield
 
     def _tell(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
         feed = self._feed
@@ -266,7 +266,8 @@ class Loop:
         started = time.perf_counter()
         self._session.checkpoint(step)
         if self._leads:
-            self._write("checkpoint", {"step": step, "took": time.perf_counter() - started})
+            took, digest = time.perf_counter() - started, str(self._session.checkpoints.digest)
+            self._write("checkpoint", {"step": step, "took": took, "digest": digest})
             self._session.report(self._lines)
 
     def _write(self, kind: str, values: dict[str, object]) -> None:
@@ -278,8 +279,8 @@ class Loop:
         return self._metrics.lines if self._metrics is not None else []
 
 
-def _seed(seed: int, step: int, rank: int) -> int:
-    return (seed * 1_000_003 + step) * 65_537 + rank
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _error_text(error: BaseException) -> str:

@@ -20,9 +20,14 @@ def main(text: str) -> int:
     work = RankArguments.from_json(text)
     threading.Thread(target=_end_with, args=(work.watch,), daemon=True).start()
     try:
-        from zerodrift.train.start import run_here
+        if work.replay is not None:
+            from zerodrift.train.replay import Request, replay_here
 
-        run_here(work.source, work.overrides)
+            replay_here(work.source, work.overrides, Request(**work.replay))
+        else:
+            from zerodrift.train.start import run_here
+
+            run_here(work.source, work.overrides)
         return 0
     except BaseException as error:
         refused = isinstance(error, ZerodriftError)

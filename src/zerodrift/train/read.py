@@ -43,7 +43,7 @@ def read_job(
     problems.raise_as(ConfigError, heading)
     if job is None or config is None:
         raise AssertionError("a job that is not valid must have a problem")
-    return _with_folder(job, heading), config
+    return _with_folder(job, heading).model_copy(update={"config": _tree(given, for_config)}), config
 
 
 def read_back(path: Path) -> Job:
@@ -69,6 +69,14 @@ def _config(given: Any, overrides: list[str]) -> tuple[Config | None, ConfigErro
         if isinstance(source, str):
             return None, error
         return None, ConfigError.of(error.problems, "`config` of the job")
+
+
+def _tree(given: Any, overrides: list[str]) -> dict[str, Any]:
+    """The engine's config as it is written, overrides and the file that it is in put in their places; it has
+    been read without a problem."""
+    _, tree, problems = tree_of({} if given is None else given, "config")
+    override(tree, [text.removeprefix(UNDER_CONFIG) for text in overrides], problems)
+    return tree
 
 
 def _with_folder(job: Job, heading: str) -> Job:

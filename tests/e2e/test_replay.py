@@ -1,0 +1,118 @@
+"""A fault that was planted in a run is found by replaying its steps on another number of ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+MODEL = """
+import os
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Faulty(torch.autograd.Function):
+    '''x @ weight.T, whose weight gradient has one other bit in one step on one rank.'''
+
+    @staticmethod
+    def forward(ctx, x, weight, bad):
+        ctx.save_for_backward(x, weight)
+        ctx.bad = bad
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        if ctx.bad:
+            of_weight.view(torch.int32)[0, 0] ^= 1 << 10
+        return grad @ weight, of_weight, None
+
+class Block(nn.Module):
+    def __init__(self, planted):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+        self.planted, self.calls = planted, 0
+
+    def forward(self, x):
+        if torch.is_grad_enabled() and self.training:
+            self.calls += 1
+        here = os.environ.get('PLANT', '') == f"{os.environ.get('RANK', '0')}:{self.calls}"
+        return x + Faulty.apply(F.gelu(self.up(x)), self.down.weight, self.planted and here)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(257, 16)
+        self.layers = nn.ModuleList(Block(number == 1) for number in range(3))
+        self.head = nn.Linear(16, 257)
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(F.dropout(x, 0.1, self.training))
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+def model():
+    return Model()
+"""
+
+STEPS = 6
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "planted.py").write_text(MODEL)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"line {number} of it" for number in range(400)))
+    job = {
+        "model": {"source": "planted:model", "activation_checkpointing": False},
+        "data": {"train": "text.txt", "block": 16},
+        "run": {"folder": "run", "steps": STEPS, "checkpoint_every": 2, "digest_every": 1, "keep": 9},
+        "config": {
+            "precision": {"reduce": {"order": "tree"}},
+            "zero_optimization": {"stage": 2},
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        },
+    }
+    job["run"] |= {"export": False, "check_precision": False}  # type: ignore[operator]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    return tmp_path
+
+
+def zerodrift(folder: Path, *words: str, plant: str = "") -> tuple[int, str]:
+    environment = {**os.environ, "PYTHONPATH": f"{folder}", "PLANT": plant, "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-m", "zerodrift", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_bit_of_a_gradient_of_one_rank_is_found(folder: Path) -> None:
+    # Each rank has two micro-batches of a step: its ninth forward is the first of step 5.
+    code, text = zerodrift(folder, "train", "job.yaml", "--nproc", "2", plant="1:9")
+    assert code == 0, text
+    code, text = zerodrift(folder, "replay", "run", "--nproc", "1")
+    assert code == 1, text
+    assert "step 4 of 6  the same" in text
+    assert "step 5: other bits on 1 rank, where 2 recorded them" in text
+    assert "losses     the same" in text
+    assert "gradients  other in 1 of 4 units: layers.1" in text
+    assert "The backward comes to layers.1 first" in text
+    code, text = zerodrift(folder, "replay", "run", "--nproc", "3")
+    assert code == 2 and "`--nproc`: must divide the 4 micro-batches of a step" in text, text
+    code, text = zerodrift(folder, "replay", "run", "--from", "6", "--to", "6")
+    assert code == 2 and "must have a recorded step between them" in text, text
