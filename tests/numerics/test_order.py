@@ -330,3 +330,34 @@ def one_by_hand() -> tuple[float | None, int]:
 def test_gradients_by_hand_are_one_part_of_the_tree() -> None:
     for norm, count in run_ranks(one_by_hand, 2):
         assert norm == pytest.approx(1.5 * count**0.5, rel=1e-6)
+
+
+class Putting(GPT):
+    """Uses an operation that torch has no deterministic form of."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = super().logits(tokens)
+        return x.put(torch.tensor([0]), x.detach().view(-1)[:1])
+
+
+def with_another_operation() -> tuple[list[bool], str]:
+    """torch's switch before, with two engines, with one of them, and after; and what is said of the model."""
+    on = torch.are_deterministic_algorithms_enabled
+    switches = [on()]
+    engine, other = (make(Cell(1, "every", total=1).written(1), Putting(layers=1)) for _ in range(2))
+    switches.append(on() and not torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
+    other.destroy()
+    switches.append(on())
+    text = ""
+    try:
+        engine(batch(0))
+    except UnsupportedError as error:
+        text = str(error)
+    engine.destroy()
+    return [*switches, on()], text
+
+
+def test_operations_that_are_not_deterministic_are_refused_by_name() -> None:
+    switches, text = run_ranks(with_another_operation, 1)[0]
+    assert switches == [False, True, True, False]
+    assert "must be `rank` with `put_`" in text

@@ -12,6 +12,7 @@ forward that failed costs nothing else; a backward that failed costs the micro-b
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine import steps
+from zerodrift.engine import deterministic, steps
 from zerodrift.engine.batches import BatchResult, LossOf, OneByOne
 from zerodrift.engine.deprecated import FullValues
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
@@ -71,6 +72,10 @@ class Engine(FullValues):
         """Micro-batches and steps so far, the loss scale, the schedule."""
         callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
         self.executor.follow(self.progress, callbacks)
+        asker = object()
+        self._release = weakref.finalize(self, deterministic.release, asker)
+        if plan.policy.tree:
+            deterministic.ask(asker, mesh.device)
 
     def _groups_of_all(self) -> Mapping[str, int]:
         mine = {} if self.updater is None else dict(self.updater.group_of)
@@ -130,8 +135,11 @@ class Engine(FullValues):
             yield
         except RankError:
             raise  # there is nobody to finish with what is under way
-        except BaseException:
+        except BaseException as error:
             recover()
+            refused = deterministic.refused(error) if self.plan.policy.tree else None
+            if refused is not None:
+                raise refused from error
             raise
 
     def _backward_ended(self) -> None:
@@ -389,5 +397,6 @@ class Engine(FullValues):
                 self._recover()
             self.zero_grad()
             self.progress.closed = True
+            self._release()
             self.executor.leave()
             self.mesh.stop()

@@ -180,7 +180,10 @@ def order(
     ):
         if holds:
             refuse_order(refusal, KEY, problems)
-    return (Decision("order of sums", "tree over micro-batches", f"`{KEY}`"),)
+    return (
+        Decision("order of sums", "tree over micro-batches", f"`{KEY}`"),
+        Decision("operations", "deterministic", f"`{KEY}`: torch refuses others while the engine is there"),
+    )
 
 
 def refuse_order(refusal: OrderRefusal, where: str, problems: Problems) -> None:
