@@ -172,6 +172,21 @@ def learning_rates_by_hand(loop: Loop) -> None:
         fit(loop, net, steps=1, seed=number)
 
 
+def an_optimizer_that_is_stepped(loop: Loop) -> None:
+    """By its own method, as a loop without an engine does."""
+    net = loop.train(Net())
+    net.backward(square(net(loop.data(0))))
+    net.optimizer.step()
+
+
+def a_gradient_scaler(loop: Loop) -> None:
+    """torch's own, which is asked to step the optimizer."""
+    net = loop.train(Net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(square(net(loop.data(0)))).backward()
+    scaler.step(net.optimizer)
+
+
 def a_plateau(loop: Loop) -> None:
     """ReduceLROnPlateau, told what the loss was."""
     net = loop.train(Net())
@@ -461,6 +476,8 @@ def functions_over_modules(loop: Loop) -> None:
     fit(loop, net)
 
 
+STEPPED = "must not be called: `engine.step()` updates"
+
 HABITS = (
     Habit(micro_batches),
     Habit(micro_batches_without_sync, close=ORDER, why="stage 3 reduces after every backward"),
@@ -476,6 +493,8 @@ HABITS = (
     Habit(zero_grad_in_every_way),
     Habit(schedules_of_torch),
     Habit(learning_rates_by_hand),
+    Habit(an_optimizer_that_is_stepped, refused=STEPPED, why="the engine has the gradients"),
+    Habit(a_gradient_scaler, refused=STEPPED, why="the engine has the gradients"),
     Habit(a_plateau),
     Habit(evaluation_between_steps),
     Habit(evaluation_between_micro_batches),

@@ -73,6 +73,8 @@ class FlatUpdater:
         self._update_slice = update_slice
         # A step of the optimizer's own would find no gradient and do nothing, without a word.
         groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
+        # So a `GradScaler` comes to that, too, and not to an assertion of its own about gradients.
+        groups._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self.group_of = group_of
         self._algorithm = algorithm
         self._root = root
