@@ -438,6 +438,36 @@ def collectives_of_ones_own(loop: Loop) -> None:
         net.step()
 
 
+def a_model_in_ddp(loop: Loop) -> None:
+    """As a script that was written for DDP has it."""
+    net = loop.train(Net())
+    # With a broadcast first, DDP itself fails where parameters are sharded.
+    wrapped = nn.parallel.DistributedDataParallel(net.module, init_sync=False)
+    net.backward(square(wrapped(loop.data(0))))
+
+
+def a_model_that_another_in_ddp_calls(loop: Loop) -> None:
+    """A teacher in an engine, a student in DDP whose forward asks it."""
+    teacher = loop.train(Net())
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = teacher(x)
+            return square(self.head(x.float()) - target)
+
+    student = nn.parallel.DistributedDataParallel(Student())
+    for number in range(2):
+        loss = student(loop.data(number))
+        loop.see("loss", loss)
+        loss.backward()
+        fit(loop, teacher, steps=1, seed=number)
+
+
 def attributes_of_the_model(loop: Loop) -> None:
     """Things that people hang on a module and change while it trains."""
     net = loop.train(Net())
@@ -513,6 +543,8 @@ HABITS = (
     Habit(a_dispatch_mode),
     Habit(a_profiler),
     Habit(collectives_of_ones_own),
+    Habit(a_model_in_ddp, refused="must not be in `DistributedDataParallel`", why="both would sum gradients"),
+    Habit(a_model_that_another_in_ddp_calls),
     Habit(attributes_of_the_model),
     Habit(a_forward_that_is_patched),
     Habit(functions_over_modules),

@@ -39,6 +39,7 @@ from zerodrift.engine.progress import TrainingProgress
 from zerodrift.engine.scale import Norm, bad_parameters, global_norm
 from zerodrift.engine.shards import Span
 from zerodrift.engine.steps import needs_optimizer
+from zerodrift.engine.unit import refuse_wrapper
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan.table import Plan
 from zerodrift.report.updates import UpdateReport
@@ -79,7 +80,7 @@ class FullyShardExecutor:
         self._handles = shard(
             plan, model, self.units, comm, self.dtensor_mesh, self.passes, sources or ValueSources()
         )
-        self._handles += compute.attach(model, plan.boundaries)
+        self._handles += [*compute.attach(model, plan.boundaries), refuse_wrapper(model)]
         self.members = {member.row.name: member for group in self.units for member in group.members}
         """By the first name of a parameter."""
         unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}

@@ -49,7 +49,7 @@ from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import trained
 from zerodrift.engine.traversal import Backward, Traversal, will_be_recomputed
-from zerodrift.errors import ModelError
+from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan.table import Unit
 
 
@@ -327,6 +327,23 @@ def guard(model: nn.Module, segments: list[FlatSegment]) -> list[Any]:
         if held:
             handles.append(module.register_forward_pre_hook(_refusal(path, module, held)))
     return handles
+
+
+def refuse_wrapper(model: nn.Module) -> Any:
+    """`DistributedDataParallel` around the model would sum gradients, too; returns the handle of a hook."""
+
+    def refuse(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # Set while its forward runs (torch 2.13 to 2.15). It may be another model's, which calls this one.
+        wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if wrapper is not None and module is model and any(part is model for part in wrapper.modules()):
+            raise UnsupportedError(
+                "model",
+                "must not be in `DistributedDataParallel`: the engine sums gradients over ranks",
+                got="a call through it",
+                do="Call the engine, or the model itself.",
+            )
+
+    return model.register_forward_pre_hook(refuse)
 
 
 def _refusal(path: str, owner: nn.Module, held: list[FlatSegment]) -> Callable[..., None]:
