@@ -207,7 +207,7 @@ print(json.dumps(found))
 
 
 def run(python: Path, suite: str) -> Row:
-    """A suite with an interpreter; every test has ten minutes."""
+    """A suite with an interpreter, as `make test` runs it; every test has ten minutes."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         environment = {
@@ -218,8 +218,9 @@ def run(python: Path, suite: str) -> Row:
         asked = subprocess.run(
             [str(python), "-c", ASK], env=environment, cwd=ROOT, check=True, capture_output=True, text=True
         )
-        pytest = ["-m", "pytest", "-q", "--timeout", "600", "-m", SUITES[suite].marks, f"--junitxml={report}"]
-        subprocess.run([str(python), *pytest, *SUITES[suite].paths], env=environment, cwd=ROOT)
+        pytest = ["-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--timeout", "600"]
+        asks = ["-m", SUITES[suite].marks, f"--junitxml={report}", *SUITES[suite].paths]
+        subprocess.run([str(python), *pytest, *asks], env=environment, cwd=ROOT)
         counted = counts(report)
     return Row(**json.loads(asked.stdout), suite=suite, **counted, date=datetime.date.today().isoformat())
 
