@@ -213,6 +213,21 @@ def test_what_is_wider_than_declared_is_no_finding(what: str) -> None:
         assert found == [] and told == ""
 
 
+def norm_is_wide() -> set[str]:
+    engine = make(config(3, "bf16", 2), GPT(tied=False))
+    norm = engine.module.get_submodule("layers.0.norm1")
+    wide = torch.nn.functional.layer_norm
+    norm.forward = lambda x: wide(  # type: ignore[method-assign]
+        x.float(), x.shape[-1:], norm.weight.float(), norm.bias.float()
+    ).to(x.dtype)
+    return step(engine).seen("layers.0.norm1.weight", "compute")
+
+
+def test_a_gather_computes_with_no_parameter() -> None:
+    """It writes a unit's values where the first of its parameters begins."""
+    assert run_ranks(norm_is_wide, 2) == [{"float32"}] * 2
+
+
 def looked_away(backend: str) -> bool:
     """Watched and not watched, the same bits; nothing of the observer stays behind."""
     runs = []

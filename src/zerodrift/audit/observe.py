@@ -156,6 +156,8 @@ class _Operations(TorchDispatchMode):
         return out
 
     def _forward(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
+        if operation == "copy_":
+            args = args[1:]  # what is overwritten is not computed with: so does a gather
         for tensor in tensors_in((args, kwargs)):
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 continue  # a parameter's bits, or what is unpacked before it is used
