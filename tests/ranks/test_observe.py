@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics.networks import GPT, batch
+from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
@@ -213,19 +213,21 @@ def test_what_is_wider_than_declared_is_no_finding(what: str) -> None:
         assert found == [] and told == ""
 
 
-def norm_is_wide() -> set[str]:
-    engine = make(config(3, "bf16", 2), GPT(tied=False))
-    norm = engine.module.get_submodule("layers.0.norm1")
-    wide = torch.nn.functional.layer_norm
-    norm.forward = lambda x: wide(  # type: ignore[method-assign]
-        x.float(), x.shape[-1:], norm.weight.float(), norm.bias.float()
-    ).to(x.dtype)
-    return step(engine).seen("layers.0.norm1.weight", "compute")
+class WideNorm(torch.nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape, weight, bias = self.normalized_shape, self.weight.float(), self.bias.float()
+        return torch.nn.functional.layer_norm(x.float(), shape, weight, bias).to(x.dtype)
+
+
+def seen_of_a_wide_norm() -> set[str]:
+    network = GPT(tied=False)
+    network.layers[0].norm1 = WideNorm(WIDTH)
+    return step(make(config(3, "bf16", 2), network)).seen("layers.0.norm1.weight", "compute")
 
 
 def test_a_gather_computes_with_no_parameter() -> None:
     """It writes a unit's values where the first of its parameters begins."""
-    assert run_ranks(norm_is_wide, 2) == [{"float32"}] * 2
+    assert run_ranks(seen_of_a_wide_norm, 2) == [{"float32"}] * 2
 
 
 def looked_away(backend: str) -> bool:
