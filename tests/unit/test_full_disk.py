@@ -7,8 +7,10 @@ import contextlib
 import errno
 import io
 import os
+import pathlib
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,9 @@ class Disk:
         monkeypatch.setattr(io, "open", opened)
         for name in ("pwrite", "posix_fallocate", "mkdir"):
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+        if sys.version_info < (3, 11):  # paths have a table of their own
+            monkeypatch.setattr(pathlib._NormalAccessor, "open", staticmethod(opened))
+            monkeypatch.setattr(pathlib._NormalAccessor, "mkdir", staticmethod(os.mkdir))
 
     def take(self) -> None:
         if self.left is not None:
