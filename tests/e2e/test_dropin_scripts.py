@@ -92,8 +92,9 @@ def test_a_script_does_the_same_under_both(name: str) -> None:
 
 @needs_deepspeed
 def test_the_files_that_are_promised_are_there_under_both() -> None:
-    mine, theirs = told("zerodrift")["files"], told("deepspeed")["files"]
-    assert set(mine) == set(theirs) == {"latest", "global_step5", "chosen", "weights.bin", "zero_to_fp32.py"}
+    mine, theirs = set(told("zerodrift")["files"]), set(told("deepspeed")["files"])
+    assert mine == {"latest", "global_step5", "chosen", "weights.bin", "zero_to_fp32.py"}
+    assert theirs - {"zero_to_torch.py"} == mine  # which 0.19.7 and 0.19.8 write, and docs/migrating.md names
 
 
 def test_only_the_import_changes() -> None:

@@ -125,6 +125,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "DeepSpeedTensorOverride": "Buffers and tensors stay what the model made them.",
     },
     "deepspeed.utils": {
+        "zero_to_torch": "Use `zero_to_fp32`, and cast what it wrote.",
         "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
         "instrument_w_nvtx": "Use `torch.profiler.record_function`.",
         "get_full_hp_param": "Use `safe_get_full_fp32_param`.",
