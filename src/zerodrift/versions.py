@@ -18,7 +18,7 @@ from collections.abc import Mapping
 __version__ = "0.1.0"
 
 TESTED: Mapping[str, tuple[str, str]] = {
-    "python": ("3.11", "3.13"),
+    "python": ("3.10", "3.13"),
     "torch": ("2.13", "2.15"),
     "transformers": ("4.57", "5.23"),
     "deepspeed": ("0.19.6", "0.19.8"),
