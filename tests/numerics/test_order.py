@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import Run, config, finish, make
+from tests.numerics.runs import Run, config, finish, make, train
 from tests.ranks.harness import run_ranks
+from zerodrift.comm import collectives
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.seeds import seed_of
 from zerodrift.errors import UnsupportedError
@@ -361,3 +362,34 @@ def test_operations_that_are_not_deterministic_are_refused_by_name() -> None:
     switches, text = run_ranks(with_another_operation, 1)[0]
     assert switches == [False, True, True, False]
     assert "must be `rank` with `put_`" in text
+
+
+# --- left to the carrier ----------------------------------------------------------------------------------
+
+
+def left_to_the_carrier(order: str) -> tuple[str, int]:
+    """A digest of three steps where reductions go through the backend's own call, as on NCCL; and how many of
+    them it has summed itself."""
+    written = config(3, "bf16", 2, precision={"reduce": {"order": order}})
+    engine = make(written, GPT(layers=1))
+    engine.comm.carrier = "native"
+    calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return reduce_scatter(*args, **kwargs)
+
+    reduce_scatter, collectives._reduce_scatter_single = collectives._reduce_scatter_single, counted
+    run = train(engine, STEPS, 2)
+    collectives._reduce_scatter_single = reduce_scatter
+    engine.destroy()
+    return digest(run), calls
+
+
+def test_sums_are_left_to_the_carrier_where_that_is_asked() -> None:
+    (ours, none), (carried, calls) = (
+        run_ranks(left_to_the_carrier, 2, order)[0] for order in ("rank", "native")
+    )
+    assert none == 0 and calls > 0
+    assert carried == ours  # two parts have but one order

@@ -226,3 +226,20 @@ def test_seeds_never_change() -> None:
     """Known answers: a resumed run depends on them."""
     assert [seed_of(0, 0, 0), seed_of(1, 2, 3), seed_of(3, 2, 1)] == KNOWN
     assert len({seed_of(*numbers) for numbers in itertools.product(range(8), repeat=3)}) == 512
+
+
+# --- left to the carrier ----------------------------------------------------------------------------------
+
+
+def test_native_is_an_order_that_the_plan_says() -> None:
+    made = plan(4, 1, {"reduce": {"order": "native"}})
+    updates = [segment.columns.update for segment in made.segments]
+    assert {update.reduce.order for update in updates if update is not None} == {"native"}
+    assert not made.policy.tree
+    decision = next(item for item in made.policy.decisions if item.key == "order of sums")
+    assert decision.value == "the carrier's" and "given up" in decision.why
+
+
+def test_native_sums_in_the_dtype_that_travels() -> None:
+    told = refused(4, 1, {"reduce": {"order": "native", "wire": "bf16"}})
+    assert "a carrier adds in the dtype that travels; got native" in told

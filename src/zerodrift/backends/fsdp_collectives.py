@@ -65,7 +65,8 @@ def over_shards(
     """This rank's slice of the ranks' sum. `full` is used up."""
     if before != 1.0:
         full.div_(before)
-    collectives.reduce_scatter(out, full.to(reduce.wire.torch), "shard", Sum(reduce.sum.torch))
+    how = Sum(reduce.sum.torch, order=reduce.order)
+    collectives.reduce_scatter(out, full.to(reduce.wire.torch), "shard", how)
 
 
 @torch.no_grad()
@@ -77,7 +78,8 @@ def over_replicas(
         return
     if before != 1.0 and collectives.mesh.size("shard") == 1:
         flat.div_(before)
-    collectives.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", Sum(reduce.sum.torch))
+    how = Sum(reduce.sum.torch, order=reduce.order)
+    collectives.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", how)
 
 
 def all_reduce_hook(

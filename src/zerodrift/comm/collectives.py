@@ -2,12 +2,13 @@
 
 An operation is what the plan says it is (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`), or an
 `all_to_all` of rows, whose sizes the data decides; `record` lists the calls in those words. How it is
-carried differs by backend: on gloo by messages between pairs of ranks (`pairs.py`), on NCCL by its all-gather
-and all-to-all. Sums are never left to either: the parts travel in the wire dtype and `fold` adds them. Which
-buffers move, and when, is the engine's affair.
+carried differs by backend: on gloo by messages between pairs of ranks (`pairs.py`), on NCCL by its
+all-gather and all-to-all. The parts of a sum travel in the wire dtype and `fold` adds them; only the order
+`native` leaves that to NCCL's reduce-scatter. Which buffers move, and when, is the engine's affair.
 
-Invariant: a result depends on the values, the rank order and the dtypes, never on the carrier; and a rank
-that is missing surfaces as RankError with the operation, the axis and the rank that was waited for.
+Invariant: a result depends on the values, the rank order and the dtypes, never on the carrier, but for sums
+that are left to it; and a rank that is missing surfaces as RankError with the operation, the axis and the
+rank that was waited for.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Collectives:
             with self._at(turn):
                 finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
             return self._under_way(turn, finish)
-        if not how.exact and full.dtype is how.dtype:
+        if how.order == "native" and full.dtype is how.dtype:
             parts = [torch.empty_like(out, dtype=full.dtype)]
             call = _reduce_scatter_single
             work = self._issue(turn, line, call, parts[0], full, group=line.group, async_op=True)

@@ -27,10 +27,9 @@ class Sum:
     """The sum is divided by it: the number of ranks, for a mean."""
     add: bool = False
     """Add to what the result holds instead of overwriting it."""
-    order: Literal["rank", "tree"] = "rank"
-    """One part after the other, or by the tree of `additions`."""
-    exact: bool = True
-    """False lets a backend sum in an order of its own, where it can and where wire and sum are one dtype."""
+    order: Literal["rank", "tree", "native"] = "rank"
+    """One part after the other, by the tree of `additions`, or left to what carries them: where that can add,
+    and wire and sum are one dtype; elsewhere one after the other."""
 
 
 def carries(number: int) -> Iterator[tuple[int, int]]:

@@ -126,9 +126,10 @@ class Reduce(Block):
     """Dtype in which the gradients of all ranks are summed. Default `fp32`."""
     when: Literal["last", "every"] | None = None
     """Reduce after the `last` micro-batch or `every` one. Default `last` at stages 0-1, `every` at 2-3."""
-    order: Literal["rank", "tree"] | None = None
-    """Add gradients in the order of ranks (`rank`), or by one `tree` over the micro-batches of a step, which
-    gives the same bits on any number of ranks. The same for all parameters. Default `rank`."""
+    order: Literal["rank", "tree", "native"] | None = None
+    """Add gradients in the order of ranks (`rank`); by one `tree` over the micro-batches of a step, which
+    gives the same bits on any number of ranks; or as the carrier does (`native`: NCCL's reduce-scatter),
+    which scales furthest and promises no order. The same for all parameters. Default `rank`."""
 
 
 class ColumnKeys(Block):

@@ -30,7 +30,7 @@ from zerodrift.policy.nouns import (
     State,
     Update,
 )
-from zerodrift.policy.order import WIRE, refuse_order
+from zerodrift.policy.order import CARRIED, WIRE, refuse_order
 from zerodrift.policy.rules import Demands
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict
 
@@ -243,10 +243,12 @@ class _Filler:
         parts = {f"wire {wire}": wire_why, f"sum {total}": sum_why, f"when {when}": why}
         if wire_why == sum_why:
             parts = {f"wire and sum {wire}": wire_why, f"when {when}": why}
-        if order == "tree":
-            parts |= {"order tree": order_why}
-            if not accumulate is wire is total:
-                refuse_order(WIRE, "precision.reduce.order", self.problems)
+        if order != "rank":
+            parts |= {f"order {order}": order_why}
+        if order == "tree" and not accumulate is wire is total:
+            refuse_order(WIRE, "precision.reduce.order", self.problems)
+        if order == "native" and wire is not total:
+            refuse_order(CARRIED, "precision.reduce.order", self.problems, "native")
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
         return Reduction(wire, total, when, order)  # type: ignore[arg-type]
 

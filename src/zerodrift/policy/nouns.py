@@ -114,6 +114,9 @@ class Placed:
     axis: Axis
 
 
+Order = Literal["rank", "tree", "native"]
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How gradients travel and are summed over ranks."""
@@ -122,8 +125,9 @@ class Reduction:
     sum: DType
     when: Literal["last", "every"]
     """Once, after the last micro-batch, or after every one."""
-    order: Literal["rank", "tree"] = field(default="rank", metadata={"omitted": True})
-    """In the order of ranks, or by one tree over the micro-batches of all: see `policy/order.py`."""
+    order: Order = field(default="rank", metadata={"omitted": True})
+    """In the order of ranks, by one tree over the micro-batches of all, or in the carrier's own: see
+    `policy/order.py`."""
 
 
 @dataclass(frozen=True, slots=True)

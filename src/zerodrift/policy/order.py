@@ -21,7 +21,7 @@ from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.nouns import Averaging, Decision
+from zerodrift.policy.nouns import Averaging, Decision, Order
 
 When = Literal["last", "every"]
 WHENS: tuple[When, ...] = ("last", "every")
@@ -149,6 +149,12 @@ WIRE = OrderRefusal(
     "it rounds where one rank hands its sum to others, at other places on another number of ranks",
     "Let `accumulate`, `reduce.wire` and `reduce.sum` be one dtype",
 )
+CARRIED = OrderRefusal(
+    "a wire of another dtype than the sum",
+    "a carrier adds in the dtype that travels",
+    "Let `reduce.wire` and `reduce.sum` be one dtype",
+)
+"""Of `order: native`."""
 RULE = OrderRefusal("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
 
 RANKS = OrderRefusal(
@@ -168,6 +174,9 @@ def order(
     for number, rule in enumerate(config.precision.rules):
         if getattr(rule.reduce, "order", None) not in (None, asked):
             refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
+    if asked == "native":
+        given_up = "the same bits at every stage, and in every run, are given up"
+        return (Decision("order of sums", "the carrier's", f"`{KEY}`: {given_up}"),)
     if asked != "tree":
         return ()
     for refusal, holds in (
@@ -186,14 +195,14 @@ def order(
     )
 
 
-def refuse_order(refusal: OrderRefusal, where: str, problems: Problems) -> None:
+def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, asked: Order = "tree") -> None:
     """One of the refusals, as a problem of a key."""
     if refusal is RULE:
         must = f"must be that of `precision.reduce`: {refusal.reason}"
         problems.add(where, must, got="another", do=f"{refusal.do}.")
         return
     must = f"must be `rank` with {refusal.what}: {refusal.reason}"
-    problems.add(where, must, got="tree", do=f"{refusal.do}; or leave `order` out.")
+    problems.add(where, must, got=asked, do=f"{refusal.do}; or leave `order` out.")
 
 
 def _is_power(number: int) -> bool:

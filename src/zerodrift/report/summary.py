@@ -24,6 +24,9 @@ from zerodrift.report.rows import ColumnSet, Table
 WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"}
 """`reduce.when` in words."""
 
+ORDERS = {"tree": "by the tree over micro-batches", "native": "in the carrier's order"}
+"""`reduce.order` in words, where it is not that of ranks."""
+
 OPTION_WORDS = {
     "whole": "whole: a rank's slice never ends inside it",
     "matrices": "matrices: a rank's slice ends between two of its matrices only",
@@ -154,8 +157,8 @@ def spelled(columns: Columns) -> dict[str, str]:
         return {column: "none, frozen" if text == "-" else text for column, text in words.items()}
     reduce = update.reduce
     words["reduce"] = f"{reduce.wire} on the wire, summed in {reduce.sum}, {WHEN[reduce.when]}"
-    if reduce.order == "tree":
-        words["reduce"] += ", by the tree over micro-batches"
+    if reduce.order != "rank":
+        words["reduce"] += f", {ORDERS[reduce.order]}"
     return words
 
 
