@@ -24,7 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def leaves_nothing_running() -> Iterator[None]:
     """A test that leaks would break another, far from the cause."""
     yield
-    children = multiprocessing.active_children()
+    harness = sys.modules.get("tests.ranks.harness")
+    kept = harness.kept_processes() if harness is not None else set()
+    children = [child for child in multiprocessing.active_children() if child not in kept]
     for child in children:
         child.kill()
         child.join()
@@ -34,3 +36,15 @@ def leaves_nothing_running() -> Iterator[None]:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("a default process group was left initialised")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where numbers are compared, tests of one file share ranks; elsewhere they may leave anything behind."""
+    if request.path.parent.name not in ("numerics", "models"):
+        yield
+        return
+    from tests.ranks import harness
+
+    with harness.kept_ranks():
+        yield

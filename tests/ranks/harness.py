@@ -4,13 +4,19 @@
 costs a tenth of a second. The function runs with the default process group initialised; `comm.mesh.start`
 builds on it. What it leaves to the test: seeds, and what is compared.
 
-Invariant: when `run_ranks` returns or raises, none of its processes is alive; and should this process
-die, they end by themselves.
+A first engine in a new process costs as much again as one after it. `kept_ranks()` keeps ranks that have
+answered for the next call, which has a process group of its own; but those in which a function has left an
+engine, or another process group. `tests/conftest.py` does so for the tests of one file.
+
+Invariant: when `run_ranks` returns or raises, none of its processes is alive but those that are kept, which
+all have answered; and should this process die, they end by themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -21,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -64,6 +70,8 @@ class _Outcome:
     """The result, or the traceback."""
     when: float
     """Monotonic time, one clock for all ranks: the first failure is the cause of the others."""
+    left: bool = True
+    """Whether process groups of the function's are there still, and what they wait for."""
 
 
 def run_ranks(
@@ -81,21 +89,42 @@ def run_ranks(
     """
     # Pickled by hand: multiprocessing would share the memory of tensors with a process that may be gone.
     call = pickle.dumps((function, args))
-    context = forks()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         ranks = []
         try:
-            for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
-                work = _Work(rank, world_size, Path(name), call, timeout)
-                process = context.Process(target=_rank, args=(sender, work), name=f"rank-{rank}", daemon=True)
-                process.start()
-                sender.close()
-                ranks.append(_Rank(rank, process, receiver, Path(name) / f"{rank}.log"))
-            return _gather(ranks, function.__qualname__, time.monotonic() + timeout, dying)
+            for number in range(world_size):
+                ranks.append(_waiting.pop() if _waiting and not dying else _start())
+                ranks[-1].begin(_Work(number, world_size, Path(name), call, timeout))
+            answers = _gather(ranks, function.__qualname__, time.monotonic() + timeout, dying)
+            if (
+                _keeping
+                and not dying
+                and not any(rank.outcome is None or rank.outcome.left for rank in ranks)
+            ):
+                # The first one asked for is the first one given.
+                _waiting.extend(reversed(ranks))
+                ranks = []
+            return answers
         finally:
-            for rank_ in ranks:
-                rank_.end()
+            for rank in ranks:
+                rank.end()
+
+
+@contextlib.contextmanager
+def kept_ranks() -> Iterator[None]:
+    """Until its end, ranks that have answered, and that nothing is left in, serve the next calls."""
+    _keeping.append(True)
+    try:
+        yield
+    finally:
+        _keeping.pop()
+        while _waiting:
+            _waiting.pop().end()
+
+
+def kept_processes() -> set[BaseProcess]:
+    """Those of ranks that wait for another call."""
+    return {rank.process for rank in _waiting}
 
 
 def forks() -> multiprocessing.context.ForkServerContext:
@@ -119,16 +148,21 @@ def redirect(out: Path, err: Path) -> None:
 class _Rank:
     """A rank as its parent sees it."""
 
-    number: int
     process: BaseProcess
-    receiver: Connection
-    log: Path
+    pipe: Connection
+    number: int = 0
+    log: Path = Path()
     outcome: _Outcome | None = None
     closed: bool = False
 
+    def begin(self, work: _Work) -> None:
+        self.number, self.log, self.outcome = work.rank, work.folder / f"{work.rank}.log", None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody answers: that tells it
+            self.pipe.send_bytes(pickle.dumps(work))
+
     def listen(self) -> None:
         try:
-            self.outcome = pickle.loads(self.receiver.recv_bytes())
+            self.outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.closed = True
 
@@ -143,17 +177,31 @@ class _Rank:
     def end(self) -> None:
         self.process.kill()
         self.process.join()
-        self.receiver.close()
+        self.pipe.close()
+
+
+_keeping: list[bool] = []
+_waiting: list[_Rank] = []
+"""Ranks that were kept."""
+
+
+def _start() -> _Rank:
+    context = forks()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_rank, args=(theirs,), name="rank", daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(process, ours)
 
 
 def _gather(ranks: list[_Rank], what: str, deadline: float, dying: Collection[int]) -> list[Any]:
     where = f"of {len(ranks)} in `{what}`"
     while waiting := [rank for rank in ranks if not rank.done]:
-        ready = wait([rank.receiver for rank in waiting], max(0.0, deadline - time.monotonic()))
+        ready = wait([rank.pipe for rank in waiting], max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankFailure(_hang(waiting, where))
         for rank in waiting:
-            if rank.receiver in ready:
+            if rank.pipe in ready:
                 rank.listen()
         failed = [(rank.outcome.when, rank) for rank in ranks if rank.outcome and not rank.outcome.ok]
         if failed:
@@ -178,13 +226,29 @@ def _hang(waiting: list[_Rank], where: str) -> str:
     return f"ranks {names} {where} did not answer in time" + "".join(rank.output() for rank in waiting)
 
 
-def _rank(sender: Connection, work: _Work) -> None:
+def _rank(pipe: Connection) -> None:
     """The life of one rank."""
-    _capture(work)
     _die_with_parent()
+    torch.set_num_threads(1)
+    folder, environment, random = os.getcwd(), dict(os.environ), torch.get_rng_state()
+    while True:
+        work = pickle.loads(pipe.recv_bytes())
+        # Only now: the others may have been talking to this rank's threads until all had answered.
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_rng_state(random)
+        pipe.send_bytes(_answer(work))
+
+
+def _answer(work: _Work) -> bytes:
+    """What became of one call."""
+    _capture(work)
     # Whatever hangs, in Python or below it, ends.
     faulthandler.dump_traceback_later(work.timeout + 10 * GRACE, exit=True)
-    torch.set_num_threads(1)
     try:
         function, args = pickle.loads(work.call)
         dist.init_process_group(
@@ -195,14 +259,15 @@ def _rank(sender: Connection, work: _Work) -> None:
             timeout=timedelta(seconds=work.timeout),
         )
         dist.barrier()  # nobody leaves while another is still connecting
-        answer = pickle.dumps(_Outcome(True, function(*args), time.monotonic()))
+        value = function(*args)
+        left = len(dist.distributed_c10d._world.pg_map) > 1
+        answer = pickle.dumps(_Outcome(True, value, time.monotonic(), left))
     except BaseException:
         answer = pickle.dumps(_Outcome(False, traceback.format_exc(), time.monotonic()))
+    faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
-    sender.send_bytes(answer)
-    # The others may still be talking to this rank's threads; the parent ends all when all have answered.
-    threading.Event().wait()
+    return answer
 
 
 def _capture(work: _Work) -> None:

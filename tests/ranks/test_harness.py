@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.harness import RankFailure, run_ranks
+from tests.ranks.harness import RankFailure, kept_processes, kept_ranks, run_ranks
 
 
 def answer(text: str) -> tuple[int, int, str, torch.Tensor]:
@@ -90,6 +90,34 @@ def test_a_rank_that_dies_is_a_failure_unless_it_was_meant_to() -> None:
     with pytest.raises(RankFailure, match="rank 1 of 2 in `die_on` died with exit code -9"):
         run_ranks(die_on, 2, 1)
     assert run_ranks(die_on, 2, 1, dying={1}) == [0, None]
+
+
+def changing(change: str) -> tuple[int, str, bool, float]:
+    """Who this rank is and what it finds; then it changes that."""
+    found = os.getpid(), os.getcwd(), "CHANGED" in os.environ, float(torch.rand(()))
+    os.chdir("/")
+    os.environ["CHANGED"] = "yes"
+    if change == "a group":
+        dist.new_group()
+    elif change == "an error":
+        raise KeyError(change)
+    return found
+
+
+def test_ranks_are_kept_unless_something_is_left_in_them() -> None:
+    with kept_ranks():
+        first, second = run_ranks(changing, 2, ""), run_ranks(changing, 2, "a group")
+        assert first == second, "the same processes, and as they began"
+        assert not kept_processes()
+        third = run_ranks(changing, 3, "")
+        assert not {rank[0] for rank in second} & {rank[0] for rank in third}
+        assert run_ranks(changing, 2, "") == third[:2] and len(kept_processes()) == 3
+        with pytest.raises(RankFailure, match="an error"):
+            run_ranks(changing, 3, "an error")
+        assert not kept_processes()
+        assert run_ranks(changing, 1, "")
+    assert not multiprocessing.active_children()
+    assert run_ranks(changing, 1, "") and not kept_processes()
 
 
 def cannot_answer() -> object:
