@@ -105,7 +105,7 @@ def _relative(mine: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[fl
     return total, max(off[name] / size[name] for name in off)
 
 
-COUNTS = [64, pytest.param(256, marks=pytest.mark.slow)]
+COUNTS = [32, *(pytest.param(count, marks=pytest.mark.slow) for count in (64, 256))]
 
 
 @pytest.mark.long

@@ -47,18 +47,34 @@ def test_every_optimizer_learns(kind: str) -> None:
     assert run.losses[-1] < run.losses[0] - 0.05
 
 
+Worlds = dict[int, tuple[int, ...]]
+"""Ranks -> stages."""
+
+EVERYWHERE: Worlds = dict.fromkeys((1, 2, 4), STAGES)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [3, pytest.param(12, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_stages_and_world_sizes_are_the_same_bits(kind: str, steps: int) -> None:
-    """Losses, norms, weights, masters and moments of seven runs."""
-    worlds = {1: (0,), 2: STAGES, 4: (0, 3)}
+@pytest.mark.parametrize(
+    ("kind", "steps", "worlds"),
+    [
+        ("AdamW", 3, {1: (0,), 2: (0, 3), 4: (3,)}),
+        ("SGD", 3, {1: (3,), 2: (1, 2), 4: (0,)}),
+        ("Lion", 3, {1: (0,), 2: (0, 3), 4: (3,)}),
+        *(
+            pytest.param(kind, steps, EVERYWHERE, marks=pytest.mark.slow)
+            for kind in KINDS
+            for steps in (3, 12)
+        ),
+    ],
+)
+def test_stages_and_world_sizes_are_the_same_bits(kind: str, steps: int, worlds: Worlds) -> None:
+    """Losses, norms, weights, masters and moments."""
     runs = [
         run
         for world, stages in worlds.items()
         for run in run_ranks(at_stages, world, stages, kind, steps, timeout=200)[0]
     ]
-    assert len(runs) == 7
+    assert len(runs) == sum(map(len, worlds.values()))
     assert same(runs) == []
     assert all(value.any() for state in runs[0].states.values() for value in state.values())
 
