@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -14,6 +15,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.ranks.harness import run_ranks
 
 
 def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
@@ -27,6 +32,22 @@ def by_hand(script: Path, arguments: list[str], folder: Path, seconds: float = 2
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     _run([sys.executable, str(script), *arguments], folder, seconds, places)
+
+
+def forked(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
+    """The same in ranks that have torch imported."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    run_ranks(_in_a_rank, 2, script, arguments, folder, place, timeout=seconds)
+
+
+def _in_a_rank(script: Path, arguments: list[str], folder: Path, place: Mapping[str, str]) -> None:
+    rank = str(dist.get_rank())
+    dist.barrier()
+    dist.destroy_process_group()  # a script makes its own
+    os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
+    os.chdir(folder)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
