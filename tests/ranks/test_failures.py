@@ -22,6 +22,8 @@ from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import RankError
 
+pytestmark = pytest.mark.fresh_ranks
+
 TIMEOUT = 3.0
 """Seconds that a rank waits for the others, in tests where one is missing."""
 
@@ -133,9 +135,10 @@ def a_failed_forward_costs_nothing_else(stage: int) -> Any:
     return runs[0].differs(runs[1])
 
 
-def test_an_exception_leaves_the_engine_usable() -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_exception_leaves_the_engine_usable(stage: int) -> None:
     checks = [after_a_failure_the_next_step_is_as_if_nothing_was, a_failed_forward_costs_nothing_else]
-    for found in run_ranks(run_all, 2, checks):
+    for found in run_ranks(run_all, 2, checks, stage):
         assert found == []
 
 

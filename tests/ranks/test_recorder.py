@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -75,13 +76,21 @@ def report(cases: dict[str, tuple[dict[str, Any], Any, int]]) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def plain() -> dict[str, str]:
+Cell = tuple[int, int, str]
+"""(stage, micro-batches, mode)."""
+
+CELLS: list[Cell] = list(itertools.product(STAGES, (1, 3), ("fp32", "bf16", "autocast-bf16")))
+EVEN, ODD = (
+    [cell for number, cell in enumerate(CELLS) if (number // 6 + number) % 2 == half] for half in (0, 1)
+)
+"""Each holds every two values of theirs."""
+
+
+def plain(cells: list[Cell]) -> dict[str, str]:
     return report(
         {
             f"stage {stage}, {mode}, {micro} micro-batches": (config(stage, mode, micro), GPT, micro)
-            for stage in STAGES
-            for micro in (1, 3)
-            for mode in ("fp32", "bf16", "autocast-bf16")
+            for stage, micro, mode in cells
         }
     )
 
@@ -123,24 +132,36 @@ def frozen_block() -> GPT:
     return model
 
 
-def replicated() -> dict[str, str]:
+def replicated(cells: list[tuple[int, int]]) -> dict[str, str]:
     mesh = {"sharding": {"replicate": 2}}
     return report(
         {
             f"stage {stage}, {micro} micro-batches": (config(stage, "bf16", micro, **mesh), GPT, micro)
-            for stage in STAGES
-            for micro in (1, 2)
+            for stage, micro in cells
         }
     )
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("body", "world"),
-    [(plain, 1), (plain, 2), (recomputing, 2), (shaped, 2), (replicated, 4)],
-    ids=["one rank", "two ranks", "checkpointing", "pins, nesting, keeping", "2 replicas of 2 shards"],
+    ("body", "world", "cells"),
+    [
+        pytest.param(plain, 1, [ODD], id="one rank"),
+        pytest.param(plain, 1, [EVEN], id="one rank, other cells", marks=slow),
+        pytest.param(plain, 2, [EVEN], id="two ranks"),
+        pytest.param(plain, 2, [ODD], id="two ranks, other cells", marks=slow),
+        pytest.param(recomputing, 2, [], id="checkpointing"),
+        pytest.param(shaped, 2, [], id="pins, nesting, keeping"),
+        pytest.param(replicated, 4, [[(0, 1), (1, 2), (2, 1), (3, 2)]], id="2 replicas of 2 shards"),
+        pytest.param(
+            replicated, 4, [[(0, 2), (1, 1), (2, 2), (3, 1)]], id="the other cells of these", marks=slow
+        ),
+    ],
 )
-def test_the_record_is_the_plans_list(body: Any, world: int) -> None:
-    for found in run_ranks(body, world):
+def test_the_record_is_the_plans_list(body: Any, world: int, cells: list[Any]) -> None:
+    for found in run_ranks(body, world, *cells):
         assert found == {}
 
 

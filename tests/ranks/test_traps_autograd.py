@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.ranks.harness import run_ranks
-from tests.ranks.plain import differs, left_behind, pair, run_all
+from tests.ranks.plain import CELLS, differs, left_behind, pair, run_all
 
 WIDTH = 16
 
@@ -346,7 +346,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_traps_of_autograd(world: int) -> None:
-    for found in run_ranks(run_all, world, CHECKS):
+@pytest.mark.parametrize(("world", "stage"), CELLS)
+def test_traps_of_autograd(world: int, stage: int) -> None:
+    for found in run_ranks(run_all, world, CHECKS, stage):
         assert found == []

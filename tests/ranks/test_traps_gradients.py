@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from tests.ranks.plain import differs, left_behind, pair, run_all, weights
+from tests.ranks.plain import CELLS, differs, left_behind, pair, run_all, weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
 
@@ -368,7 +368,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_traps_of_gradients(world: int) -> None:
-    for found in run_ranks(run_all, world, CHECKS):
+@pytest.mark.parametrize(("world", "stage"), CELLS)
+def test_traps_of_gradients(world: int, stage: int) -> None:
+    for found in run_ranks(run_all, world, CHECKS, stage):
         assert found == []

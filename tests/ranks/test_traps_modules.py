@@ -18,7 +18,7 @@ from torch import nn
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from tests.ranks.plain import differs, pair, run_all, weights
+from tests.ranks.plain import CELLS, differs, pair, run_all, weights
 from zerodrift.engine.attached import Gone
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
@@ -368,7 +368,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_traps_of_modules(world: int) -> None:
-    for found in run_ranks(run_all, world, CHECKS):
+@pytest.mark.parametrize(("world", "stage"), CELLS)
+def test_traps_of_modules(world: int, stage: int) -> None:
+    for found in run_ranks(run_all, world, CHECKS, stage):
         assert found == []

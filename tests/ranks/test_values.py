@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -146,18 +147,32 @@ def written_on_one_rank(stage: int, mode: str) -> list[str]:
     return []
 
 
-def all_writes() -> list[str]:
-    wrong = []
-    for mode in ("fp32", "bf16", "fp16", "autocast-bf16"):
-        for stage in (0, 2, 3):
-            wrong += written_outside(stage, mode)
-    for stage in (0, 1):
-        wrong += written_on_one_rank(stage, "fp32") + written_on_one_rank(stage, "fp16")
-    return wrong
+Cell = tuple[int, str]
+"""(stage, mode)."""
 
 
-def test_a_write_outside_is_taken_over_or_named() -> None:
-    assert run_ranks(all_writes, 2, timeout=240) == [[], []]
+def halves(some: Sequence[Cell], every: Iterable[Cell]) -> Any:
+    """Cells for `make test`, which hold every stage and every mode; and those that are left, slow."""
+    others = [cell for cell in every if cell not in some]
+    cases = [pytest.param(some, id="some"), pytest.param(others, id="others", marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("cells", cases)
+
+
+def all_of(check: Callable[[int, str], list[str]], cells: Sequence[Cell]) -> list[str]:
+    return [wrong for stage, mode in cells for wrong in check(stage, mode)]
+
+
+@halves(
+    [(0, "fp32"), (2, "bf16"), (3, "bf16"), (2, "fp16"), (3, "autocast-bf16")],
+    itertools.product((0, 2, 3), ("fp32", "bf16", "fp16", "autocast-bf16")),
+)
+def test_a_write_outside_is_taken_over_or_named(cells: list[Cell]) -> None:
+    assert run_ranks(all_of, 2, written_outside, cells, timeout=240) == [[], []]
+
+
+@halves([(0, "fp32"), (1, "fp16")], itertools.product((0, 1), ("fp32", "fp16")))
+def test_a_write_on_one_rank_is_an_error_on_all(cells: list[Cell]) -> None:
+    assert run_ranks(all_of, 2, written_on_one_rank, cells) == [[], []]
 
 
 # --- contexts -----------------------------------------------------------------------------------------------
@@ -275,17 +290,21 @@ def regularised(stage: int, mode: str) -> list[str]:
     return wrong
 
 
-def all_contexts() -> list[str]:
-    wrong = []
-    for stage in (0, 1, 3):
-        for mode in ("fp32", "bf16", "fp16"):
-            wrong += failing_writes(stage, mode) + kept_values(stage, mode)
-        wrong += kept_values(stage, "autocast-bf16") + regularised(stage, "fp32")
+def contexts(stage: int, mode: str) -> list[str]:
+    wrong = kept_values(stage, mode)
+    if mode != "autocast-bf16":
+        wrong += failing_writes(stage, mode)
+    if mode == "fp32":
+        wrong += regularised(stage, mode)
     return wrong
 
 
-def test_contexts_leave_what_was_there_and_what_was_kept() -> None:
-    assert run_ranks(all_contexts, 2, timeout=240) == [[], []]
+@halves(
+    [(0, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16"), (0, "fp16"), (1, "autocast-bf16")],
+    itertools.product((0, 1, 3), ("fp32", "bf16", "fp16", "autocast-bf16")),
+)
+def test_contexts_leave_what_was_there_and_what_was_kept(cells: list[Cell]) -> None:
+    assert run_ranks(all_of, 2, contexts, cells, timeout=240) == [[], []]
 
 
 # --- another model ------------------------------------------------------------------------------------------
