@@ -50,7 +50,7 @@ def twice(folder: str, written: dict[str, Any], build: Callable[[], tuple[nn.Mod
 
 
 def plain() -> tuple[nn.Module, dict[str, Any]]:
-    return GPT(moe=True), {}
+    return GPT(moe=True, layers=1), {}
 
 
 def given(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -214,7 +214,7 @@ SOME = [((0, 1), (3, 2)), ((1, 2), (0, 4)), ((3, 4), (2, 1))]
 
 
 def save_one(folder: str, written: dict[str, Any]) -> Run:
-    engine = make(written, GPT(moe=True))
+    engine = make(written, GPT(layers=1, moe=True))
     train(engine, 3)
     run = Run()
     finish(engine, run)
@@ -224,7 +224,7 @@ def save_one(folder: str, written: dict[str, Any]) -> Run:
 
 
 def load_one(folder: str, written: dict[str, Any]) -> Any:
-    engine = make(written, GPT(moe=True, seed=5))
+    engine = make(written, GPT(layers=1, moe=True, seed=5))
     loaded = Checkpoints(engine, folder, quiet=True).load()
     run = Run()
     finish(engine, run)
@@ -247,7 +247,7 @@ def resharded(
     torch.save(saved, tmp_path / f"{source}.pt")
     results = run_ranks(load_one, target[1], str(folder), config(target[0], "bf16", **rest[1]))
     for run, client, said in results:
-        assert saved.masters.keys() == run.masters.keys() and len(saved.masters) > 40
+        assert saved.masters.keys() == run.masters.keys() and len(saved.masters) > 20
         assert saved.differs(run) == [], (source, target)
         assert client == {"epoch": 3}
         assert ("ranks" in said) == (source[1] != target[1])

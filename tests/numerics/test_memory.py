@@ -74,7 +74,11 @@ def _reachable(*roots: object) -> Iterator[torch.Tensor]:
             if item.is_leaf:
                 stack.append(item.grad)
         else:
-            stack += _parts_of(type(item))(item)
+            stack += [part for part in _parts_of(type(item))(item) if type(part) not in _EMPTY]
+
+
+_EMPTY: set[type] = set()
+"""Classes whose objects hold nothing that is looked for: most of what a look would walk through."""
 
 
 @cache
@@ -89,7 +93,12 @@ def _parts_of(kind: type) -> Callable[[Any], Iterable[object]]:
     if issubclass(kind, FunctionType):
         return lambda item: [cell.cell_contents for cell in item.__closure__ or ()]
     if _may_hold(kind):
-        return _attributes
+        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+        return lambda item: (
+            *getattr(item, "__dict__", {}).values(),
+            *(getattr(item, name, None) for name in slots),
+        )
+    _EMPTY.add(kind)
     return lambda item: ()
 
 
@@ -102,13 +111,6 @@ def _may_hold(kind: type) -> bool:
 
 ROOMS = ("engine", "optim", "comm")
 """Whose objects have tensors."""
-
-
-def _attributes(item: object) -> Iterator[object]:
-    yield from (value for value in getattr(item, "__dict__", {}).values() if not isinstance(value, type))
-    for kind in type(item).__mro__:
-        for name in getattr(kind, "__slots__", ()):
-            yield getattr(item, name, None)
 
 
 # --- at rest --------------------------------------------------------------------------------------------
@@ -240,7 +242,8 @@ class Poll:
         self.gathered = max(self.gathered, len(full))
         if not self.history or self.history[-1] != tuple(full):
             self.history.append(tuple(full))
-        self.peak = max(self.peak, sum(storages(_reachable(self.engine, *extra)).values()))
+        with torch._C.DisableTorchFunctionSubclass():  # tensors as they are, and at once
+            self.peak = max(self.peak, sum(storages(_reachable(self.engine, *extra)).values()))
 
     def watch(self) -> None:
         """At every forward of a module that has parts, every gradient of a matrix, every collective and every

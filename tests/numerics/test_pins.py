@@ -8,6 +8,7 @@ given, bit for bit, and a router that is not pinned shows that the comparison ca
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from zerodrift.plan.schedule import collectives
 STAGES = (0, 1, 2, 3)
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast-bf16": torch.bfloat16}
 MODES = tuple(LOW)
-STEPS = 4
+STEPS = 3
 ROUTERS = ("layers.0.mlp.router.weight", "layers.1.mlp.router.weight")
 
 Rules = list[dict[str, Any]]
@@ -142,13 +143,14 @@ def _judge(run: Routed, seen: Seen, master: Tensor, low: torch.dtype) -> None:
     run.tokens += len(chosen)
 
 
-def route_all(mode: str, rules: Rules) -> list[Routed]:
-    return [route(stage, mode, rules) for stage in (0, 3)]
+def route_all(mode: str, rules: Rules, stages: tuple[int, ...] = (0, 3)) -> list[Routed]:
+    return [route(stage, mode, rules) for stage in stages]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_pinned_routers_choose_as_a_full_fp32_router_does(mode: str) -> None:
-    for found in run_ranks(route_all, 2, mode, PIN_ROUTERS):
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
+def test_pinned_routers_choose_as_a_full_fp32_router_does(stages: tuple[int, ...], mode: str) -> None:
+    for found in run_ranks(route_all, 2, mode, PIN_ROUTERS, stages):
         for run in found:
             assert run.losses == found[0].losses
             assert run.tokens == STEPS * len(ROUTERS) * 16 * 12
@@ -232,11 +234,16 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(values.to(dtype).to(values.dtype), values)
 
 
+@functools.cache
+def seen_by_ranks(mode: str) -> list[list[Columns]]:
+    return run_ranks(columns_of, 2, mode)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
     """Gathered, computed, accumulated, reduced, updated and remembered, while its neighbours are not."""
     fp32, low = torch.float32, LOW[mode]
-    for found in run_ranks(columns_of, 2, mode):
+    for found in seen_by_ranks(mode):
         for columns in found:
             assert columns.pinned == {
                 "parameter": fp32,
@@ -260,11 +267,10 @@ def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
             assert columns.wires == columns.planned
 
 
-def routers_on_the_wire(mode: str) -> list[Counter[tuple[str, str, int]]]:
+def routers_on_the_wire(every: list[Columns]) -> list[Counter[tuple[str, str, int]]]:
     """Only the router segments of what was recorded: they are the only ones of their size."""
     return [
-        Counter({key: count for key, count in columns.wires.items() if key[2] == 512})
-        for columns in columns_of(mode)
+        Counter({key: count for key, count in columns.wires.items() if key[2] == 512}) for columns in every
     ]
 
 
@@ -273,7 +279,7 @@ def routers_on_the_wire(mode: str) -> list[Counter[tuple[str, str, int]]]:
 def test_pinned_routers_travel_in_fp32(mode: str) -> None:
     """Two routers of 128 elements, each padded to 512: 256 for each of two ranks."""
     reduced = {("reduce_scatter", "fp32", 512): 2}
-    for found in run_ranks(routers_on_the_wire, 2, mode):
+    for found in map(routers_on_the_wire, seen_by_ranks(mode)):
         # Gathered after the update, or at stage 3 before every forward and every backward.
         gathers = (2, 2, 2, 4)
         assert found[0] == Counter(reduced | {("all_gather", "fp32", 512): 2})
