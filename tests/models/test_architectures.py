@@ -19,9 +19,11 @@ from tests.models.architectures import ARCHITECTURES, Architecture, some, tokens
 
 STEPS, ENOUGH = 4, 20
 """Steps that are compared, and those in which a model learns."""
-STAGES = (0, 3)
-CHECKPOINTING = (None, False, True)
-"""Off; on with `use_reentrant` false and true."""
+Case = tuple[int, bool | None]
+"""Stage; no activation checkpointing, or its `use_reentrant`."""
+
+ALL: list[Case] = [(stage, reentrant) for stage in (0, 3) for reentrant in (None, False, True)]
+SOME: list[Case] = [(0, None), (0, False), (3, None), (3, True)]
 
 
 @dataclass
@@ -46,23 +48,22 @@ def written(architecture: Architecture, stage: int, mode: str) -> dict[str, Any]
     return config(stage, mode, precision={"rules": rules})
 
 
-def compare(name: str, mode: str) -> Report:
-    """On a rank: every stage, with every kind of checkpointing."""
+def compare(name: str, mode: str, cases: list[Case]) -> Report:
+    """On a rank."""
     architecture = ARCHITECTURES[name]
     runs: list[Run] = []
     report = Report()
-    for stage in STAGES:
-        for reentrant in CHECKPOINTING:
-            model = architecture.model()
-            if reentrant is not None:
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            forwards = _count_forwards(model)
-            engine = make(written(architecture, stage, mode), model)
-            runs.append(train(engine, STEPS))
-            report.forwards.append(len(forwards) // STEPS)
-            if reentrant is None:
-                _look(engine, architecture, report)
-            engine.destroy()
+    for stage, reentrant in cases:
+        model = architecture.model()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        forwards = _count_forwards(model)
+        engine = make(written(architecture, stage, mode), model)
+        runs.append(train(engine, STEPS))
+        report.forwards.append(len(forwards) // STEPS)
+        if reentrant is None:
+            _look(engine, architecture, report)
+        engine.destroy()
     report.differences = same(runs)
     engine = make(written(architecture, 3, mode), architecture.model())
     report.losses = train(engine, ENOUGH).losses
@@ -108,11 +109,20 @@ def _look(engine: Engine, architecture: Architecture, report: Report) -> None:
         report.routers |= {engine.module.get_parameter(row.name).dtype for row in routers}
 
 
+@pytest.mark.parametrize(
+    ("mode", "cases"),
+    [
+        pytest.param("bf16", SOME, id="bf16"),
+        pytest.param("bf16", ALL, id="bf16-all", marks=pytest.mark.slow),
+        pytest.param("fp32", ALL, id="fp32-all", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", some("llama", "qwen3-moe"))
-def test_stages_and_checkpointing_are_the_same_bits(name: str) -> None:
-    for report in run_ranks(compare, 2, name, "bf16", timeout=200):
+def test_stages_and_checkpointing_are_the_same_bits(name: str, mode: str, cases: list[Case]) -> None:
+    for report in run_ranks(compare, 2, name, mode, cases, timeout=200):
         assert report.differences == []
-        assert report.forwards == [1, 2, 2] * len(STAGES), "checkpointing recomputes"
+        recomputed = [1 if reentrant is None else 2 for _, reentrant in cases]
+        assert report.forwards == recomputed, "checkpointing recomputes"
         assert report.losses[-1] < report.losses[0] - 1.0, f"did not learn: {report.losses}"
         assert report.units == ["", "model.layers.0", "model.layers.1"]
         assert report.routers == ({torch.float32} if ARCHITECTURES[name].routers else set())
