@@ -87,7 +87,7 @@ REPLAY = """\
 Compute steps of a run once more, and say where bits first differ from what it recorded.
 
 The run must have been trained with `run.digest_every`. Under `precision.reduce: {order: tree}` the bits are
-the same on any number of processes, so steps of many can be replayed on one. Exit code 1: other bits.
+the same on any number of processes, so steps of many can be replayed on one. Exit code 3: other bits.
 
 \b
 Examples:

@@ -31,6 +31,9 @@ from zerodrift.train.launch import Launcher, RankFailedError
 
 KIND = "digest"
 
+OTHER = 3
+"""Exit code where bits are other than recorded."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -75,8 +78,7 @@ class Found:
 
 
 def replay(run: Path, first: int | None, last: int | None, nproc: int | None, debug: bool) -> int:
-    """Replay the steps after `first` up to `last` on `nproc` processes; returns the exit code: 1 for other
-    bits."""
+    """Replay the steps after `first` up to `last` on `nproc` processes; returns the exit code."""
     folder = RunFolder(run)
     job, recorded, plan = folder.load_job(), _recorded(folder), folder.load_plan()
     began, start = _start(folder, first)
@@ -105,7 +107,7 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
         return code
     found = decode(Found, json.loads(result.read_text(encoding="utf-8")))
     print("\n".join(told(found, plan, count)), flush=True)
-    return 0 if found.difference is None else 1
+    return 0 if found.difference is None else OTHER
 
 
 def _recorded(folder: RunFolder) -> dict[int, dict[str, Any]]:

@@ -213,7 +213,8 @@ def differences(
             *changes,
             CheckpointDifference("plan", "none", now.plan.digest[:12], "converted from elsewhere"),
         ]
-    compare("ranks", manifest.mesh, now.plan.mesh, "sums have another order")
+    effect = "" if now.plan.policy.tree else "sums have another order"
+    compare("ranks", manifest.mesh, now.plan.mesh, effect)
     compare("stage", manifest.stage, now.plan.policy.sharding.stage)
     compare("mode", manifest.mode, now.plan.policy.mode.value)
     changes += _trained(entries, now.plan)
