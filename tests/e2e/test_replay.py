@@ -89,7 +89,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def zerodrift(folder: Path, *words: str, plant: str = "") -> tuple[int, str]:
-    environment = {**os.environ, "PYTHONPATH": f"{folder}", "PLANT": plant, "COLUMNS": "100"}
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PLANT": plant, "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, "-m", "zerodrift", *words],
         cwd=folder,
