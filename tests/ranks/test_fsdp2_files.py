@@ -46,7 +46,7 @@ def resumed(backend: str, folder: str, rest: dict[str, Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("rest", [{}, {"optimizer": SGD}], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize(("first", "second"), [("native", "fsdp2"), ("fsdp2", "native"), ("fsdp2", "fsdp2")])
 def test_a_run_goes_on_with_the_other_backend(

@@ -82,11 +82,13 @@ def run(
 
 CASES = [
     (2, 3, "fp32", 1, {"optimizer": SGD}),
-    (4, 0, "fp32", 2, {"optimizer": SGD}),
+    pytest.param(4, 0, "fp32", 2, {"optimizer": SGD}, marks=pytest.mark.slow),
+    (2, 0, "fp32", 2, {"optimizer": SGD}),
     pytest.param(4, 1, "fp32", 2, {"optimizer": SGD}, marks=pytest.mark.slow),
     (4, 2, "fp32", 2, {"optimizer": SGD, "gradient_clipping": 0.1}),
     pytest.param(4, 3, "fp32", 1, {"optimizer": SGD, "gradient_clipping": 0.1}, marks=pytest.mark.slow),
-    (4, 3, "fp32", 1, {}),
+    (2, 3, "fp32", 1, {}),
+    pytest.param(4, 3, "fp32", 1, {}, marks=pytest.mark.slow),
     (4, 3, "bf16", 2, {"optimizer": SGD}),
 ]
 
