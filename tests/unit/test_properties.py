@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,9 +137,18 @@ def attempt(written: dict[str, Any], model: ModelSpec, world: int) -> Plan | str
         return str(error)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(written=CONFIG, model=models(), world=st.integers(1, 6))
-def test_a_plan_or_one_of_our_own_errors(written: dict[str, Any], model: ModelSpec, world: int) -> None:
+def for_any(written: st.SearchStrategy[Any], check: Callable[..., None], examples: int) -> None:
+    """Check a number of configs, each with a model and a number of ranks."""
+    chosen = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    chosen(given(written=written, model=models(), world=st.integers(1, 6))(check))()
+
+
+@pytest.mark.parametrize("examples", [150, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_plan_or_one_of_our_own_errors(examples: int) -> None:
+    for_any(CONFIG, a_plan_or_one_of_our_own_errors, examples)
+
+
+def a_plan_or_one_of_our_own_errors(written: dict[str, Any], model: ModelSpec, world: int) -> None:
     made = attempt(written, model, world)
     assert made == attempt(written, model, world)
     if isinstance(made, str):
@@ -168,9 +178,12 @@ SIMPLE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(written=SIMPLE, model=models(), world=st.integers(1, 6))
-def test_sensible_configs_always_plan(written: dict[str, Any], model: ModelSpec, world: int) -> None:
+@pytest.mark.parametrize("examples", [100, pytest.param(200, marks=pytest.mark.slow)])
+def test_sensible_configs_always_plan(examples: int) -> None:
+    for_any(SIMPLE, always_a_plan, examples)
+
+
+def always_a_plan(written: dict[str, Any], model: ModelSpec, world: int) -> None:
     made = attempt(written, model, world)
     assert isinstance(made, Plan), made
     for row in made.rows:
