@@ -14,6 +14,9 @@ from tests import chosen
 # Before torch is imported, here and in what tests start: threads of tests beside each other wait by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+SHARE_RANKS = ("numerics", "models", "ranks")
+"""Folders."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,8 +43,8 @@ def leaves_nothing_running() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where numbers are compared, tests of one file share ranks; elsewhere they may leave anything behind."""
-    if request.path.parent.name not in ("numerics", "models"):
+    """Tests of one file share ranks, unless what they do to processes is what they are about."""
+    if request.path.parent.name not in SHARE_RANKS or request.node.get_closest_marker("fresh_ranks"):
         yield
         return
     from tests.ranks import harness

@@ -138,6 +138,8 @@ ORPHANS = """
 import pathlib, sys
 from tests.ranks import harness
 from tests.ranks.test_harness import write_pid_and_wait
+
+pytestmark = pytest.mark.fresh_ranks
 harness.PRELOAD[:] = ["tests.ranks.test_harness"]  # all that these ranks need
 harness.run_ranks(write_pid_and_wait, 2, pathlib.Path(sys.argv[1]))
 """

@@ -23,6 +23,8 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError
 from zerodrift.mesh import MeshShape
 
+pytestmark = pytest.mark.fresh_ranks
+
 SOON = 15.0
 """Seconds within which all must have ended; groups wait for ten minutes."""
 
