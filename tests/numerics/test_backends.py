@@ -261,7 +261,7 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3])
 def test_no_average_is_lost(stage: int) -> None:
     native, fsdp2 = (run_ranks(loops, 2, backend, stage, timeout=120) for backend in ("native", "fsdp2"))
     assert native == fsdp2
@@ -282,24 +282,25 @@ def test_no_average_is_lost_between_replicas() -> None:
     assert run_ranks(replicated, 4, "native") == run_ranks(replicated, 4, "fsdp2")
 
 
-def overflowing(backend: str) -> list[Any]:
+def overflowing(backend: str, power: int, steps: int) -> list[Any]:
     """fp16 with a scale that overflows first."""
-    fp16 = {"initial_scale_power": 40, "hysteresis": 1}
+    fp16 = {"initial_scale_power": power, "hysteresis": 1}
     engine = make(
         config(3, "fp16", 1, backend=backend, precision={"storage": "fp32"}, fp16=fp16), GPT(layers=1)
     )
     found: list[Any] = []
-    for step in range(30):
+    for step in range(steps):
         loss = engine(batch(step, engine.mesh.rank("data")))
         engine.backward(loss)
         result = engine.step()
         found.append((result.updated, result.skipped, result.loss_scale, result.step, len(result.bad) > 0))
-    assert engine.skipped_steps + engine.global_steps == 30
+    assert engine.skipped_steps + engine.global_steps == steps
     return [*found, float(loss.detach())]
 
 
 @pytest.mark.long
-def test_the_loss_scale_and_skipped_steps() -> None:
-    native, fsdp2 = run_ranks(overflowing, 2, "native"), run_ranks(overflowing, 2, "fsdp2")
+@pytest.mark.parametrize(("power", "steps"), [(22, 12), pytest.param(40, 30, marks=pytest.mark.slow)])
+def test_the_loss_scale_and_skipped_steps(power: int, steps: int) -> None:
+    native, fsdp2 = (run_ranks(overflowing, 2, backend, power, steps) for backend in ("native", "fsdp2"))
     assert native == fsdp2
     assert any(skipped for _, skipped, *_ in fsdp2[0][:-1]) and any(updated for updated, *_ in fsdp2[0][:-1])

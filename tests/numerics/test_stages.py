@@ -12,8 +12,8 @@ from tests.ranks.harness import run_ranks
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)
-FOUR = ((False, "fp16"), (True, "bf16"))
-"""What `make test` runs on four ranks: (whether with experts, mode)."""
+FOUR = ((False, "fp16", STAGES), (True, "bf16", (0, 3)))
+"""What `make test` runs on four ranks: (whether with experts, mode, stages)."""
 FEW, ENOUGH, MANY = 3, 20, 50
 """Steps. In the first few all that stages do differently is done; the others are enough to learn."""
 
@@ -39,19 +39,18 @@ def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool
 
 
 @pytest.mark.parametrize(
-    ("moe", "mode"),
+    ("moe", "mode", "stages"),
     [
-        pytest.param(moe, mode, marks=[] if (moe, mode) in FOUR else pytest.mark.slow)
-        for moe in (False, True)
-        for mode in MODES
+        *FOUR,
+        *(pytest.param(moe, mode, STAGES, marks=pytest.mark.slow) for moe in (False, True) for mode in MODES),
     ],
 )
-def test_all_stages_are_the_same_bits_on_four_ranks(moe: bool, mode: str) -> None:
-    assert_same(4, mode, moe)
+def test_all_stages_are_the_same_bits_on_four_ranks(moe: bool, mode: str, stages: tuple[int, ...]) -> None:
+    assert_same(4, mode, moe, stages)
 
 
-def assert_same(world: int, mode: str, moe: bool) -> None:
-    for differs, _ in run_ranks(run_stages, world, STAGES, mode, moe, 1, FEW, {}, timeout=200):
+def assert_same(world: int, mode: str, moe: bool, stages: tuple[int, ...] = STAGES) -> None:
+    for differs, _ in run_ranks(run_stages, world, stages, mode, moe, 1, FEW, {}, timeout=200):
         assert differs == []
 
 

@@ -30,6 +30,8 @@ from zerodrift.io.checkpoint import writing as checkpoint_writing
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.io.lock import Lock
 
+pytestmark = pytest.mark.fresh_ranks
+
 OLD, NEW = "step-00000001", "step-00000002"
 TIMEOUT = 4.0
 """Seconds that a rank waits for the others, in tests where one is missing."""
@@ -390,6 +392,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("who", "event", "word"), POINTS, ids=str)
 def test_a_rank_that_dies_in_a_save_costs_that_save_alone(
     who: int, event: str, word: str, tmp_path: Path
