@@ -223,13 +223,10 @@ SHOWN = 4
 def _meaning(difference: OtherBits) -> list[str]:
     lines = []
     if difference.losses:
-        lines.append(
-            "The forward comes first: look at that rank, at the data, and at what draws random numbers."
-        )
+        lines.append("Look at the data of these micro-batches, what draws random numbers, and that rank.")
     elif difference.gradients:
-        lines.append(
-            f"The backward comes to {difference.gradients[-1]} first: that is where bits differ first."
-        )
+        unit = difference.gradients[-1] or OUTSIDE
+        lines.append(f"The backward comes to {unit} first: that is where bits begin to differ.")
     elif difference.state:
         lines.append("Gradients are the same: it is in the update, or in memory since the step before.")
     if difference.step - difference.since > 1:
@@ -299,6 +296,14 @@ def replay_here(source: str, overrides: Sequence[str], request: Request) -> None
 
 
 def _compared(recorded: Mapping[str, Any], now: Mapping[str, Any], since: int) -> OtherBits | None:
+    before, after = len(recorded["losses"]), len(now["losses"])
+    if before != after:
+        raise ConfigError(
+            f"step {now['step']}",
+            "must have been recorded with the batch that the run has now",
+            got=f"{several(before, 'micro-batch', 'micro-batches')}, where there are {after}",
+            do="Replay the steps after the batch was changed: `--from STEP`.",
+        )
     losses = tuple(
         number
         for number, (before, after) in enumerate(zip(recorded["losses"], now["losses"], strict=True))
