@@ -448,6 +448,17 @@ def test_a_name_that_a_file_cannot_hold_is_named(name: str, tmp_path: Path) -> N
     engine.destroy()
 
 
+def test_a_name_that_is_no_text_has_first_values() -> None:
+    name = "a\udc80b"
+    with zd.empty():
+        model = torch.nn.Module()
+        model.register_parameter(name, torch.nn.Parameter(torch.empty(4)))
+        torch.nn.init.normal_(getattr(model, name))
+    engine = initialize(model, None, CONFIG, device="cpu", quiet=True)
+    assert engine.parameter(name).master.isfinite().all()
+    engine.destroy()
+
+
 # --- what is nobody's to remove ---------------------------------------------------------------------------
 
 

@@ -127,9 +127,9 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
     """A digest of who fills what, and of what recipes remember of computed values."""
     digest = hashlib.sha256()
     for name in rows:
-        digest.update(f"{name} from files\n".encode())
+        digest.update(f"{name} from files\n".encode(errors="surrogatepass"))
     for name, parameter in bare.items():
-        digest.update(f"{name} from its module\n".encode())
+        digest.update(f"{name} from its module\n".encode(errors="surrogatepass"))
         written = recipe.of(parameter)
         for operation in written.operations if written is not None else ():
             for value in (*operation.args, *operation.kwargs.values()):

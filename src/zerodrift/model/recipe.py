@@ -193,7 +193,8 @@ def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
 
 def key(name: str, seed: int) -> int:
     """The seed of one parameter."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
+    text = f"{seed}:{name}".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 class Initial:

@@ -31,7 +31,7 @@ _LOW = (1 << 32) - 1
 
 def parameter_key(name: str, seed: int = 0) -> int:
     """The 64-bit key of a parameter, from its name and the run's seed."""
-    text = f"{seed}:{name}".encode()
+    text = f"{seed}:{name}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 

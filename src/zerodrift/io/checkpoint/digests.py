@@ -51,4 +51,4 @@ def _form(engine: Engine) -> str:
         update = row.columns.update
         kept = "" if update is None else f"{update.master} {update.state}"
         text.append(f"{row.name} {row.columns.storage.dtype} {kept}")
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(text).encode(errors="surrogatepass")).hexdigest()[:16]
