@@ -49,6 +49,7 @@ def parameters() -> None:
     assert {str(value.dtype) for value in engine.parameter("norm.weight").state.values()} == {"torch.float32"}
     assert engine.updater.resting(0) == (None, (torch.float32,))
     assert model.embed.weight.grad is None
+    engine.destroy()
 
 
 def test_parameters_are_dtensors_with_the_bits_that_were_given() -> None:
@@ -106,7 +107,9 @@ def containers() -> list[tuple[str, ...]]:
     precision = {"rules": [{"match": "*.experts.*", "pin": "fp32"}]}
     engine = make(fsdp2(3, "bf16", precision=precision), model)
     step(engine)
-    return [unit.spec.paths for unit in engine.executor.units]
+    paths = [unit.spec.paths for unit in engine.executor.units]
+    engine.destroy()
+    return paths
 
 
 def test_a_container_is_no_group_but_its_children_are() -> None:
@@ -152,6 +155,7 @@ def lora(backend: str) -> list[float]:
     losses = [step(engine, number) for number in range(3)]
     with engine.gathered(["layers.0.mlp.up.weight"]) as values:
         frozen = values["layers.0.mlp.up.weight"].float().sum().item()
+    engine.destroy()
     return [*losses, frozen]
 
 
@@ -328,6 +332,7 @@ def recorded(stage: int, micro: int, rest: dict[str, Any]) -> list[Any]:
         for number in range(micro):
             engine.backward(engine(batch(1, engine.mesh.rank("data"), number)))
             engine.step()
+    engine.destroy()
     return [(call.op, call.dtype, call.sum, call.axis) for call in log]
 
 
@@ -411,7 +416,8 @@ def recomputed() -> list[list[float]]:
     found = []
     for kind in (GPT, Recomputed, Reentrant):
         engine = make(
-            fsdp2(3, "bf16", 2, precision={"rules": [{"match": "*.router.*", "pin": "fp32"}]}), kind(moe=True)
+            fsdp2(3, "bf16", 2, precision={"rules": [{"match": "*.router.*", "pin": "fp32"}]}),
+            kind(layers=1, moe=True),
         )
         run = train(engine, 2, 2)
         found.append([*run.losses, *(float(f"{norm:.14g}") for norm in run.norms)])
@@ -441,6 +447,7 @@ def picky(backend: str, stage: int) -> list[list[float]]:
     model.layers[0].mlp = Picky()
     engine = make(config(stage, "bf16", 2, backend=backend, precision={"storage": "fp32"}), model)
     run = train(engine, 3, 2)
+    engine.destroy()
     return [run.losses, run.masters["layers.0.mlp.experts.1.weight"].flatten().tolist()]
 
 
@@ -486,7 +493,9 @@ def own(backend: str, kind: str) -> list[float]:
     assert (
         engine.optimizer is optimizer and len(engine.step_result_lr if False else optimizer.param_groups) == 2
     )
-    return [step(engine, number) for number in range(4)]
+    losses = [step(engine, number) for number in range(4)]
+    engine.destroy()
+    return losses
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
@@ -594,6 +603,7 @@ def unscaled() -> None:
         engine(batch(0)).backward()
     engine.scale(engine(batch(0, engine.mesh.rank()))).backward()
     engine.step()
+    engine.destroy()
 
 
 def test_a_plain_backward_needs_the_scale() -> None:

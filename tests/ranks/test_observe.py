@@ -32,6 +32,7 @@ def watched(stage: int, mode: str, rest: dict[str, Any]) -> tuple[str, list[Find
     engine = make(config(stage, mode, micro_batches=2, **rest), GPT(tied=False))
     seen = step(engine)
     unseen = {cell.column for cell in compare.table(engine.plan, seen) if cell.seen == compare.UNSEEN}
+    engine.destroy()
     return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), unseen
 
 
@@ -68,6 +69,7 @@ def pinned() -> list[str]:
     engine = make(config(3, "bf16", 2, precision={"rules": rules}), GPT(moe=True))
     seen = step(engine)
     compare.require_declared(engine.plan, seen)
+    engine.destroy()
     return [sorted(seen.seen("layers.0.mlp.router.weight", column)) for column in compare.COLUMNS]
 
 
@@ -86,6 +88,7 @@ def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
     engine = make(written, model)
     inexact = [name for name in given if not torch.equal(engine.parameter(name).master, given[name])]
     seen = step(engine)
+    engine.destroy()
     return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), inexact
 
 
@@ -125,6 +128,7 @@ def updated(backend: str) -> dict[str, float]:
         spacing = torch.finfo(torch.float32).eps * start.abs().clamp_min(settings["lr"]).double()
         worst = max(worst, float(((after.double() - wanted.detach()).abs() / spacing).max()))
         fractions.append(float((after.bfloat16().float() != after).float().mean()))
+    engine.destroy()
     return {"worst": worst, "not bf16": min(fractions)}
 
 
@@ -183,6 +187,7 @@ def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
         told = ""
     except PrecisionError as error:
         told = str(error)
+    engine.destroy()
     return [(each.name, each.column, each.seen) for each in found], told
 
 

@@ -66,6 +66,7 @@ def pinned_on_fsdp2() -> list[list[str]]:
     compare.require_declared(engine.plan, seen)
     frozen = "layers.1.mlp.experts.0.up.weight"
     assert seen.seen(frozen, "gather") and not seen.seen(frozen, "grad") | seen.seen(frozen, "state")
+    engine.destroy()
     return [sorted(seen.seen("layers.0.mlp.router.weight", column)) for column in compare.COLUMNS]
 
 
@@ -122,6 +123,7 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
     except PrecisionError as error:
         told = str(error)
     found = compare.findings(engine.plan, seen)
+    engine.destroy()
     return [(each.name, each.column, each.seen) for each in found], told
 
 
