@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from tests.ranks.harness import RankFailure, kept_processes, kept_ranks, run_ranks
 
+pytestmark = pytest.mark.fresh_ranks
+
 
 def answer(text: str) -> tuple[int, int, str, torch.Tensor]:
     print("not a word of this is lost, or seen", flush=True)
@@ -139,7 +141,6 @@ import pathlib, sys
 from tests.ranks import harness
 from tests.ranks.test_harness import write_pid_and_wait
 
-pytestmark = pytest.mark.fresh_ranks
 harness.PRELOAD[:] = ["tests.ranks.test_harness"]  # all that these ranks need
 harness.run_ranks(write_pid_and_wait, 2, pathlib.Path(sys.argv[1]))
 """
