@@ -59,31 +59,17 @@ class Digest:
         return {name: _text(word) for name, word in sums.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """Values of one segment that a rank holds."""
-
-    kind: str
-    what: str
-    """Which of the kind: torch's name of a moment."""
-    spans: Sequence[Span]
-    flat: torch.Tensor
-
-
 def state_digest(plan: Plan, pieces: Iterable[SegmentShard], comm: Collectives) -> Digest:
     """Weights and moments. Every rank calls it; raises on all where copies differ."""
     sums = _Sums(plan, comm.mesh.device)
     copies = [_Copy(), _Copy()]
     for piece in pieces:
-        mine, held = tuple(piece.share), tuple(piece.held)
-        for values in _state(piece, mine):
-            sums.add(values)
-        if mine == held:
-            continue
-        copy = copies[sum(span.numel for span in held) == sum(row.numel for row in piece.rows)]
-        copy.spans += [(span.row.name, span.start, span.numel) for span in held]
-        for values in _state(piece, held):
-            copy.digest += sum(int(_digest_of_span(values, span)) for span in values.spans)
+        copied = piece.held if piece.share != piece.held else ()
+        copy = copies[sum(span.numel for span in copied) == sum(row.numel for row in piece.rows)]
+        copy.spans += [(span.row.name, span.start, span.numel) for span in copied]
+        for kind, what, flat in _state(piece) if piece.held else ():
+            sums.add(kind, what, flat, piece.share)
+            copy.digest += sum(int(_digest_of(kind, what, flat, span)) for span in copied)
     _compare(copies, comm)
     return sums.over_ranks(comm, (WEIGHTS, VISIBLE, MOMENTS))
 
@@ -94,20 +80,18 @@ def gradient_digest(
     """Reduced gradients: `parts` are this rank's, each element on one rank. Every rank calls it."""
     sums = _Sums(plan, comm.mesh.device)
     for spans, flat in parts:
-        sums.add(Values(GRADIENTS, "", spans, flat))
+        sums.add(GRADIENTS, "", flat, spans)
     return sums.over_ranks(comm, (GRADIENTS,))
 
 
-def _state(piece: SegmentShard, spans: Sequence[Span]) -> Iterator[Values]:
-    if not spans:
-        return
-    yield Values(WEIGHTS, "", spans, piece.weights())
+def _state(piece: SegmentShard) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind, torch's name of a moment, values) of what a rank holds of a segment."""
+    yield WEIGHTS, "", piece.weights()
     stored = piece.stored()
     if stored.dtype is not piece.dtype:
-        yield Values(VISIBLE, "", spans, stored)
+        yield VISIBLE, "", stored
     if piece.updated:
-        for name, flat in piece.moments().items():
-            yield Values(MOMENTS, name, spans, flat)
+        yield from ((MOMENTS, name, flat) for name, flat in piece.moments().items())
 
 
 class _Sums:
@@ -118,10 +102,10 @@ class _Sums:
         self._unit_of = {row.name: row.unit for row in plan.rows}
         self._sums = torch.zeros(len(self._units), len(KINDS), dtype=torch.int64, device=device)
 
-    def add(self, values: Values) -> None:
-        for span in values.spans:
-            at = self._unit_of[span.row.name], KINDS.index(values.kind)
-            self._sums[at] += _digest_of_span(values, span)
+    def add(self, kind: str, what: str, flat: torch.Tensor, spans: Sequence[Span]) -> None:
+        for span in spans:
+            at = self._unit_of[span.row.name], KINDS.index(kind)
+            self._sums[at] += _digest_of(kind, what, flat, span)
 
     def over_ranks(self, comm: Collectives, kinds: Sequence[str]) -> Digest:
         words = comm.read(comm.all_reduce_sum(self._sums, "world", "digest"))
@@ -134,11 +118,11 @@ class _Sums:
         )
 
 
-def _digest_of_span(values: Values, span: Span) -> torch.Tensor:
-    flat, start = values.flat[span.place], span.start
+def _digest_of(kind: str, what: str, flat: torch.Tensor, span: Span) -> torch.Tensor:
+    flat, start = flat[span.place], span.start
     if flat.itemsize > 8:
         flat, start = flat.view(torch.int64), 2 * start
-    key = parameter_key(f"{values.kind} {values.what} {span.row.name}")
+    key = parameter_key(f"{kind} {what} {span.row.name}")
     sums = block_digests(flat.contiguous(), start % BLOCK)
     return (sums * (block_keys(key, start // BLOCK, len(sums), flat.device) | 1)).sum()
 

@@ -76,16 +76,16 @@ class FlatShard:
         self._updater = updater if isinstance(segment, TrainedSegment) else None
         self._storage = segment.owned
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
-        self.held = tuple(spans_of(segment, start, start + self.numel, start))
+        self.held = tuple(_spans(segment, start, start + self.numel, start))
         """All that this rank holds."""
         index, copies = copy
         blocks = self.numel // BLOCK
         low, high = (BLOCK * (blocks * n // copies) for n in (index, index + 1))
-        mine = spans_of(segment, start + low, start + high, start) if segment.spec.lead else ()
+        mine = _spans(segment, start + low, start + high, start) if segment.spec.lead else ()
         self.share = tuple(mine)
         """The part of it that no other rank reads."""
         filled = share_of(segment, segment.rank)
-        self.filled = tuple(spans_of(segment, filled.start, filled.stop, start))
+        self.filled = tuple(_spans(segment, filled.start, filled.stop, start))
         """What this rank fills where values come from files."""
 
     @property
@@ -243,10 +243,10 @@ def reduced_parts(
         if segment.reduced is not None and segment.spec.lead and not mesh.rank("replicate"):
             count = segment.reduced.numel()
             start = 0 if count == segment.spec.padded else segment.rank * count
-            yield tuple(spans_of(segment, start, start + count, start)), segment.reduced
+            yield tuple(_spans(segment, start, start + count, start)), segment.reduced
 
 
-def spans_of(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
+def _spans(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
     """What lies of each row in `[low, high)` of the segment, for a piece that begins at `origin`."""
     for row in segment.rows:
         first, last = max(row.offset, low), min(row.offset + row.numel, high)

@@ -80,7 +80,8 @@ class Found:
 def replay(run: Path, first: int | None, last: int | None, nproc: int | None, debug: bool) -> int:
     """Replay the steps after `first` up to `last` on `nproc` processes; returns the exit code."""
     folder = RunFolder(run)
-    job, recorded, plan = folder.load_job(), _recorded(folder), folder.load_plan()
+    job, lines, plan = folder.load_job(), metrics.read(folder.metrics), folder.load_plan()
+    recorded = _recorded(folder, lines)
     began, start = _start(folder, first)
     end = max(recorded) if last is None else last
     steps = [step for step in recorded if began < step <= end]
@@ -100,7 +101,7 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
     print(
         f"replay of {folder.path}: steps {began + 1} to {max(steps)} on {several(count, 'rank')}", flush=True
     )
-    logs, threads = folder.replay / "logs", _threads(folder)
+    logs, threads = folder.replay / "logs", _threads(lines)
     source = str(folder.job)
     code = _code(Launcher(source, overrides, count, logs, debug, threads=threads, replay=asdict(request)))
     if code:
@@ -110,22 +111,23 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
     return 0 if found.difference is None else OTHER
 
 
-def _recorded(folder: RunFolder) -> dict[int, dict[str, Any]]:
-    lines = {line["step"]: line for line in metrics.read(folder.metrics) if metrics.kind_of(line, KIND)}
-    if not lines:
+def _recorded(folder: RunFolder, lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Step -> its line, of those that have digests."""
+    recorded = {line["step"]: line for line in lines if metrics.kind_of(line, KIND)}
+    if not recorded:
         raise ConfigError(
             str(folder.metrics),
             "must have digests to compare with",
             got="none",
             do="Train with `run.digest_every`.",
         )
-    return lines
+    return recorded
 
 
-def _threads(folder: RunFolder) -> int | None:
+def _threads(lines: Sequence[dict[str, Any]]) -> int | None:
     """Of each rank of the run, on which the bits of some operations depend."""
-    lines = [line for line in metrics.read(folder.metrics) if metrics.kind_of(line, "start")]
-    return lines[-1].get("threads") if lines else None
+    starts = [line for line in lines if metrics.kind_of(line, "start")]
+    return starts[-1].get("threads") if starts else None
 
 
 def _code(launcher: Launcher) -> int:
@@ -267,7 +269,8 @@ def replay_here(source: str, overrides: Sequence[str], request: Request) -> None
 
     rank, _ = started()
     job, config = read_job(source, overrides)
-    recorded = _recorded(RunFolder(Path(request.run)))
+    folder = RunFolder(Path(request.run))
+    recorded = _recorded(folder, metrics.read(folder.metrics))
     session = assemble(job, config, SilentDisplay())
     try:
         first = session.resume()
