@@ -107,10 +107,9 @@ def _instantiate(config: PretrainedConfig) -> PreTrainedModel:
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
-        klass = getattr(transformers, name, None)
-        if not (isinstance(klass, type) and issubclass(klass, transformers.PreTrainedModel)):
-            continue
-        if klass.config_class is type(config):
+        klass: Any = getattr(transformers, name, None)
+        models = isinstance(klass, type) and issubclass(klass, transformers.PreTrainedModel)
+        if models and klass.config_class is type(config):
             # Private, and what the auto classes call themselves. Tested with transformers 4.57 to 5.23.
             return klass._from_config(config)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
