@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -21,6 +22,12 @@ SHARE_RANKS = ("numerics", "models", "ranks")
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     chosen.mark(items)
+
+
+def pytest_collection_finish() -> None:
+    """Imports and tests stay to the end: the garbage collector would look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
+
+TWO_RANKS = Path(__file__).with_name("two_ranks.py")
 
 
 def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
@@ -28,10 +29,9 @@ def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 
 
 
 def by_hand(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
-    """The same with torchrun's variables and without its process, which imports torch for itself."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    _run([sys.executable, str(script), *arguments], folder, seconds, places)
+    """The same with torchrun's variables and without its process; what `script` imports is imported once."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    _run([sys.executable, str(TWO_RANKS), str(script), *arguments], folder, seconds, place)
 
 
 def forked(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
@@ -57,10 +57,7 @@ def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float =
     _run([*launch, str(script), *arguments], folder, seconds)
 
 
-def _run(
-    command: list[str], folder: Path, seconds: float, places: Sequence[Mapping[str, str]] = ({},)
-) -> None:
-    """A process for each of `places`, what its environment has besides."""
+def _run(command: list[str], folder: Path, seconds: float, place: Mapping[str, str] | None = None) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -68,28 +65,20 @@ def _run(
         "TORCH_EXTENSIONS_DIR": _extensions(),
     }
     with open(folder / "output", "a+") as output:
-        processes = [
-            subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env={**environment, **place}, cwd=folder
-            )
-            for place in places
-        ]
-        deadline = time.monotonic() + seconds
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**environment, **(place or {})}, cwd=folder
+        )
         try:
-            codes = [process.poll() for process in processes]
-            while None in codes and set(codes) <= {None, 0} and time.monotonic() < deadline:
-                time.sleep(0.05)
-                codes = [process.poll() for process in processes]
+            process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends its ranks when it is asked to
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
         finally:
-            for process in processes:
-                process.terminate()  # a launcher ends its ranks when it is asked to
-            for process in processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=30)
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
         output.seek(0)
-        assert set(codes) == {0}, f"exit codes {codes}\n{output.read()[-8000:]}"
+        assert process.returncode == 0, f"exit code {process.returncode}\n{output.read()[-8000:]}"
 
 
 def _free_port() -> int:
