@@ -15,6 +15,11 @@ from tests import chosen
 # Before torch is imported, here and in what tests start: threads of tests beside each other wait by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# gloo's threads spin while the thread that holds their connection does not run. One that is woken pushes it
+# aside, and then waits for it in vain: not among processes of this policy, which all that tests start have.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 SHARE_RANKS = ("numerics", "models", "ranks")
 """Folders."""
 
