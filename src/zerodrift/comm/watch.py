@@ -201,8 +201,10 @@ class DeadlockWatch:
             yield
         except (RuntimeError, RankError) as error:
             said = self._heard() or self._missed(turn)
-            if said:
+            if said and said != str(error):
                 raise RankError.relayed(said) from error
+            if isinstance(error, RankError) and not said:
+                self._tell(str(error))
             raise
         finally:
             self._waits = before
@@ -226,6 +228,12 @@ class DeadlockWatch:
         if not self.said and self._store is not None:
             self.said = _read(self._store, f"{self._key}/said").decode()
         return self.said
+
+    def _tell(self, missing: str) -> None:
+        """To ranks that wait for this one, or will: it leaves because of another, which they may not miss."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # it was the store's rank
+                self._store.compare_set(f"{self._key}/said", "", missing)
 
     def _missed(self, turn: StartedCollective) -> str:
         """What is to be said of a collective that failed, where others of its ranks have left."""
