@@ -20,6 +20,7 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make, train
 from tests.ranks.harness import run_ranks
 from zerodrift.comm import collectives
+from zerodrift.comm.collectives import Carrier
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.seeds import seed_of
 from zerodrift.errors import UnsupportedError
@@ -147,6 +148,7 @@ FEW = [
     Cell(3, "last", "bf16", "twice"),
     Cell(3, "every", "bf16", "twice"),
     Cell(3, "every", "bf16", replicate=2),
+    Cell(2, "every", "bf16", replicate=4),
     Cell(1, "last", "bf16", "recomputed", replicate=2, total=8),
 ]
 
@@ -155,9 +157,9 @@ FEW = [
 def test_one_two_and_four_ranks_are_the_same_bits() -> None:
     """Weights, masters, moments, norms and loss scales; pairs of cells that differ in stage alone too."""
     told = dict(zip(FEW, require_same(FEW, WORLDS), strict=True))
-    for one, other in ((1, 2), (3, 4), (6, 7)):
+    for one, other in ((1, 2), (3, 4), (6, 7), (8, 9)):
         assert told[FEW[one]] == told[FEW[other]]
-    assert len(set(told.values())) == len(FEW) - 3
+    assert len(set(told.values())) == len(FEW) - 4
 
 
 @pytest.mark.long
@@ -222,19 +224,31 @@ def engine_of(stage: int, when: str, total: int, model: str) -> Engine:
 PLAIN = ((4, "dense"), (8, "dropout"))
 
 
+WAYS: list[tuple[int, str, Carrier, int]] = [
+    (0, "last", "pairs", 8),
+    (0, "every", "native", 4),
+    (1, "last", "native", 4),
+    (2, "every", "pairs", 4),
+    (3, "last", "pairs", 4),
+]
+"""(stage, when, what carries the sums, from how many ranks by halves)."""
+
+
 def beside_a_plain_loop(expected: list[dict[str, Tensor]]) -> list[str]:
     differs = []
     for (total, model), values in zip(PLAIN, expected, strict=True):
-        for stage, when in ((0, "last"), (0, "every"), (1, "last"), (2, "every"), (3, "last")):
+        for stage, when, carrier, halving in WAYS:
             torch.manual_seed(5)
             engine = engine_of(stage, when, total, model)
             engine.seed = 5
+            engine.comm.carrier = carrier
+            collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
             for step in range(STEPS):
                 numbers = engine.micro_batches_of_this_rank()
                 engine.train_batch([{"tokens": batch(step, number)} for number in numbers])
             with engine.gathered() as found:
                 differs += [
-                    f"{name}: {total} of {model} at stage {stage}, {when}"
+                    f"{name}: {total} of {model} at stage {stage}, {when}, {carrier}"
                     for name, value in values.items()
                     if not torch.equal(found[name], value)
                 ]

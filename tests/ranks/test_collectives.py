@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -97,39 +98,88 @@ def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carri
 
 
 def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Neighbours first; a right half that is missing is skipped."""
-    sums = [part.to(dtype) for part in parts]
+    """Neighbours first; a right half that is missing is skipped. Ranks that are a power of two stand there by
+    their reversed bits."""
+    count = len(parts)
+    places = list(range(count))
+    if not count & (count - 1):
+        places.sort(key=lambda rank: f"{rank:06b}"[::-1])
+    sums = [parts[rank].to(dtype) for rank in places]
     while len(sums) > 1:
         pairs_of_sums = (sums[start : start + 2] for start in range(0, len(sums), 2))
         sums = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs_of_sums]
     return sums[0]
 
 
-def reduce_by_the_tree(carriers: tuple[Carrier, ...]) -> list[str]:
+def from_so_many_ranks(halving: int) -> None:
+    """By halves; of this process."""
+    collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
+
+
+def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
     wrong = []
-    for carrier in carriers:
+    for carrier, halving in ways:
         comm = joined(carrier)
         size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
         small_messages()
-        for seed, ((wire, total), count) in enumerate(itertools.product(SUMS, (1, 700))):
+        from_so_many_ranks(halving)
+        for seed, ((wire, total), count) in enumerate(itertools.product(SUMS, (1, 3, 700))):
             how = Sum(total, order="tree")
+            mean = Sum(total, divisor=3.0, add=True, order="tree")
             every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
-            want = by_tree(every, total).to(wire)
+            want = by_tree(every, total)
             got = every[rank].clone()
             ahead, at_once = (torch.empty(count, dtype=wire) for _ in range(2))
-            handle = comm.start_reduce_scatter(ahead, got, "shard", how)
+            held = values_of(99, count, wire, seed)
+            added = held.clone()
+            time.sleep(0.01 * (rank % 2))
+            handles = [
+                comm.start_reduce_scatter(ahead, got, "shard", how),
+                comm.start_reduce_scatter(added, got, "shard", mean),
+            ]
             comm.reduce_scatter(at_once, got, "shard", how)
-            handle.wait()
+            for handle in handles:
+                handle.wait()
+            unchanged = same_bits(got, every[rank])
             comm.all_reduce(got, got, "shard", how)
             mine = want.view(size, count)[rank]
-            if not (same_bits(got, want) and same_bits(ahead, mine) and same_bits(at_once, mine)):
-                wrong.append(f"{carrier}: {wire}>{total}, {count}")
+            sums = (held.to(FP64) + (mine.to(FP64) / 3).to(total).to(FP64)).to(wire)
+            want, mine = want.to(wire), mine.to(wire)
+            good = [same_bits(one, other) for one, other in ((got, want), (ahead, mine), (at_once, mine))]
+            if not (all(good) and unchanged and same_bits(added, sums)):
+                wrong.append(f"{carrier} from {halving}: {wire}>{total}, {count}, {good}")
+        comm.mesh.stop()
     return wrong
 
 
 def test_sums_by_the_tree_are_its_bits_on_every_carrier() -> None:
-    for world in (3, 4):
-        assert run_ranks(reduce_by_the_tree, world, ("pairs", "native")) == [[]] * world
+    ways = [("pairs", 4), ("native", 4), ("pairs", 8), ("native", 8)]
+    for world in (2, 3, 4):
+        assert run_ranks(reduce_by_the_tree, world, ways) == [[]] * world
+
+
+def messages_of_a_sum(carrier: Carrier) -> list[tuple[int, int]]:
+    """Messages that a rank sends for a sum by halves and for a direct one, and their elements."""
+    comm, sizes = joined(carrier), list[int]()
+    isend = dist.isend
+
+    def counted(tensor: torch.Tensor, **rest: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return isend(tensor, **rest)
+
+    dist.isend = counted
+    found = []
+    for halving in (4, 8):
+        from_so_many_ranks(halving)
+        comm.reduce_scatter(torch.empty(6), torch.ones(24), "shard", Sum(FP32, order="tree"))
+        found.append((len(sizes), sum(sizes) // 4))
+        sizes.clear()
+    dist.isend = isend
+    return found
+
+
+def test_halves_are_two_messages_where_slices_are_three() -> None:
+    assert run_ranks(messages_of_a_sum, 4, "pairs") == [[(2, 18), (3, 18)]] * 4
 
 
 def test_the_reference_tells_one_order_from_another() -> None:
@@ -474,6 +524,13 @@ def _reduce(comm: Collectives) -> None:
     comm.reduce_scatter(torch.empty(1 << 20), torch.ones(size << 20), "shard", Sum(FP32))
 
 
+def _halve(comm: Collectives) -> None:
+    from_so_many_ranks(4)
+    size = comm.mesh.size("shard")
+    how = Sum(FP32, order="tree")
+    comm.start_reduce_scatter(torch.empty(1 << 18), torch.ones(size << 18), "shard", how).wait()
+
+
 def _sum(comm: Collectives) -> None:
     comm.all_reduce_sum(torch.ones(2), "world")
 
@@ -490,6 +547,7 @@ CALLS = {
     "all_gather": _gather,
     "reduce_scatter": _reduce,
     "all_reduce": _sum,
+    "halving": _halve,
     "all_gather_object": _talk,
     "barrier": _meet,
 }
@@ -514,7 +572,7 @@ def miss(name: str, carrier: Carrier, timeout: float, how: str) -> tuple[str, fl
 
 
 @pytest.mark.parametrize("carrier", ["pairs", "native"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "halving"])
 def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) -> None:
     found = run_ranks(miss, 2, name, carrier, 30.0, "killed", dying={1})
     text, seconds, caused = found[0]
@@ -522,6 +580,14 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
     assert seconds < 5.0
     assert text.startswith(f"`{name}` on axis `")
     assert "rank 1 must take part" in text
+
+
+@pytest.mark.parametrize("carrier", ["pairs", "native"])
+def test_a_rank_that_is_killed_is_named_by_those_that_swap_nothing_with_it(carrier: Carrier) -> None:
+    """Rank 0 waits for rank 1, and rank 1 for the one that is gone."""
+    for text, seconds, _ in run_ranks(miss, 4, "halving", carrier, 30.0, "killed", dying={3})[:3]:
+        assert text.startswith("`reduce_scatter` on axis `shard`: rank 3 must take part")
+        assert seconds < 5.0
 
 
 @pytest.mark.long

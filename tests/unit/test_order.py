@@ -12,10 +12,13 @@ import torch
 
 from tests.unit.models import moe
 from zerodrift.api import make_plan
+from zerodrift.comm.collectives import HALVING
 from zerodrift.comm.fold import Sum, additions, carries, fold, leftovers
+from zerodrift.comm.halving import room_for, swaps
 from zerodrift.engine.seeds import seed_of
 from zerodrift.errors import ConfigError
-from zerodrift.mesh import MeshShape
+from zerodrift.mesh import MeshShape, tree_place
+from zerodrift.plan import cost as cost_module
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
 from zerodrift.policy import order
@@ -29,6 +32,22 @@ def level_by_level(leaves: list[Any]) -> Any:
         pairs = (leaves[start : start + 2] for start in range(0, len(leaves), 2))
         leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
     return leaves[0]
+
+
+def by_places(of_ranks: list[Any]) -> list[Any]:
+    """What ranks have, in the order in which the tree has it."""
+    ranks = len(of_ranks)
+    if ranks & (ranks - 1):
+        return of_ranks
+    bits = ranks.bit_length() - 1
+    return [of_ranks[int(f"{place:0{bits}b}"[::-1], 2) if bits else 0] for place in range(ranks)]
+
+
+def test_the_places_of_ranks() -> None:
+    for ranks in range(1, 130):
+        assert [tree_place(rank, ranks) for rank in range(ranks)] == by_places(list(range(ranks)))
+    assert [tree_place(rank, 8) for rank in range(8)] == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert [tree_place(rank, 6) for rank in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_additions_are_the_tree() -> None:
@@ -73,7 +92,7 @@ def test_what_waits_is_counted() -> None:
 def test_fold_adds_by_the_tree(count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     parts = [torch.randn(97, generator=generator) * 10.0**number for number in range(count)]
-    expected = level_by_level(list(parts))
+    expected = level_by_level(by_places(parts))
     exact = sum((Fraction(float(part[0])) for part in parts), start=Fraction(0))
     assert abs(float(exact - Fraction(float(expected[0])))) <= 1e-5 * float(sum(abs(p[0]) for p in parts))
     how = Sum(torch.float32, order="tree")
@@ -88,7 +107,43 @@ def test_fold_adds_by_the_tree(count: int) -> None:
     narrow = [part.bfloat16() for part in parts]
     out = torch.empty(97)
     fold(out, narrow, how)
-    assert torch.equal(out, level_by_level([part.float() for part in narrow]))
+    assert torch.equal(out, level_by_level([part.float() for part in by_places(narrow)]))
+
+
+def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each rank has in the end, all of them in this process."""
+    ranks = len(of_ranks)
+    rooms = torch.empty(ranks, room_for(of_ranks[0]))
+    all_ranks = [swaps(full, rank, ranks, rooms[rank]) for rank, full in enumerate(of_ranks)]
+    for _ in range(ranks.bit_length() - 1):
+        turn = [next(one) for one in all_ranks]
+        for rank, swap in enumerate(turn):
+            assert turn[swap.partner].partner == rank
+            swap.coming.copy_(turn[swap.partner].going)
+    assert [next(one, None) for one in all_ranks] == [None] * ranks
+    return [swap.coming + swap.kept for swap in turn]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("count", [1, 7, 256])
+def test_halving_adds_by_the_tree(ranks: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(ranks + count)
+    full = [
+        torch.ldexp(
+            torch.randn(ranks * count, generator=generator),
+            torch.randint(-6, 7, (ranks * count,), generator=generator),
+        )
+        for _ in range(ranks)
+    ]
+    before = [part.clone() for part in full]
+    found = torch.cat(by_halves(full))
+    assert torch.equal(found, level_by_level(by_places(full)))
+    assert all(torch.equal(one, other) for one, other in zip(full, before, strict=True)), "only read"
+    if ranks * count > 100:
+        assert ranks == 2 or not torch.equal(found, level_by_level(full))
+    folded = torch.empty(ranks * count)
+    fold(folded, full, Sum(torch.float32, order="tree"))
+    assert torch.equal(found, folded)
 
 
 @pytest.mark.parametrize("when", WHENS)
@@ -105,11 +160,11 @@ def test_the_dealing_makes_the_tree_or_says_no(when: When) -> None:
         for replica in range(replicate):
             ranks = names[replica * shard : (replica + 1) * shard]
             if when == "every":
-                sums = [level_by_level(list(column)) for column in zip(*ranks, strict=True)]
+                sums = [level_by_level(by_places(list(column))) for column in zip(*ranks, strict=True)]
+                of_replicas.append(level_by_level(sums))
             else:
-                sums = [level_by_level(numbers) for numbers in ranks]
-            of_replicas.append(level_by_level(sums))
-        same = level_by_level(of_replicas).text == tree_text(range(total))
+                of_replicas.append(level_by_level(by_places([level_by_level(numbers) for numbers in ranks])))
+        same = level_by_level(by_places(of_replicas)).text == tree_text(range(total))
         assert same is order.is_tree(when, micro_batches, shard, replicate), (micro_batches, shard, replicate)
 
 
@@ -206,7 +261,7 @@ def test_the_plan_says_who_takes_what() -> None:
         return dict(facts(plan(ranks, 4, TREE, **rest)))["order"]
 
     assert told(4) == (
-        "one tree over 16 micro-batches: rank 0 takes 0 to 3, rank 1 takes 4 to 7, rank 3 takes 12 to 15; "
+        "one tree over 16 micro-batches: rank 0 takes 0 to 3, rank 1 takes 8 to 11, rank 3 takes 12 to 15; "
         "2 accumulators"
     )
     assert "rank 1 takes 1, 3, ..., 7;" in told(2, stage=3)
@@ -220,6 +275,15 @@ def test_the_bill_has_the_accumulators() -> None:
     more = cost(tree).peak.accumulate - cost(usual).peak.accumulate
     assert 2 * sums < more < 3 * sums
     assert cost(plan(2, 1, TREE)).peak.accumulate == cost(plan(2, 1, {})).peak.accumulate
+
+
+def test_the_bill_has_what_arrives_by_halves() -> None:
+    """Three quarters of the two largest segments, where all slices but one would come to a rank at once."""
+    assert max(HALVING.values()) == cost_module.HALVING
+    for ranks, share in ((2, 1.0), (4, 1.25), (8, 0.75), (16, 0.75)):
+        made = plan(ranks, 1, TREE)
+        largest = sorted((segment.padded * 4 for segment in made.segments), reverse=True)[:2]
+        assert cost(made).peak.wire == share * sum(largest)
 
 
 def test_seeds_never_change() -> None:

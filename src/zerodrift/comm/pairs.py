@@ -1,7 +1,7 @@
 """Collectives as messages between pairs of ranks: how they are carried on gloo.
 
 `collectives.py` says what moves, and checks and records it; here are the messages, their order, and the
-memory that they arrive in. What arrives is added by `fold`, in the order of the ranks.
+memory that they arrive in. What arrives is added by `fold`, or on the way by `halving`.
 
 Invariant: which messages a rank sends and receives follows from the sizes and the axis alone, so ranks in
 the same collective always wait for each other's, and in no other.
@@ -16,6 +16,13 @@ between arrival and sum, and the wire needs at most WINDOW bytes however large t
 only started posts every receive, because a receive that is posted in `wait` would hang two ranks that wait
 for two operations in different orders. Either way the memory is kept for the next reduction, since fresh
 pages cost as much as the message that fills them; `release` lets go of it.
+
+[Note: by halves] A reduction by halves sends its first half when it is started; what it sends next has to
+arrive first, so that is done in `wait`, and ranks that waited for two such reductions in different orders
+would hang. All ranks wait in one order: for the oldest reduction first, at places that follow from the plan's
+order alone (`engine/grads.py`), and for an all-reduce where it is called; a gather needs nobody's `wait`. So
+of those that wait, the one in the oldest reduction, and in its earliest swap, waits for a message that was
+sent, or for a rank that computes and will come there.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from zerodrift.comm.fold import Sum, fold
+from zerodrift.comm.halving import Swap, room_for, swaps
 from zerodrift.comm.mesh import Axis
 from zerodrift.comm.watch import StartedCollective
 from zerodrift.errors import RankError, first_line
@@ -124,6 +132,32 @@ class Pairs:
         for number in range(count):
             for to, _ in post.turns:
                 post.send(outgoing[to][bounds(number)], to, number)
+        return finish
+
+    def halve(
+        self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
+    ) -> Callable[[], None]:
+        """The same sum by halves: see [Note: by halves]."""
+        post = Post(turn, line, full.nbytes // 2, full.nbytes)
+        room, held = self._scratch.take(room_for(full), full.dtype)
+
+        def begin(swap: Swap) -> Swap:
+            post.receive(swap.coming, swap.partner)
+            post.send(swap.going, swap.partner)
+            return swap
+
+        others = swaps(full, line.rank, line.size, room)
+        first = begin(next(others))
+
+        def finish() -> None:
+            post.finish()
+            last = first
+            for swap in others:
+                last = begin(swap)
+                post.finish()
+            fold(out, (last.coming, last.kept), how, spare=last.coming)
+            self._scratch.give(held)
+
         return finish
 
     def release(self) -> None:

@@ -271,12 +271,17 @@ def _wire_buffers(plan: Plan, segment: Segment) -> int:
     update, shard = segment.columns.update, plan.slices(segment)
     if update is None or shard == 1:
         return 0
+    if update.reduce.order == "tree" and shard >= HALVING and not shard & (shard - 1):
+        return segment.padded * 3 // 4 * update.reduce.wire.size  # `halving.room_for`; nothing else is needed
     received = segment.padded * (shard - 1) // shard * update.reduce.wire.size
     sent = 0 if update.reduce.wire is update.accumulate.dtype else segment.padded * update.reduce.wire.size
     summed = segment.padded // shard * update.reduce.sum.size
     levels = rank_levels(shard) if update.reduce.order == "tree" else 0
     return received + sent + summed * (1 + levels)
 
+
+HALVING = 8
+"""Ranks, a power of two, from which on a sum by the tree travels by halves, whatever carries it."""
 
 REDUCTIONS = 2
 """Reductions under way at once, `IN_FLIGHT` of the engine."""
