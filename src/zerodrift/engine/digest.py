@@ -95,11 +95,11 @@ def _state(piece: SegmentShard) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 class _Sums:
-    """Of this rank, by unit and kind."""
+    """Of this rank, by unit and kind. What is in no block is one unit, on all stages of a pipeline."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._units = [unit.name for unit in plan.units]
-        self._unit_of = {row.name: row.unit for row in plan.rows}
+        self._units = list(dict.fromkeys(unit.name for unit in plan.units))
+        self._unit_of = {row.name: self._units.index(plan.units[row.unit].name) for row in plan.rows}
         self._sums = torch.zeros(len(self._units), len(KINDS), dtype=torch.int64, device=device)
 
     def add(self, kind: str, what: str, flat: torch.Tensor, spans: Sequence[Span]) -> None:
