@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -18,8 +19,10 @@ from zerodrift.comm.halving import room_for, swaps
 from zerodrift.engine.seeds import seed_of
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape, tree_place
+from zerodrift.model.spec import ModelSpec
 from zerodrift.plan import cost as cost_module
 from zerodrift.plan.cost import cost
+from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
 from zerodrift.policy import order
 from zerodrift.policy.order import WHENS, When, micro_batches_of_rank
@@ -175,7 +178,7 @@ def plan(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) 
         "zero_optimization": {"stage": rest.pop("stage", 1)},
         **rest,
     }
-    return make_plan(config, moe(), world_size=ranks)
+    return make_plan(config, moe(layers=4), world_size=ranks)
 
 
 KNOWN = [18089622622667645874, 8384462955522581546, 7127797555942930033]
@@ -220,7 +223,12 @@ def test_two_times_of_reduction_are_refused_where_no_dealing_serves_both() -> No
         (TREE, {"prescale_gradients": True}, "before the reduction"),
         (TREE, {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         (TREE, {"backend": "fsdp2"}, "backend fsdp2"),
-        (TREE, {"pipeline": {"stages": 2}}, "a pipeline"),
+        (TREE, {"pipeline": {"stages": 2, "schedule": "zbv", "weight_grads": "queue"}}, "from a queue"),
+        (
+            TREE,
+            {"pipeline": {"stages": 2, "schedule": "zbv"}, "sharding": {"keep_gathered": "micro-batch"}},
+            "from a queue",
+        ),
         (TREE, {"experts": {"ranks": 2}}, "expert parallelism"),
         (
             {"rules": [{"match": "*norm*", "reduce": {"order": "tree"}}]},
@@ -236,6 +244,23 @@ def test_what_cannot_be_had_with_the_tree_is_refused_by_name(
     told = refused(4, 4, precision, **rest)
     assert word in told
     assert "reduce.order" in told
+
+
+def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
+    config = {
+        "precision": {"mode": "bf16", **TREE},
+        "gradient_accumulation_steps": 2,
+        "pipeline": {"stages": 2},
+    }
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, moe(tie=True), world_size=2)
+    told = str(caught.value)
+    assert "model.embed_tokens.weight tied to lm_head.weight" in told and "reduce.order" in told
+    make_plan(config, moe(), world_size=2)
+    make_plan({**config, "pipeline": {"stages": 1}}, moe(tie=True), world_size=2)
+    embedding, *others = moe(tie=True).parameters
+    frozen = ModelSpec("frozen", (replace(embedding, trained=False), *others))
+    make_plan(config, frozen, world_size=2)
 
 
 def test_a_safe_module_travels_unrounded() -> None:
@@ -266,6 +291,11 @@ def test_the_plan_says_who_takes_what() -> None:
     )
     assert "rank 1 takes 1, 3, ..., 7;" in told(2, stage=3)
     assert told(1) == "one tree over 4 micro-batches: rank 0 takes 0 to 3; 2 accumulators"
+    cut = told(4, pipeline={"stages": 2})
+    assert cut == (
+        "one tree over 8 micro-batches: data rank 0 takes 0 to 3, data rank 1 takes 4 to 7; 3 accumulators"
+    )
+    assert "4 accumulators" in told(2, pipeline={"stages": 2, "schedule": "zbv"})
 
 
 def test_the_bill_has_the_accumulators() -> None:
@@ -284,6 +314,21 @@ def test_the_bill_has_what_arrives_by_halves() -> None:
         made = plan(ranks, 1, TREE)
         largest = sorted((segment.padded * 4 for segment in made.segments), reverse=True)[:2]
         assert cost(made).peak.wire == share * sum(largest)
+
+
+def test_the_bill_has_every_micro_batch_that_a_pipeline_has_begun() -> None:
+    """A buffer each, whole or not, beside the sums that wait."""
+
+    def sums(schedule: str, stage: int) -> float:
+        made = plan(4, 8, TREE, stage=stage, pipeline={"stages": 2, "schedule": schedule})
+        bill = cost(made)
+        mine = part(made, bill.pipeline_stage)
+        return bill.peak.accumulate / sum(segment.padded * 4 for segment in mine.segments)
+
+    assert sums("1f1b", 1) == 3 + 1 + 0.5  # of 8 three wait, one comes, and a slice is reduced
+    assert sums("zbv", 1) == 3 + 2 + 0.5
+    split, whole = sums("interleaved-zero-bubble", 2), sums("interleaved", 2)
+    assert split - whole == pytest.approx(1.0)
 
 
 def test_seeds_never_change() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,9 @@ from zerodrift.plan.cost import cost, stage_cost
 from zerodrift.plan.stages import crossings, even_by_cost, names_of, part, pieces_of, products, rank_of, width
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action, Timeline
+from zerodrift.policy import pipelining
 from zerodrift.policy.nouns import Pipelining
+from zerodrift.policy.pipelining import V_SHAPED
 from zerodrift.policy.resolve import resolve
 from zerodrift.report.stages import facts
 
@@ -203,6 +206,35 @@ def test_known_bubbles() -> None:
             for rank, begun in zip(made.ranks, made.starts, strict=True):
                 assert list(begun) == sorted(begun)
                 assert len(set(rank)) == len(rank)
+
+
+def test_micro_batches_end_in_their_order_and_few_have_begun() -> None:
+    """What the bill of sums by the tree counts: of a piece, and of the root that both ends of a V use."""
+    for schedule, stages, count in itertools.product(SCHEDULES, (2, 4), (8, 16)):
+        made = cut(schedule, tied(8 * stages), stages, micro_batches=count)
+        order = timeline(made)
+        assert order is not None
+        shared = [pieces_of(made, 0)] if schedule in V_SHAPED else []
+        used = [(rank, {piece}) for rank in range(stages) for piece in pieces_of(made, rank)]
+        used += [(0, set(pieces)) for pieces in shared]
+        most = max(most_begun(order.ranks[rank], pieces) for rank, pieces in used)
+        assert most == pipelining.begun(made.policy.pipeline, stages, count)
+
+
+def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:
+    """Of how many micro-batches at once backwards in these pieces have begun, and not all have ended."""
+    now: set[int] = set()
+    ended: list[int] = []
+    most = 0
+    for action in actions:
+        if action.piece in pieces and action.kind != "F":
+            now.add(action.micro_batch)
+            most = max(most, len(now))
+            ended += [] if action.kind == "I" else [action.micro_batch]
+            if ended.count(action.micro_batch) == len(pieces):
+                now.remove(action.micro_batch)
+    assert len(pieces) > 1 or ended == sorted(ended)
+    return most
 
 
 def test_ranks_that_wait_for_each_other_are_an_error() -> None:

@@ -235,7 +235,8 @@ class Pipeline(Block):
     Default `layers`."""
     weight_grads: Literal["queue", "autograd"] | None = None
     """Who forms the weight gradients that `interleaved-zero-bubble`, `zbv` and `dualpipev` defer: our
-    `queue`, in the dtype of accumulation, or torch's second `autograd` pass. Default `queue`."""
+    `queue`, in the dtype of accumulation, or torch's second `autograd` pass. Default `queue`, and
+    `autograd` with `precision.reduce.order: tree`."""
 
 
 class Experts(Block):

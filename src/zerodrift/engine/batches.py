@@ -24,7 +24,7 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.progress import StepResult
-from zerodrift.engine.seeds import generators_kept
+from zerodrift.engine.seeds import generators_kept, seed_generators
 from zerodrift.engine.unit import loss_in
 from zerodrift.errors import ModelError, Problem
 
@@ -57,7 +57,6 @@ class Runs(Protocol):
     def module(self) -> nn.Module: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def backward(self, loss: torch.Tensor) -> None: ...
-    def seed_micro_batch(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,6 @@ class OneByOne:
     comm: Collectives
     loss_of: LossOf | None
     """None for a model that is called with a micro-batch's items and returns a loss."""
-    numbers: tuple[int, ...] = ()
-    """Of the micro-batches of a step over all ranks; empty where their random numbers are left alone."""
 
     def taken(
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
@@ -84,12 +81,14 @@ class OneByOne:
         device = self.comm.mesh.device
         return [batch_on(batch, device, lambda tensor: tensor) for batch in batches], numbers
 
-    def train(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
-        losses = []
-        with generators_kept(self.comm.mesh.device) if self.numbers else contextlib.nullcontext():
+    def train(
+        self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
+    ) -> tuple[float, ...]:
+        losses, device = [], self.comm.mesh.device
+        with generators_kept(device) if seeds else contextlib.nullcontext():
             for place, batch in enumerate(batches):
-                if self.numbers:
-                    self.engine.seed_micro_batch(self.numbers[place])
+                if seeds:
+                    seed_generators(seeds[place], device)
                 weight = weights[place] if weights else 1.0
                 with torch.enable_grad():
                     loss = self._loss(batch)

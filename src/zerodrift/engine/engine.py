@@ -122,8 +122,10 @@ class Engine(FullValues):
     def seed_micro_batch(self, number: int) -> None:
         """Before the forward of micro-batch `number`: torch's generators, of the host and of this device,
         draw what depends on `seed`, the step and that number, and not on the rank."""
-        step = self.global_steps + self.skipped_steps
-        seed_generators(seed_of(self.seed, step, number), self.mesh.device)
+        seed_generators(self._seed_of(number), self.mesh.device)
+
+    def _seed_of(self, number: int) -> int:
+        return seed_of(self.seed, self.global_steps + self.skipped_steps, number)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context whose backwards are not the last of their step, so that reductions wait."""
@@ -205,8 +207,10 @@ class Engine(FullValues):
         return self._runner.taken(micro_batches, weights, self.accumulation)
 
     def _accumulate(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
+        numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
+        seeds = tuple(map(self._seed_of, numbers))
         try:
-            losses = self._runner.train(batches, weights)
+            losses = self._runner.train(batches, weights, seeds)
         except BaseException:
             self._backward_failed()
             raise
@@ -217,8 +221,7 @@ class Engine(FullValues):
     def _runner(self) -> BatchRunner:
         # Made anew: one that was kept would hold the engine, and the engine it, until Python looks for
         # cycles, and their memory with them.
-        numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
-        return self.executor.runner or OneByOne(self, self.comm, self._loss_of, numbers)
+        return self.executor.runner or OneByOne(self, self.comm, self._loss_of)
 
     # --- the step ---------------------------------------------------------------------------------------
 

@@ -32,8 +32,11 @@ class BatchRunner(Protocol):
         """Micro-batches on this device and their weights, `count` of them where one is asked for; what is
         wrong with them is one error on every rank."""
 
-    def train(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
-        """Forwards and backwards; the losses, without weights."""
+    def train(
+        self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
+    ) -> tuple[float, ...]:
+        """Forwards and backwards; the losses, without weights. Random numbers of a micro-batch begin with its
+        seed, where there are any."""
 
     def losses(self, batches: list[Any]) -> tuple[float, ...]:
         """Forwards alone."""

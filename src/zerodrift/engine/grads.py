@@ -332,6 +332,27 @@ class Gradients:
             self._send(segment)
         self._finish(0)
 
+    def open_parts(self, segments: Iterable[TrainedSegment], number: int) -> None:
+        """Until `close_parts`, what comes belongs to part `number` of the tree."""
+        for segment in segments:
+            segment.open_part(number)
+
+    def close_parts(self, segments: Iterable[TrainedSegment], number: int) -> None:
+        for segment in segments:
+            if self.ledger is not None:
+                self.ledger.check(segment)
+            segment.close_part(number)
+
+    def take_parts(self, segments: Iterable[TrainedSegment]) -> None:
+        """The next part of segments is complete: it goes where it is added to the others."""
+        for segment in segments:
+            segment.take_part()
+            if segment.update.reduce.when == "every" and segment.ranks > 1:
+                self._send(segment)
+            else:
+                segment.wait_for_others()
+        self._finish(0)
+
     def sum_over_replicas(self) -> None:
         for segment in self._segments():
             if segment.reduced is not None:

@@ -7,12 +7,17 @@ hook on a module can tell where a micro-batch is. Whoever runs the schedule says
 gradient in a piece, `end`. In between every `param.grad` is a view of a buffer in the accumulate dtype, so
 whatever adds to it, at once or late, autograd or a queue, adds in place in that dtype.
 
-Invariant: between `begin` and `end` no `param.grad` of a trained parameter is None, and what has been added
-to it is reduced exactly once: after every micro-batch or after the last, as the plan says.
+Under `reduce.order: tree` it is so inside of `backward` alone, where the buffer is that of one micro-batch:
+what backwards of others bring in between goes to theirs. A unit's parts are added to the tree in the order of
+their micro-batches; one that is complete before another waits for it.
+
+Invariant: while a backward runs no `param.grad` of a trained parameter is None, and what has been added to it
+is reduced exactly once: after every micro-batch or after the last, as the plan says.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -50,6 +55,11 @@ class ScheduledUnits:
         self._all_step = part.policy.sharding.keep_gathered == "step"
         self._ended: Counter[int] = Counter()
         """Unit -> micro-batches that have ended in it, once per piece."""
+        self._tree = part.policy.tree
+        self._ends: Counter[tuple[int, int]] = Counter()
+        """(unit, micro-batch) -> the pieces in which it has ended."""
+        self._taken: Counter[int] = Counter()
+        """Unit -> its micro-batches that are in the tree."""
         self._micro_batches = 0
 
     # --- parameters -------------------------------------------------------------------------------------
@@ -87,14 +97,29 @@ class ScheduledUnits:
     def begin(self, micro_batches: int) -> None:
         """A step of so many micro-batches begins."""
         self._ended.clear()
+        self._ends.clear()
+        self._taken.clear()
         self._micro_batches = micro_batches
-        self._gradients.land_in_place(self._segments(self._of(None)))
+        if not self._tree:
+            self._gradients.land_in_place(self._segments(self._of(None)))
 
-    def ended(self, piece: int) -> None:
+    @contextlib.contextmanager
+    def backward(self, piece: int, micro_batch: int) -> Iterator[None]:
+        """Around a backward of a micro-batch in a piece, or one of its halves."""
+        segments = self._segments(self._units[piece]) if self._tree else []
+        self._gradients.open_parts(segments, micro_batch)
+        yield
+        self._gradients.close_parts(segments, micro_batch)
+
+    def ended(self, piece: int, micro_batch: int) -> None:
         """A micro-batch has all its weight gradients in a piece. What is reduced after every micro-batch
         goes now; on all data ranks alike, because they run one schedule."""
         for unit in self._units[piece]:
             self._ended[unit.number] += 1
+            self._ends[unit.number, micro_batch] += 1
+        if self._tree:
+            self._add_to_tree(self._units[piece])
+            return
         whole = [
             unit for unit in self._units[piece] if self._ended[unit.number] % self._uses[unit.number] == 0
         ]
@@ -107,6 +132,15 @@ class ScheduledUnits:
             if self._ended[unit.number] < self._micro_batches * self._uses[unit.number]
         }
         self._gradients.land_in_place([segment for segment in every if segment.number in left])
+
+    def _add_to_tree(self, units: list[LiveUnit]) -> None:
+        """What is complete of units, as far as nothing before it is missing."""
+        while whole := [unit for unit in units if self._has_next(unit)]:
+            self._gradients.take_parts(self._segments(whole))
+            self._taken.update(unit.number for unit in whole)
+
+    def _has_next(self, unit: LiveUnit) -> bool:
+        return self._ends[unit.number, self._taken[unit.number]] == self._uses[unit.number]
 
     def end(self) -> None:
         """The schedule is through. Every micro-batch must have ended in every piece."""

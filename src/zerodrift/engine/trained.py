@@ -14,12 +14,17 @@ values; see `ungathered.py`.
 arrival. So each lands once, and goes at once to where it is added by the tree: whole where it waits for
 others of this rank, reduced where every micro-batch is. `end_sum` ends that. A right leaf needs no buffer of
 its own: it is added to its left neighbour as it lands.
+
+In a pipeline the backwards of micro-batches are mixed, and a gradient may come in several turns. There each
+part has a buffer, which begins as zeros that are added to, from `open_part` to `take_part`. So a zero may
+have another sign than it has by itself; `end_sum` leaves none that is negative, in a pipeline or not.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +40,14 @@ from zerodrift.optim.split import round_away
 from zerodrift.optim.updater import Owned
 from zerodrift.plan.table import Row, Segment
 from zerodrift.policy.nouns import Master, Update
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A buffer that gradients land in, and its views."""
+
+    landing: torch.Tensor
+    grads: list[torch.Tensor]
 
 
 class TrainedSegment(FlatSegment):
@@ -69,6 +82,8 @@ class TrainedSegment(FlatSegment):
         self.tree = update.reduce.order == "tree"
         self._sum = TreeSum(self._give)
         """See [Note: tree]: what has come of a step's micro-batches; empty in the order of ranks."""
+        self._parts: dict[int, _Part] = {}
+        """Of a pipeline, parts of the tree that are not complete, or wait for one before them, by number."""
         self._collected: list[CollectedGradient] = []
         """What stands in `param.grad` while the engine has the gradients, one per parameter."""
         self._shows_collected = False
@@ -134,7 +149,7 @@ class TrainedSegment(FlatSegment):
         arrived = self._given()
         neighbour = self._sum.neighbour if self._sums_whole else None
         with torch.no_grad():
-            if neighbour is not None:
+            if self.landing is None and neighbour is not None:
                 self._land_on(neighbour, arrived)
             elif self.landing is None:
                 self._land_first(arrived)
@@ -196,11 +211,8 @@ class TrainedSegment(FlatSegment):
         """Add the gradients to the part of the tree before them: what a buffer of theirs would add."""
         pairs = [(self.view(left, row), grad) for row, grad in zip(self.rows, arrived, strict=True)]
         here = [(home, _dense(grad).to(home.dtype)) for home, grad in pairs if grad is not None]
-        empty = [home for home, grad in pairs if grad is None]
         if here:
             torch._foreach_add_([home for home, _ in here], [grad for _, grad in here])
-        if empty:
-            torch._foreach_add_(empty, 0.0)  # -0.0 + 0.0 is 0.0
         self._sum.added()
 
     @functools.cached_property
@@ -230,10 +242,34 @@ class TrainedSegment(FlatSegment):
             self._sum.add(self.landing)
             self.landing, self._grads = None, []
 
+    def open_part(self, number: int) -> None:
+        """Until `close_part`, gradients are added in place to what has come of part `number` of the tree."""
+        part = self._parts.pop(number, None)
+        if part is None:
+            self._land_first([None] * len(self.parameters))
+        else:
+            self.landing, self._grads = part.landing, part.grads
+        self.open_gradients()
+
+    def close_part(self, number: int) -> None:
+        """More of it may come, in another `open_part`."""
+        self.collect_gradients()
+        if self.landing is None:
+            raise AssertionError(f"segment {self.number} has no part {number}")
+        self._parts[number] = _Part(self.landing, self._grads)
+        self.landing, self._grads = None, []
+
+    def take_part(self) -> None:
+        """The part that comes after those in the tree is complete: it is what has landed."""
+        part = self._parts.pop(self._sum.count)
+        self.landing, self._grads = part.landing, part.grads
+
     def end_sum(self) -> None:
         """No micro-batch of the step is to come: `reduced` is the sum of all."""
         if self._sum:
             self.reduced = self._sum.take()
+        if self.tree and self.reduced is not None:
+            self.reduced.add_(0.0)  # -0.0 + 0.0 is 0.0
 
     def _give(self, flat: torch.Tensor) -> None:
         """A buffer of the tree goes back to where it came from; the first one's place may be in `_whole`."""
@@ -333,6 +369,9 @@ class TrainedSegment(FlatSegment):
         super().drop_gradients()
         for waiting in self._sum.drop():
             self._give(waiting)
+        for part in self._parts.values():
+            self._landing_pool.give(part.landing)
+        self._parts.clear()
         if self.tree and self.reduced is not None:
             self._give(self.reduced)
         elif self.reduced is not None and self._whole is None and self.reduced is not self.landing:

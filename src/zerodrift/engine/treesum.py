@@ -27,6 +27,11 @@ class TreeSum:
     def __bool__(self) -> bool:
         return bool(self._count)
 
+    @property
+    def count(self) -> int:
+        """How many parts have come."""
+        return self._count
+
     def add(self, part: torch.Tensor) -> None:
         self._sums[self._count] = part
         self._add(carries(self._count))

@@ -41,7 +41,7 @@ from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.stages import pieces_of, rank_of
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action
-from zerodrift.policy.pipelining import SPLIT
+from zerodrift.policy.pipelining import queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class PipelineExecutor(NativeExecutor):
         super().__init__(plan, tree, comm, None, sources)
         self._alarm = Alarm(comm.mesh)
         self._schedule = pipeline.schedule
-        self._late = pipeline.schedule in SPLIT and pipeline.weight_grads == "queue"
+        self._late = queues(pipeline)
         self._count = pipeline.chunks * plan.mesh.pipeline
         self._last = rank_of(pipeline, plan.mesh, self._count - 1)
         self._draws = Draws(comm.mesh.device)
@@ -142,12 +142,14 @@ class PipelineExecutor(NativeExecutor):
         with self._alarm.explain_failure():
             return self._taken(list(micro_batches), weights, count)
 
-    def train(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
+    def train(
+        self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
+    ) -> tuple[float, ...]:
         self._weights = weights
         try:
             schedule = self._scheduled(batches, training=True)
             with self._alarm.raised("pipeline", "the schedule"), torch.enable_grad():
-                self._run(schedule, batches, True)
+                self._run(schedule, batches, True, seeds)
                 self._units.end()
                 return self._losses_of_all(len(batches))
         except BaseException:
@@ -163,7 +165,7 @@ class PipelineExecutor(NativeExecutor):
         finally:
             self._units.release()
 
-    def _run(self, schedule: Any, batches: list[Any], training: bool) -> None:
+    def _run(self, schedule: Any, batches: list[Any], training: bool, seeds: tuple[int, ...] = ()) -> None:
         self._begun = False
         self.actions = []
         for piece in self._pieces:
@@ -173,13 +175,14 @@ class PipelineExecutor(NativeExecutor):
             self._before = [piece.buffers_now() for piece in self._pieces]
         if self._units.all_step or self._pieces[0].learning:
             self._units.gather()
-        self._draws.begin()
+        self._draws.begin(seeds)
         ended = self._scheduled_run(schedule, len(batches))
         for piece in self._pieces:
             piece.batches = []
         if ended is not None:
             raise ended
-        self._end_of_draws(training)
+        if not seeds:
+            self._end_of_draws(training)
 
     def _scheduled_run(self, schedule: Any, count: int) -> BaseException | None:
         """Runs it; what ended it, if anything did: see [Note: whose error] of `stage.py`."""

@@ -16,7 +16,9 @@ process has the losses of one that was never stopped.
 [Note: random numbers] What a forward draws, for dropout, is drawn from generators that are seeded for its
 piece and its micro-batch, and put back behind it. So pieces draw different numbers, on ranks that were seeded
 alike too, and the same ones under every schedule. They are not those of a run without a pipeline, in which
-one generator goes through the layers of one micro-batch after the other.
+one generator goes through the layers of one micro-batch after the other. Under `reduce.order: tree` they are:
+each micro-batch has a seed of its own there, with which its first piece begins, and the state of the
+generators travels from piece to piece with the activations.
 
 [Note: whose error] torch raises one of its own from what a forward or a backward of a piece raises. What a
 piece raised is kept, and is what the run ends with; what else ends a schedule is a message that did not come.
@@ -52,32 +54,56 @@ class Draws:
     """The random numbers of one rank's forwards: see [Note: random numbers]."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
         self._key = b""
+        self._seeds: tuple[int, ...] = ()
         self.drew = False
         """Whether any forward has drawn a number since `begin`."""
 
-    def begin(self) -> None:
-        """A run begins: its numbers follow from the state of the generator of the CPU."""
+    def begin(self, seeds: tuple[int, ...]) -> None:
+        """A run begins: its numbers follow from seeds of its micro-batches, or where there are none from the
+        state of the generator of the CPU."""
         self._key = hashlib.sha256(self._generators[0].get_state().numpy().tobytes()).digest()
+        self._seeds = seeds
         self.drew = False
 
+    @property
+    def travel(self) -> bool:
+        """Whether a piece begins where the one before it has ended."""
+        return bool(self._seeds)
+
     @contextlib.contextmanager
-    def of(self, piece: int, micro_batch: int) -> Iterator[None]:
-        """Around a forward."""
-        name = self._key + f" {piece} {micro_batch}".encode()
-        seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little") >> 1
+    def of(self, piece: int, micro_batch: int, came: torch.Tensor | None = None) -> Iterator[None]:
+        """Around a forward. `came` is what `state` was where the piece before has ended, if that travels."""
         before = [generator.get_state() for generator in self._generators]
-        seeded = [generator.manual_seed(seed).get_state() for generator in self._generators]
+        if came is None:
+            for generator in self._generators:
+                generator.manual_seed(self._seed(piece, micro_batch))
+        else:
+            parts = came.cpu().split([state.numel() for state in before])
+            for generator, state in zip(self._generators, parts, strict=True):
+                generator.set_state(state)
+        begun = [generator.get_state() for generator in self._generators]
         try:
             yield
         finally:
-            for generator, state, first in zip(self._generators, before, seeded, strict=True):
+            for generator, state, first in zip(self._generators, before, begun, strict=True):
                 self.drew = self.drew or not torch.equal(generator.get_state(), first)
                 generator.set_state(state)
+
+    def _seed(self, piece: int, micro_batch: int) -> int:
+        if self._seeds:
+            return self._seeds[micro_batch]
+        name = self._key + f" {piece} {micro_batch}".encode()
+        return int.from_bytes(hashlib.sha256(name).digest()[:8], "little") >> 1
+
+    def state(self) -> torch.Tensor:
+        """Where the generators stand, as bytes on the device."""
+        return torch.cat([generator.get_state() for generator in self._generators]).to(self._device)
 
     def advance(self) -> None:
         """The next run draws others."""
@@ -123,12 +149,17 @@ class Piece(nn.Module):
         precision, draws = self.shared.precision, self.shared.draws
         try:
             micro_batch = int(number)
-            with self.gathered(), precision.forward(), draws.of(self.number, micro_batch):
+            state = None
+            if draws.travel and self.number > 0:
+                *rest, last = hidden
+                hidden, state = tuple(rest), None if self.learning else last  # what is learnt from is empty
+            with self.gathered(), precision.forward(), draws.of(self.number, micro_batch, state):
                 output = self._made(hidden, micro_batch)
+                left = output if isinstance(output, tuple) else (output,)
                 if torch.is_grad_enabled() and not self.learning:
-                    self.shared.scheduled.pack(
-                        self.number, output if isinstance(output, tuple) else (output,)
-                    )
+                    self.shared.scheduled.pack(self.number, left)
+                if draws.travel and self.number < self.count - 1:
+                    return (*left, draws.state())
                 return output
         except BaseException as error:
             self.failed = error
@@ -201,7 +232,8 @@ class Piece(nn.Module):
             ledger.turn_to(micro_batch)
         if self.queue is not None and self.queue.ended != micro_batch:
             raise AssertionError(f"backward {micro_batch} after {self.queue.ended} others")
-        with self.gathered(), self.shared.precision.backward():
+        scheduled = self.shared.scheduled
+        with self.gathered(), self.shared.precision.backward(), scheduled.backward(self.number, micro_batch):
             yield
 
     def arrived(self, late: list[torch.Tensor]) -> None:
@@ -267,7 +299,7 @@ class Stage(PipelineStage):
         with self._raising(), self.piece.backward(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         if full_backward:
-            self.piece.shared.scheduled.ended(self.piece.number)
+            self.piece.shared.scheduled.ended(self.piece.number, bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -281,7 +313,7 @@ class Stage(PipelineStage):
         else:
             with self._raising(), self.piece.backward(bwd_chunk_id):
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.piece.shared.scheduled.ended(self.piece.number)
+        self.piece.shared.scheduled.ended(self.piece.number, bwd_chunk_id)
 
     def _leaves_weights(self, micro_batch: int) -> bool:
         """Whether torch's second pass may not form weight gradients: it runs no hook of a parameter, or once

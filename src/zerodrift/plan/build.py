@@ -21,7 +21,7 @@ from zerodrift.plan.groups import groups
 from zerodrift.plan.layout import Members, find_units, group, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import Columns, Master, Policy
-from zerodrift.policy.order import refuse_ranks
+from zerodrift.policy.order import KEY, TIED, refuse_order, refuse_ranks
 from zerodrift.policy.parameters import ColumnsOf
 from zerodrift.policy.pipelining import V_SHAPED
 from zerodrift.policy.rules import require_matches, require_one_compute
@@ -44,6 +44,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     split = "layers" if policy.pipeline is None else policy.pipeline.split
     for members in find_units(model, policy.sharding.units, pieces, split):
         stages.require_ends(policy.pipeline, mesh, model, members.stage, members.copies)
+        _require_untied(policy, model, columns, members)
         _add_unit(members, model, columns, mesh, rows, units, segments)
     plan = Plan(
         source=model.source,
@@ -83,6 +84,17 @@ def _require_order(policy: Policy, columns: list[Columns], mesh: MeshShape) -> N
     whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
     if policy.tree:
         refuse_ranks(whens, policy.batch.accumulation, mesh, problems)
+    problems.raise_as(ConfigError)
+
+
+def _require_untied(policy: Policy, model: ModelSpec, columns: list[Columns], members: Members) -> None:
+    """Under `order: tree`, that no trained parameter is used by several pieces of a pipeline."""
+    problems = Problems()
+    for index in members.copies:
+        names = model.parameters[index].names
+        if not policy.tree or columns[index].update is None:
+            continue
+        refuse_order(TIED, KEY, problems, got=f"tree, and {' tied to '.join(names)}")
     problems.raise_as(ConfigError)
 
 

@@ -22,6 +22,7 @@ from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.policy.nouns import ComponentSpec, Master, MuonUpdate, Placed, State, Update
 from zerodrift.policy.order import accumulators, rank_levels
+from zerodrift.policy.pipelining import begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _rest(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> Restin
         state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
             size = _resting_bytes(segment, update.accumulate, shard)
-            accumulate += size * (1 + _more_sums(update, micro_batches))
+            accumulate += size * accumulators_of(plan, segment, micro_batches)
     if not plan.policy.sharding.free_accumulator:
         accumulate += sum(_arriving(plan, segments, micro_batches))
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
@@ -205,9 +206,25 @@ def _gathered(plan: Plan, unit: Unit) -> int:
     return total
 
 
-def _more_sums(update: Update, micro_batches: int) -> int:
-    """How many sums of a segment wait for others beside one, where it is summed by the tree."""
-    return accumulators(micro_batches) - 1 if update.reduce.order == "tree" else 0
+def accumulators_of(plan: Plan, segment: Segment, micro_batches: int) -> int:
+    """The most sums of a segment at once: one, or by the tree those that wait for others. A pipeline's
+    micro-batches come in a buffer of their own each, also where it is the right one of two."""
+    update = segment.columns.update
+    if update is None or update.reduce.order != "tree":
+        return 1
+    if plan.policy.pipeline is None or _sums_slices(plan, segment):
+        return accumulators(micro_batches)
+    return micro_batches.bit_length() - 1 + _begun(plan, micro_batches)
+
+
+def _sums_slices(plan: Plan, segment: Segment) -> bool:
+    """Whether every micro-batch is reduced before it is added to others."""
+    update = segment.columns.update
+    return update is not None and bool(update.accumulate.axis) and plan.slices(segment) > 1
+
+
+def _begun(plan: Plan, micro_batches: int) -> int:
+    return begun(plan.policy.pipeline, plan.mesh.pipeline, micro_batches)
 
 
 def _arriving(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> tuple[int, ...]:
@@ -215,11 +232,14 @@ def _arriving(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> tu
     once, for each size of segments, which take turns in them."""
     if micro_batches == 1:
         return ()
+    own = plan.policy.pipeline is not None  # counted with the sums
     sizes = {
         _resting_bytes(segment, update.accumulate, plan.slices(segment))
         * (REDUCTIONS if update.accumulate.axis else 1)
         for segment in segments
-        if (update := segment.columns.update) is not None and update.reduce.order == "tree"
+        if (update := segment.columns.update) is not None
+        and update.reduce.order == "tree"
+        and not (own and not _sums_slices(plan, segment))
     }
     return tuple(sizes)
 
@@ -235,15 +255,18 @@ def _sums(plan: Plan, segment: Segment, micro_batches: int) -> int:
     if update is None:
         raise AssertionError("a frozen segment has no accumulator")
     size = segment.padded * update.accumulate.dtype.size
-    more = _more_sums(update, micro_batches) * _resting_bytes(segment, update.accumulate, shard)
+    others = accumulators_of(plan, segment, micro_batches) - 1
+    more = others * _resting_bytes(segment, update.accumulate, shard)
     if shard == 1:
         return size + more
+    slices = _sums_slices(plan, segment)
+    landing = size * _begun(plan, micro_batches) if slices and update.reduce.order == "tree" else size
     if not update.axis:
         in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
-        return more + (size if in_place else size + size // shard)
+        return more + (size if in_place else landing + size // shard)
     # A pipeline's gradients land in place all through a step, whichever micro-batch they are of.
     waits = _waits(update, micro_batches) or plan.policy.pipeline is not None
-    return size // shard + (size if waits else 0) + more
+    return size // shard + (landing if waits else 0) + more
 
 
 def _waits(update: Update, micro_batches: int) -> bool:

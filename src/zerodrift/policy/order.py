@@ -23,7 +23,8 @@ from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape, tree_place
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.nouns import Averaging, Decision, Order
+from zerodrift.policy.nouns import Averaging, Decision, Pipelining
+from zerodrift.policy.pipelining import queues
 
 When = Literal["last", "every"]
 WHENS: tuple[When, ...] = ("last", "every")
@@ -124,8 +125,15 @@ class OrderRefusal:
 BACKEND = OrderRefusal(
     "backend fsdp2", "PyTorch's `fully_shard` adds micro-batches in an order of its own", "Use backend native"
 )
-PIPELINE = OrderRefusal(
-    "a pipeline", "its gradients are added as its schedule brings them", "Use `pipeline: {stages: 1}`"
+QUEUE = OrderRefusal(
+    "weight gradients from a queue",
+    "it rounds them at other places than a backward does",
+    "Leave `pipeline.weight_grads` and `sharding.keep_gathered` out",
+)
+TIED = OrderRefusal(
+    "weights tied across a pipeline",
+    "a backward of the whole model rounds the sum of all their uses, and no rank has them all",
+    "Untie them, or use `pipeline: {stages: 1}`",
 )
 EXPERTS = OrderRefusal(
     "expert parallelism",
@@ -166,12 +174,18 @@ RANKS = OrderRefusal(
     "The error names the numbers of ranks that fit",
 )
 
-REFUSED = (RANKS, BACKEND, PIPELINE, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
+REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
 """Shown by `zerodrift support`."""
 
 
 def order(
-    config: Config, mesh: MeshShape, backend: Backend, averaging: Averaging, asked: str, problems: Problems
+    config: Config,
+    mesh: MeshShape,
+    backend: Backend,
+    averaging: Averaging,
+    pipeline: Pipelining | None,
+    asked: str,
+    problems: Problems,
 ) -> tuple[Decision, ...]:
     """What is decided of the order, where it is not that of ranks; refuses what it cannot be had with."""
     for number, rule in enumerate(config.precision.rules):
@@ -184,7 +198,7 @@ def order(
         return ()
     for refusal, holds in (
         (BACKEND, backend.name != "native"),
-        (PIPELINE, mesh.pipeline > 1),
+        (QUEUE, queues(pipeline)),
         (EXPERTS, mesh.expert > 1),
         (TENSOR, mesh.tensor > 1),
         (BEFORE, averaging.before != 1.0),
@@ -198,14 +212,14 @@ def order(
     )
 
 
-def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, asked: Order = "tree") -> None:
+def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, got: str = "tree") -> None:
     """One of the refusals, as a problem of a key."""
     if refusal is RULE:
         must = f"must be that of `precision.reduce`: {refusal.reason}"
         problems.add(where, must, got="another", do=f"{refusal.do}.")
         return
     must = f"must be `rank` with {refusal.what}: {refusal.reason}"
-    problems.add(where, must, got=asked, do=f"{refusal.do}; or leave `order` out.")
+    problems.add(where, must, got=got, do=f"{refusal.do}; or leave `order` out.")
 
 
 def _is_power(number: int) -> bool:

@@ -27,9 +27,10 @@ SPLIT: tuple[Schedule, ...] = ("interleaved-zero-bubble", "zbv", "dualpipev")
 
 
 def pipelining(
-    config: Config, mesh: MeshShape, micro_batches: int, problems: Problems
+    config: Config, mesh: MeshShape, micro_batches: int, tree: bool, problems: Problems
 ) -> tuple[Pipelining | None, tuple[Decision, ...]]:
-    """The pipeline of a config, None without one, and what was decided."""
+    """The pipeline of a config, None without one, and what was decided. `tree` says how gradients are
+    summed."""
     block = config.pipeline
     if block is None or mesh.pipeline == 1:
         return None, ()
@@ -59,8 +60,21 @@ def pipelining(
             got="true",
             do="Measure without a pipeline.",
         )
-    pipelining_policy = Pipelining(schedule, chunks, block.split or "layers", block.weight_grads or "queue")
+    by_autograd = tree and config.sharding.keep_gathered != "micro-batch"
+    weight_grads = block.weight_grads or ("autograd" if by_autograd else "queue")
+    pipelining_policy = Pipelining(schedule, chunks, block.split or "layers", weight_grads)
     return pipelining_policy, tuple(_decisions(block, pipelining_policy, mesh.pipeline))
+
+
+def queues(pipeline: Pipelining | None) -> bool:
+    """Whether weight gradients wait in a queue."""
+    return pipeline is not None and pipeline.schedule in SPLIT and pipeline.weight_grads == "queue"
+
+
+def begun(pipeline: Pipelining | None, ranks: int, micro_batches: int) -> int:
+    """Of how many micro-batches of a step at once a piece may have some gradients and not all."""
+    splits = pipeline is not None and pipeline.schedule in SPLIT
+    return min(ranks, micro_batches) if splits else 1
 
 
 def micro_batches(config: Config, steps: int | None, problems: Problems) -> int | None:
@@ -134,6 +148,10 @@ def _decisions(block: Pipeline, pipelining: Pipelining, ranks: int) -> list[Deci
         Decision("pipeline.split", f"{pieces} pieces by {pipelining.split}", split_why),
     ]
     if pipelining.schedule in SPLIT:
-        why = "`pipeline.weight_grads`" if block.weight_grads else "default: formed in the accumulate dtype"
+        reasons = {
+            "queue": "default: formed in the accumulate dtype",
+            "autograd": "default with `precision.reduce.order: tree`",
+        }
+        why = "`pipeline.weight_grads`" if block.weight_grads else reasons[pipelining.weight_grads]
         decisions.append(Decision("pipeline.weight_grads", pipelining.weight_grads, why))
     return decisions

@@ -90,12 +90,14 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     scale = choices.loss_scale(config, mode, numbers)
     buffers, buffers_why = _buffers(config, problems)
     sharding, sharding_decisions = choices.sharding(config, stage, backend)
-    pipeline, pipeline_decisions = pipelining.pipelining(config, mesh, sizes.accumulation, problems)
+    asked = demands.get("reduce.order", ("rank", ""))[0]
+    pipeline, pipeline_decisions = pipelining.pipelining(
+        config, mesh, sizes.accumulation, asked == "tree", problems
+    )
     safe = _safe_modules(config, mode)
     schedule = choices.schedule(config, numbers, problems)
     experts, expert_decisions = choices.experts(config, mesh, averaging, problems)
-    asked = demands.get("reduce.order", ("rank", ""))[0]
-    order_decisions = order.order(config, mesh, backend, averaging, asked, problems)
+    order_decisions = order.order(config, mesh, backend, averaging, pipeline, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
         problems.add(

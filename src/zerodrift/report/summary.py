@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zerodrift.errors import listed, several
-from zerodrift.plan.cost import Cost
+from zerodrift.plan.cost import Cost, accumulators_of
 from zerodrift.plan.dealing import dealt
 from zerodrift.plan.table import Boundary, Plan
 from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec
-from zerodrift.policy.order import accumulators
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
 
@@ -84,9 +83,11 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
 def _order(plan: Plan) -> str:
     """Who takes which micro-batches, and what waits for others."""
     count, ranks = plan.policy.batch.accumulation, plan.mesh.data
-    shown = [f"rank {rank} takes {_few(dealt(plan, rank))}" for rank in sorted({0, 1 % ranks, ranks - 1})]
+    kind = "data rank" if plan.mesh.pipeline > 1 else "rank"
+    shown = [f"{kind} {rank} takes {_few(dealt(plan, rank))}" for rank in sorted({0, 1 % ranks, ranks - 1})]
     total = several(count * ranks, "micro-batch", "micro-batches")
-    return f"one tree over {total}: {', '.join(shown)}; {several(accumulators(count), 'accumulator')}"
+    sums = max((accumulators_of(plan, segment, count) for segment in plan.segments), default=1)
+    return f"one tree over {total}: {', '.join(shown)}; {several(sums, 'accumulator')}"
 
 
 def _few(numbers: Sequence[int]) -> str:

@@ -1,0 +1,131 @@
+"""`reduce.order: tree` in pipelines: the bits of a run on one rank without one, under every schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config
+from tests.numerics.test_pipelines import PARTS
+from tests.ranks.harness import run_ranks
+from zerodrift.api import initialize
+from zerodrift.pipeline.cut import Parts
+
+STEPS, LAYERS = 3, 4
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(x, 0.2)
+
+
+def recomputed(model: Any, layer: Any, hidden: torch.Tensor, tokens: Any) -> torch.Tensor:
+    """Draws inside of what is recomputed, and behind it."""
+    out: torch.Tensor = checkpoint(lambda x: dropped(layer(x)), hidden, use_reentrant=False)
+    return dropped(out)
+
+
+DROPPING = Parts(
+    "layers",
+    before=lambda model, tokens: dropped(model.embed(tokens)),
+    each=lambda model, layer, hidden, tokens: dropped(layer(hidden)),
+    after=lambda model, hidden, tokens: PARTS.after(model, dropped(hidden), tokens),
+)
+HOW = {"plain": PARTS, "dropping": DROPPING, "recomputed": replace(DROPPING, each=recomputed)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run, in a pipeline or not."""
+
+    schedule: str
+    stage: int
+    when: str
+    mode: str = "fp32"
+    how: str = "plain"
+    moe: bool = False
+    total: int = 8
+    """Micro-batches of a step, over all data ranks."""
+    rest: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def written(self, data_ranks: int, stages: int) -> dict[str, Any]:
+        precision: dict[str, Any] = {"reduce": {"order": "tree", "when": self.when}}
+        if self.moe and self.mode != "fp32":
+            precision["rules"] = [{"match": "*.router.*", "pin": "fp32"}]
+        more = {"fp16": {"initial_scale_power": 22, "hysteresis": 1}} if "fp16" in self.mode else {}
+        count = self.total // data_ranks
+        written = config(self.stage, self.mode, count, precision=precision, **more)
+        if stages > 1:
+            written |= {"pipeline": {"stages": stages, "schedule": self.schedule}, **self.rest}
+        return written
+
+
+def trained(cell: Cell, stages: int) -> tuple[Any, ...]:
+    """Digests of what a run leaves and of the gradients on the way, its norms, and losses by number."""
+    torch.set_num_threads(1)
+    data_ranks = torch.distributed.get_world_size() // stages
+    torch.manual_seed(0)
+    engine = initialize(
+        GPT(LAYERS, moe=cell.moe, tied=False),
+        config=cell.written(data_ranks, stages),
+        parts=HOW[cell.how],
+        device="cpu",
+        quiet=True,
+    )
+    engine.seed = 5
+    gradients: list[Any] = []
+    engine.before_update = lambda: gradients.append(engine.gradient_digest())
+    numbers = engine.micro_batches_of_this_rank()
+    norms, losses = [], {}
+    for step in range(STEPS):
+        result = engine.train_batch([batch(step, number) for number in numbers])
+        norms.append((result.step.grad_norm, result.step.loss_scale))
+        losses |= {(step, number): loss for number, loss in zip(numbers, result.losses, strict=True)}
+    everywhere = engine.comm.all_gather_object(losses)
+    left = engine.digest()
+    skipped = engine.skipped_steps
+    engine.destroy()
+    assert bool(skipped) is ("fp16" in cell.mode), f"{skipped} skipped steps"
+    return left, gradients, norms, {number: loss for part in everywhere for number, loss in part.items()}
+
+
+def trained_all(cells: list[Cell], stages: int) -> list[tuple[Any, ...]]:
+    return [trained(cell, stages) for cell in cells]
+
+
+WORDS = ("state", "gradients", "norms", "losses")
+
+
+def differing(cells: list[Cell], world: int) -> list[str]:
+    """What of which cells is other in pipelines of two stages than on one rank without one."""
+    expected = run_ranks(trained_all, 1, cells, 1, timeout=250)[0]
+    found = run_ranks(trained_all, world, cells, 2, timeout=250)[0]
+    return [
+        f"{word}: {cell}"
+        for cell, one, other in zip(cells, expected, found, strict=True)
+        for word, left, right in zip(WORDS, one, other, strict=True)
+        if left != right
+    ]
+
+
+FEW = [
+    Cell("gpipe", 0, "last"),
+    Cell("1f1b", 1, "every", "bf16", "dropping"),
+    Cell("1f1b", 2, "every", "fp16"),
+    Cell("interleaved", 3, "last", "bf16", moe=True),
+    Cell("interleaved", 3, "every", "autocast-bf16", "recomputed"),
+    Cell("interleaved-zero-bubble", 1, "last", "bf16", "recomputed"),
+    Cell("zbv", 3, "every", "bf16", "dropping"),
+    Cell("dualpipev", 0, "last", "fp32", "dropping"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_pipeline_has_the_bits_of_one_rank(world: int) -> None:
+    assert differing(FEW, world) == []
