@@ -16,6 +16,7 @@ import torch
 from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
+from zerodrift.train.replay import replay
 from zerodrift.train.start import run_here, train
 
 PARTS = "tests.e2e.small_models:parts"
@@ -134,6 +135,15 @@ def test_a_checkpoint_goes_on_without_the_pipeline(tmp_path: Path) -> None:
     alone = ["config.pipeline=null", "config.gradient_accumulation_steps=4"]
     assert train(str(file), alone) == 0
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_by_the_tree_a_run_is_replayed_without_its_pipeline(tmp_path: Path) -> None:
+    """On one process, with dropout: what it recorded of gradients and state, by unit, and every loss."""
+    tree = {"precision": {"mode": "bf16", "reduce": {"order": "tree"}}}
+    file = staged(tmp_path, "dropping", 4, ranks=4, config=tree, run={"digest_every": 1})
+    assert run_ranks(run, 4, str(file)) == [""] * 4
+    assert len(kinds(tmp_path, "digest")) == 4
+    assert replay(tmp_path / "run", 0, None, 1, False) == 0
 
 
 @pytest.mark.parametrize(("model", "nan"), [("poisoned", True), ("bad_gradient", False)])

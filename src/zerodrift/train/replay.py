@@ -152,7 +152,8 @@ def _start(folder: RunFolder, first: int | None) -> tuple[int, str]:
 
 
 def _batch(plan: Plan, ranks: int) -> list[str]:
-    """Overrides by which as many ranks take the micro-batches of the plan; says why where they cannot."""
+    """Overrides by which as many ranks take the micro-batches of the plan; says why where they cannot. A
+    pipeline stays one where its stages have as many ranks each, and is left out elsewhere."""
     batch, mesh = plan.policy.batch, plan.mesh
     problems = Problems()
     if ranks != mesh.world and not plan.policy.tree:
@@ -163,12 +164,20 @@ def _batch(plan: Plan, ranks: int) -> list[str]:
             do="Train with `precision.reduce: {order: tree}`, whose bits are the same on any number.",
         )
     total = batch.accumulation * mesh.data
-    if total % ranks and ranks != mesh.world:
-        problems.add("--nproc", f"must divide the {total} micro-batches of a step", got=ranks)
+    stages = 1 if ranks % mesh.pipeline else mesh.pipeline
+    data = ranks // stages
+    if total % data and ranks != mesh.world:
+        whose = "" if stages == 1 else f", {stages} processes for each"
+        problems.add("--nproc", f"must divide the {total} micro-batches of a step{whose}", got=ranks)
     problems.raise_as(ConfigError)
     if ranks == mesh.world:
         return []
-    return [f"config.{key}={number}" for key, number in _numbers(batch, total // ranks, total).items()]
+    numbers: dict[str, object] = {**_numbers(batch, total // data, total)}
+    if stages > 1:
+        numbers["pipeline.micro_batches"] = total // data
+    elif mesh.pipeline > 1:
+        numbers["pipeline"] = "null"
+    return [f"config.{key}={number}" for key, number in numbers.items()]
 
 
 def _numbers(batch: Batch, accumulation: int, total: int) -> dict[str, int]:
