@@ -481,6 +481,44 @@ def test_architectures_train_in_a_pipeline_as_without(first: int) -> None:
         assert [key for key, value in alone.items() if seen[key] != value] == []
 
 
+def dropping(kind: str) -> nn.Module:
+    """With dropout wherever the library has it, nothing tied, each layer recomputed."""
+    made = of_type(kind)
+    changed = copy.deepcopy(made.config)
+    changed.tie_word_embeddings = False
+    for key in vars(changed):
+        if key.endswith(("pdrop", "dropout")):
+            setattr(changed, key, 0.2)
+    torch.manual_seed(0)
+    made = type(made)(changed)
+    made.gradient_checkpointing_enable({"use_reentrant": False})
+    return made.train()
+
+
+def by_the_tree(kinds: Iterable[str], stages: int) -> list[tuple[Any, ...]]:
+    """Losses and digests of three steps of each, in a pipeline or not."""
+    torch.set_num_threads(1)
+    found = []
+    for kind in kinds:
+        torch.manual_seed(3)
+        block = {"stages": stages, "schedule": "interleaved", "micro_batches": COUNT}
+        written = config(1, "bf16", COUNT, precision={"reduce": {"order": "tree"}}, pipeline=block)
+        engine = initialize(dropping(kind), config=written, device="cpu", quiet=True)
+        losses = [engine.train_batch(micro_batches(0)).losses for _ in range(3)]
+        found.append((kind, losses, str(engine.digest())))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.long
+def test_by_the_tree_dropout_is_that_of_the_whole_model() -> None:
+    """gpt2 and phi drop behind their embeddings too, in a forward that every piece goes through."""
+    kinds = [kind for kind in ("gpt2", "phi", "llama") if is_cut(kind)]
+    (expected,) = run_ranks(by_the_tree, 1, kinds, 1, timeout=120)
+    assert all(len(set(losses)) == 3 for _, losses, _ in expected), "each step draws others"
+    assert run_ranks(by_the_tree, 2, kinds, 2, timeout=120) == [expected] * 2
+
+
 def filled(name: str, folder: str) -> dict[str, torch.Tensor]:
     """Masters of a model built without memory: from files, or by its own code where there are none."""
     torch.set_num_threads(1)

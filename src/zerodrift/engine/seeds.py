@@ -18,12 +18,17 @@ def seed_of(seed: int, step: int, micro_batch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+def generators(device: torch.device) -> list[torch.Generator]:
+    """torch's, of the host and of one device."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
 def seed_generators(seed: int, device: torch.device) -> None:
-    """torch's generators of the host and of one device."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+    for generator in generators(device):
+        generator.manual_seed(seed)
 
 
 def generators_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:

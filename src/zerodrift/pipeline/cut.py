@@ -12,7 +12,8 @@ parameters are, so hooks on it hold wherever it is called from.
 [Note: entering] A piece that is not the first runs the library's forward of the whole base model. Whatever
 that does before its layers (positions added, dropout, a scale) the first piece has done: so the stand-in of
 the first layer gives what came from the piece before, whatever comes to it. What the forward makes beside
-the hidden states, masks and rotary tables, is made as in the whole model.
+the hidden states, masks and rotary tables, is made as in the whole model. What it has drawn by then, the
+first piece has drawn: the stand-in puts generators back.
 
 [Note: router logits] The loss that balances experts is no sum over pieces: it multiplies two means over all
 layers. So where a model's loss asks for router logits, each piece sends those of its layers along, and the
@@ -32,6 +33,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zerodrift.engine.seeds import generators
 from zerodrift.errors import ModelError, Problem, UnsupportedError
 from zerodrift.versions import numbers
 
@@ -245,10 +247,11 @@ class Causal:
         if not isinstance(first, PassThrough):
             raise AssertionError("a piece behind the first that has the first layer")
         first.came = came
+        first.stood = [(generator, generator.get_state()) for generator in generators(came.device)]
         try:
             yield
         finally:
-            first.came = None
+            first.came, first.stood = None, []
 
 
 _NOT_ON_ONE_RANK = "must be off in a pipeline, which returns losses: no rank has those of all layers"
@@ -318,9 +321,13 @@ class PassThrough(nn.Module):
         self.__dict__ |= {key: value for key, value in own.items() if isinstance(value, str | int | float)}
         self.came: torch.Tensor | None = None
         """What goes on instead; see [Note: entering]."""
+        self.stood: list[tuple[torch.Generator, torch.Tensor]] = []
+        """Where generators stood when it came."""
 
     def forward(self, hidden: Any, *rest: Any, **named: Any) -> Any:
         if self.came is not None:
+            for generator, state in self.stood:
+                generator.set_state(state)
             return self.came
         looks_up = isinstance(hidden, torch.Tensor) and not hidden.is_floating_point()
         return torch.zeros((), device=hidden.device) if looks_up else hidden

@@ -41,6 +41,7 @@ from zerodrift.engine.batches import one_number
 from zerodrift.engine.compute import ForwardPrecision
 from zerodrift.engine.grads import Gradients
 from zerodrift.engine.scheduled import ScheduledUnits
+from zerodrift.engine.seeds import generators
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
@@ -55,10 +56,7 @@ class Draws:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = generators(device)
         self._key = b""
         self._seeds: tuple[int, ...] = ()
         self.drew = False
