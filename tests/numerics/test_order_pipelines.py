@@ -15,16 +15,20 @@ from tests.numerics.runs import config
 from tests.numerics.test_pipelines import PARTS
 from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
+from zerodrift.errors import ZerodriftError
 from zerodrift.pipeline.cut import Parts
+from zerodrift.pipeline.schedules import CLASSES
+from zerodrift.policy.pipelining import V_SHAPED
 
 STEPS, LAYERS = 3, 4
+SCHEDULES = tuple(CLASSES)
 
 
 class Signed(GPT):
     """With a parameter whose gradient is a negative zero: a sum of nothing else is one."""
 
-    def __init__(self, moe: bool) -> None:
-        super().__init__(LAYERS, moe, tied=False)
+    def __init__(self, moe: bool, tied: bool) -> None:
+        super().__init__(LAYERS, moe, tied=tied)
         self.spare = nn.LayerNorm(8, bias=False)
 
 
@@ -65,6 +69,7 @@ class Cell:
     mode: str = "fp32"
     how: str = "plain"
     moe: bool = False
+    tied: bool = False
     total: int = 8
     """Micro-batches of a step, over all data ranks."""
     rest: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -87,7 +92,7 @@ def trained(cell: Cell, stages: int) -> tuple[Any, ...]:
     data_ranks = torch.distributed.get_world_size() // stages
     torch.manual_seed(0)
     engine = initialize(
-        Signed(cell.moe),
+        Signed(cell.moe, cell.tied),
         config=cell.written(data_ranks, stages),
         parts=HOW[cell.how],
         device="cpu",
@@ -136,7 +141,7 @@ FEW = [
     Cell("interleaved", 3, "last", "bf16", moe=True),
     Cell("interleaved", 3, "every", "autocast-bf16", "recomputed"),
     Cell("interleaved-zero-bubble", 1, "last", "bf16", "recomputed"),
-    Cell("zbv", 3, "every", "bf16", "dropping"),
+    Cell("zbv", 3, "every", "bf16", "dropping", tied=True),
     Cell("dualpipev", 0, "last", "fp32", "dropping"),
 ]
 
@@ -145,3 +150,32 @@ FEW = [
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_pipeline_has_the_bits_of_one_rank(world: int) -> None:
     assert differing(FEW, world) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
+def test_the_product_of_all(schedule: str, mode: str) -> None:
+    cells = [
+        Cell(schedule, stage, when, mode, how, moe=bool(stage % 2), tied=schedule in V_SHAPED)
+        for stage in range(4)
+        for when in ("last", "every")
+        for how in HOW
+    ]
+    assert differing(cells, 4) == []
+
+
+def looked_up_twice() -> str:
+    """What is said of an embedding that the first piece uses twice, and the head's."""
+    parts = replace(PARTS, before=lambda model, tokens: model.embed(tokens) + model.embed(tokens.flip(1)))
+    written = Cell("zbv", 1, "last", total=4).written(1, 2)
+    engine = initialize(GPT(LAYERS), config=written, parts=parts, device="cpu", quiet=True)
+    with pytest.raises(ZerodriftError) as caught:
+        engine.train_batch([batch(0, number) for number in range(4)])
+    return str(caught.value)
+
+
+def test_a_tied_embedding_is_looked_up_once() -> None:
+    for told in run_ranks(looked_up_twice, 2):
+        assert "must be looked up once in the first piece" in told
+        assert "embed.weight" in told and "got EmbeddingBackward0, EmbeddingBackward0" in told

@@ -257,6 +257,8 @@ def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
     told = str(caught.value)
     assert "model.embed_tokens.weight tied to lm_head.weight" in told and "reduce.order" in told
     make_plan(config, moe(), world_size=2)
+    together = {"stages": 2, "schedule": "zbv"}
+    make_plan({**config, "pipeline": together}, moe(layers=4, tie=True), world_size=2)
     make_plan({**config, "pipeline": {"stages": 1}}, moe(tie=True), world_size=2)
     embedding, *others = moe(tie=True).parameters
     frozen = ModelSpec("frozen", (replace(embedding, trained=False), *others))

@@ -90,7 +90,13 @@ class PipelineExecutor(NativeExecutor):
     def cut_into(self, parts: Sequence[nn.Module], cut: Cut) -> None:
         """`parts` are the pieces of this rank, in the order of the model, over the modules of the tree."""
         self._cut = cut
-        shared = Shared(self._units, self.precision, self.gradients, self._draws, self.comm.mesh)
+        tied = {
+            row.name: parameter
+            for segment in (self._trained if self.plan.policy.tree else [])
+            for row, parameter in zip(segment.rows, segment.parameters, strict=True)
+            if segment.spec.copies
+        }
+        shared = Shared(self._units, self.precision, self.gradients, self._draws, self.comm.mesh, tied)
         numbers = pieces_of(self.plan, self.comm.mesh.rank("pipeline"))
         self._pieces = tuple(
             Piece(number, self._count, part, cut, shared) for number, part in zip(numbers, parts, strict=True)

@@ -20,6 +20,11 @@ one generator goes through the layers of one micro-batch after the other. Under 
 each micro-batch has a seed of its own there, with which its first piece begins, and the state of the
 generators travels from piece to piece with the activations.
 
+[Note: tied by the tree] Without a pipeline, autograd adds the gradients of all uses of a parameter, the last
+use first. At the ends of a V the last piece's come first too, and then those of the first piece: the same sum
+as long as that is one, and under autocast not of a copy that both pieces would share. So an embedding must be
+looked up, once.
+
 [Note: whose error] torch raises one of its own from what a forward or a backward of a piece raises. What a
 piece raised is kept, and is what the run ends with; what else ends a schedule is a message that did not come.
 """
@@ -28,7 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +47,7 @@ from zerodrift.engine.compute import ForwardPrecision
 from zerodrift.engine.grads import Gradients
 from zerodrift.engine.scheduled import ScheduledUnits
 from zerodrift.engine.seeds import generators
-from zerodrift.errors import ModelError
+from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.products import hooked, is_found
@@ -117,6 +122,8 @@ class Shared:
     gradients: Gradients
     draws: Draws
     mesh: Mesh
+    tied: Mapping[str, torch.Tensor]
+    """By name, parameters of which the first piece and the last have one sum by the tree."""
 
 
 class Piece(nn.Module):
@@ -154,6 +161,9 @@ class Piece(nn.Module):
             with self.gathered(), precision.forward(), draws.of(self.number, micro_batch, state):
                 output = self._made(hidden, micro_batch)
                 left = output if isinstance(output, tuple) else (output,)
+                if torch.is_grad_enabled() and self.number == 0:
+                    for name, parameter in self.shared.tied.items():
+                        _require_one_lookup(name, parameter, left)
                 if torch.is_grad_enabled() and not self.learning:
                     self.shared.scheduled.pack(self.number, left)
                 if draws.travel and self.number < self.count - 1:
@@ -248,6 +258,32 @@ class Piece(nn.Module):
     def put_buffers(self, saved: dict[str, torch.Tensor]) -> None:
         for name, buffer in self.module.named_buffers():
             buffer.copy_(saved[name])
+
+
+def _require_one_lookup(name: str, parameter: torch.Tensor, left: Sequence[torch.Tensor]) -> None:
+    """See [Note: tied by the tree]."""
+    end = torch.autograd.graph.get_gradient_edge(parameter).node
+    found = [node.name() for node in _nodes(left) for after, _ in node.next_functions if after is end]
+    if found != ["EmbeddingBackward0"]:
+        raise UnsupportedError(
+            name,
+            "must be looked up once in the first piece, and used for nothing else there, to be tied to the "
+            "last under `precision.reduce.order: tree`",
+            got=", ".join(found) or "no use",
+            do="Untie it, or leave `order` out.",
+        )
+
+
+def _nodes(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
+    """Of the graph that tensors come from, each once."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= new
+        waiting += new
 
 
 def _words(kinds: Kinds) -> str:

@@ -44,7 +44,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     split = "layers" if policy.pipeline is None else policy.pipeline.split
     for members in find_units(model, policy.sharding.units, pieces, split):
         stages.require_ends(policy.pipeline, mesh, model, members.stage, members.copies)
-        _require_untied(policy, model, columns, members)
+        _require_tied_on_one_rank(policy, model, columns, members)
         _add_unit(members, model, columns, mesh, rows, units, segments)
     plan = Plan(
         source=model.source,
@@ -87,12 +87,16 @@ def _require_order(policy: Policy, columns: list[Columns], mesh: MeshShape) -> N
     problems.raise_as(ConfigError)
 
 
-def _require_untied(policy: Policy, model: ModelSpec, columns: list[Columns], members: Members) -> None:
-    """Under `order: tree`, that no trained parameter is used by several pieces of a pipeline."""
+def _require_tied_on_one_rank(
+    policy: Policy, model: ModelSpec, columns: list[Columns], members: Members
+) -> None:
+    """Under `order: tree`, that pieces of a pipeline that use one trained parameter are on one rank: those at
+    the ends of a V."""
     problems = Problems()
+    together = policy.pipeline is not None and policy.pipeline.schedule in V_SHAPED
     for index in members.copies:
         names = model.parameters[index].names
-        if not policy.tree or columns[index].update is None:
+        if not policy.tree or together or columns[index].update is None:
             continue
         refuse_order(TIED, KEY, problems, got=f"tree, and {' tied to '.join(names)}")
     problems.raise_as(ConfigError)

@@ -131,9 +131,9 @@ QUEUE = OrderRefusal(
     "Leave `pipeline.weight_grads` and `sharding.keep_gathered` out",
 )
 TIED = OrderRefusal(
-    "weights tied across a pipeline",
-    "a backward of the whole model rounds the sum of all their uses, and no rank has them all",
-    "Untie them, or use `pipeline: {stages: 1}`",
+    "weights tied across ranks of a pipeline",
+    "the gradients of all their uses in a micro-batch are one part of the tree, and no rank has them all",
+    "Untie them, or use schedule `zbv` or `dualpipev`, whose first and last piece are on one rank",
 )
 EXPERTS = OrderRefusal(
     "expert parallelism",
