@@ -56,19 +56,6 @@ class MeshShape:
         return f"{text} (expert {self.expert})" if self.expert > 1 else text
 
 
-def tree_place(rank: int, ranks: int) -> int:
-    """Where the sum of a rank stands, among those of its axis, in the tree over micro-batches: at the rank's
-    number with its bits reversed where the ranks are a power of two, so that two that swap halves of their
-    buffers first (`comm/halving.py`) are neighbours in the tree; else at its number. Its own inverse."""
-    if ranks & (ranks - 1):
-        return rank
-    place = 0
-    for _ in range(ranks.bit_length() - 1):
-        rank, bit = divmod(rank, 2)
-        place = 2 * place + bit
-    return place
-
-
 MOST_RANKS = 2**24
 """Hundreds of times the largest machine: more is a mistake."""
 

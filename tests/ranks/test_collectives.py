@@ -98,13 +98,8 @@ def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carri
 
 
 def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Neighbours first; a right half that is missing is skipped. Ranks that are a power of two stand there by
-    their reversed bits."""
-    count = len(parts)
-    places = list(range(count))
-    if not count & (count - 1):
-        places.sort(key=lambda rank: f"{rank:06b}"[::-1])
-    sums = [parts[rank].to(dtype) for rank in places]
+    """Neighbours first; a right half that is missing is skipped."""
+    sums = [part.to(dtype) for part in parts]
     while len(sums) > 1:
         pairs_of_sums = (sums[start : start + 2] for start in range(0, len(sums), 2))
         sums = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs_of_sums]
@@ -584,7 +579,7 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
 
 @pytest.mark.parametrize("carrier", ["pairs", "native"])
 def test_a_rank_that_is_killed_is_named_by_those_that_swap_nothing_with_it(carrier: Carrier) -> None:
-    """Rank 0 waits for rank 1, and rank 1 for the one that is gone."""
+    """Rank 0 waits for rank 2, and rank 2 for the one that is gone; rank 1 for both."""
     for text, seconds, _ in run_ranks(miss, 4, "halving", carrier, 30.0, "killed", dying={3})[:3]:
         assert text.startswith("`reduce_scatter` on axis `shard`: rank 3 must take part")
         assert seconds < 5.0

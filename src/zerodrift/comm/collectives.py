@@ -41,8 +41,7 @@ DIRECT = 1 << 18
 
 HALVING: dict[Carrier, int] = {"pairs": 8, "native": 4}
 """Ranks from which on a sum by the tree travels by halves. On gloo two messages, one after the other, are no
-better than three at once: with 4 ranks 1.3 times the time at 0.25 MB, the same at 7 MB, 0.85 at 32 MB, and
-the same beside computation."""
+better than three at once: with 4 ranks 1.2 to 1.35 times the time, and 1.0 to 1.2 beside computation."""
 
 # torch 2.13 gave these their new names and warns about the old ones.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

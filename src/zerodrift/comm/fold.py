@@ -3,9 +3,9 @@
 Pure arithmetic on tensors that have arrived; `collectives` brings them. A backend's own reduction adds in
 an order and a dtype of its choosing, which is why it is done here.
 
-Invariant: ((part 0 + part 1) + part 2) + ..., or the same parts by a binary tree in which each has its rank's
-`tree_place`, in `Sum.dtype`, then one true division, then one conversion to the dtype of the result. The same
-bits on every rank, at every chunk size, whatever carried the parts.
+Invariant: ((part 0 + part 1) + part 2) + ..., or the same parts by a binary tree, in `Sum.dtype`, then one
+true division, then one conversion to the dtype of the result. The same bits on every rank, at every chunk
+size, whatever carried the parts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-
-from zerodrift.mesh import tree_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +61,11 @@ def additions(count: int) -> Iterator[tuple[int, int]]:
 def fold(
     out: torch.Tensor, parts: Sequence[torch.Tensor], how: Sum, spare: torch.Tensor | None = None
 ) -> None:
-    """Write the sum of `parts`, which come in rank order, to `out`; flat tensors of one length, and `out` may
-    be one of them.
+    """Write the sum of `parts` to `out`; flat tensors of one length, and `out` may be one of them.
 
     `spare` holds the sum where it cannot be formed in `out`: of `how.dtype` and at least as long. It may be
     one of two parts.
     """
-    if how.order == "tree":
-        parts = [parts[tree_place(place, len(parts))] for place in range(len(parts))]
     if _forms_in(out, parts, how):
         total = out
     elif spare is None:

@@ -1,12 +1,16 @@
 """Recursive halving: how sums by the tree travel between ranks that are a power of two.
 
-[Note: halving] In the first swap a rank and the one N / 2 further swap the halves of their buffers that
-hold each other's slice, and both add what arrives to the half that they keep; in the next, ranks N / 4 apart
-do so with quarters, until a rank has its own slice and one part to add to it. That is log2(N) messages and
-additions of N - 1 slices in all, where everybody's slice to everybody is N - 1 of each, and buffers of a half
-and a quarter. Which ranks' sums meet first is the tree of `mesh.tree_place`: those whose number differs in
-the highest bit. What arrives becomes the running sum: left + right is right + left to the bit, and the
-caller's buffer is only read.
+[Note: halving] In the first swap a rank and its neighbour, which differs in the lowest bit of its number,
+send each other the slices of all ranks that have the other's bit, and both add what arrives to the rest; in
+the next, ranks 2 apart do so with half of those, until a rank has its own slice and one part to add to it.
+That is log2(N) messages and additions, of N - 1 slices in all, where everybody's slice to everybody is N - 1
+of each. The sums that meet first are of neighbours, which is the tree over ranks, and most bytes go to the
+nearest ranks, half of them to the neighbour: of machines of 8, an eighth leaves one. The other way round,
+halves to the rank that is furthest away, what is sent would be neighbouring slices, and need no copy; but
+nearly all of it would leave the machine, and the tree would have ranks in the order of their reversed bits.
+
+What arrives becomes the running sum: left + right is right + left to the bit, and the caller's buffer is only
+read.
 
 Nothing is rounded on the way where sums travel in the dtype in which they are formed, and only then.
 
@@ -32,24 +36,32 @@ class Swap:
     coming: torch.Tensor
     """Room for what the partner sends, which is to be added to `kept`."""
     kept: torch.Tensor
+    """Of the last swap as flat as what arrives."""
 
 
 def room_for(full: torch.Tensor) -> int:
-    """Elements in which `swaps` of a buffer receive: a half of it, and a quarter."""
-    return full.numel() // 2 + full.numel() // 4
+    """Elements that the swaps of a buffer need: for a half that comes and a half that goes."""
+    return full.numel()
 
 
 @torch.no_grad()
 def swaps(full: torch.Tensor, rank: int, ranks: int, room: torch.Tensor) -> Iterator[Swap]:
     """The swaps of a rank, each to be done before the next is asked for. After the last, the sum of the
     rank's slice is `coming + kept`."""
-    running, distance = full, ranks // 2
-    half = full.numel() // 2
-    for free in itertools.cycle((room[:half], room[half:])):
-        lower, upper = running.chunk(2)
-        kept, going = (upper, lower) if rank & distance else (lower, upper)
-        coming = free[: kept.numel()]
-        yield Swap(rank ^ distance, going, coming, kept)
-        if distance == 1:
+    running, distance = full, 1
+    coming_to, going_to = room.chunk(2)
+    free = itertools.cycle((going_to, coming_to))
+    while True:
+        slices = running.view(-1, 2, full.numel() // ranks)
+        bit = 1 if rank & distance else 0
+        kept, going = slices[:, bit], slices[:, 1 - bit]
+        if not going.is_contiguous():
+            going = going_to[: going.numel()].view_as(going).copy_(going)
+        coming = coming_to[: kept.numel()].view_as(kept)
+        yield Swap(
+            rank ^ distance, going.view(-1), coming.view(-1), kept.view(-1) if len(kept) == 1 else kept
+        )
+        if len(kept) == 1:
             return
-        running, distance = coming.add_(kept), distance // 2
+        running, distance = coming.add_(kept).view(-1), 2 * distance
+        coming_to, going_to = next(free).chunk(2)

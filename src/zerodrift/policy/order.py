@@ -6,9 +6,7 @@ missing is skipped. Gradients are summed where they are, in three turns: over th
 over the ranks of a shard group, over replicas; with `when: every` the second turn comes first. So the tree
 is the same on any number of ranks if what a turn sums are whole nodes: aligned blocks of a power of two.
 
-Which rank of an axis takes the first of what is dealt to it, and which the next, is `mesh.tree_place`: ranks
-that are a power of two take it by their reversed bits, 0, 2, 1, 3, because of how their sums travel.
-`comm/fold.py` has the tree itself, `comm/halving.py` the way.
+`comm/fold.py` has the tree itself, `comm/halving.py` how sums travel.
 
 Invariant: pure; every number from 0 to M - 1 is dealt to one rank, once, and a rank's come in growing order.
 """
@@ -21,7 +19,7 @@ from typing import Literal
 
 from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, listed, several
-from zerodrift.mesh import MeshShape, tree_place
+from zerodrift.mesh import MeshShape
 from zerodrift.policy.backends import Backend
 from zerodrift.policy.nouns import Averaging, Decision, Pipelining
 from zerodrift.policy.pipelining import queues
@@ -35,11 +33,10 @@ KEY = "precision.reduce.order"
 def micro_batches_of_rank(when: When, micro_batches: int, mesh: MeshShape, rank: int) -> tuple[int, ...]:
     """The numbers of what a data rank takes in a step of `micro_batches` on each, in their order."""
     replica, shard = divmod(rank, mesh.shard)
-    first = tree_place(replica, mesh.replicate) * mesh.shard * micro_batches
-    place = tree_place(shard, mesh.shard)
+    first = replica * mesh.shard * micro_batches
     if when == "every":
-        return tuple(first + number * mesh.shard + place for number in range(micro_batches))
-    return tuple(first + place * micro_batches + number for number in range(micro_batches))
+        return tuple(first + number * mesh.shard + shard for number in range(micro_batches))
+    return tuple(first + shard * micro_batches + number for number in range(micro_batches))
 
 
 def is_tree(when: When, micro_batches: int, shard: int, replicate: int = 1) -> bool:
