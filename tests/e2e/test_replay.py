@@ -19,19 +19,22 @@ from torch import nn
 from torch.nn import functional as F
 
 class Faulty(torch.autograd.Function):
-    '''x @ weight.T, whose weight gradient has one other bit in one step on one rank.'''
+    '''x @ weight.T. Its weight gradient may have one other bit, or be summed in another order.'''
 
     @staticmethod
-    def forward(ctx, x, weight, bad):
+    def forward(ctx, x, weight, fault):
         ctx.save_for_backward(x, weight)
-        ctx.bad = bad
+        ctx.fault = fault
         return x @ weight.T
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        of_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        if ctx.bad:
+        pairs = [(grad.flatten(0, -2), x.flatten(0, -2))]
+        if ctx.fault == 'sum':
+            pairs = list(zip(*(rows.chunk(3) for rows in pairs[0])))
+        of_weight = sum(rows.T @ others for rows, others in pairs)
+        if ctx.fault == 'bit':
             of_weight.view(torch.int32)[0, 0] ^= 1 << 10
         return grad @ weight, of_weight, None
 
@@ -44,8 +47,9 @@ class Block(nn.Module):
     def forward(self, x):
         if torch.is_grad_enabled() and self.training:
             self.calls += 1
-        here = os.environ.get('PLANT', '') == f"{os.environ.get('RANK', '0')}:{self.calls}"
-        return x + Faulty.apply(F.gelu(self.up(x)), self.down.weight, self.planted and here)
+        fault, rank, calls = os.environ.get('PLANT', '::').split(':')
+        here = self.planted and rank == os.environ.get('RANK', '0') and calls in ('all', str(self.calls))
+        return x + Faulty.apply(F.gelu(self.up(x)), self.down.weight, fault if here else '')
 
 class Model(nn.Module):
     def __init__(self):
@@ -92,7 +96,7 @@ def folder(tmp_path: Path) -> Path:
 
 def zerodrift(folder: Path, *words: str, plant: str = "") -> tuple[int, str]:
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PLANT": plant, "COLUMNS": "100"}
+    environment = {**os.environ, "PYTHONPATH": path, "PLANT": plant or "::", "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, "-m", "zerodrift", *words],
         cwd=folder,
@@ -106,7 +110,7 @@ def zerodrift(folder: Path, *words: str, plant: str = "") -> tuple[int, str]:
 
 def test_a_bit_of_a_gradient_of_one_rank_is_found(folder: Path) -> None:
     # Each rank has two micro-batches of a step: its ninth forward is the first of step 5.
-    code, text = zerodrift(folder, "train", "job.yaml", "--nproc", "2", plant="1:9")
+    code, text = zerodrift(folder, "train", "job.yaml", "--nproc", "2", plant="bit:1:9")
     assert code == 0, text
     code, text = zerodrift(folder, "replay", "run", "--nproc", "1")
     assert code == 3, text
@@ -119,3 +123,14 @@ def test_a_bit_of_a_gradient_of_one_rank_is_found(folder: Path) -> None:
     assert done.returncode == 2 and "`--nproc`: must divide the 4 micro-batches of a step" in done.stderr
     done = commands.run("replay", folder / "run", "--from", "6", "--to", "6")
     assert done.returncode == 2 and "must have a recorded step between them" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_sums_in_another_order_is_found(folder: Path) -> None:
+    """As one does that has another version of a library under torch."""
+    code, text = zerodrift(folder, "train", "job.yaml", "--nproc", "2", plant="sum:1:all")
+    assert code == 0, text
+    code, text = zerodrift(folder, "replay", "run", "--nproc", "1", "--from", "3")
+    assert code == 3, text
+    assert "step 3: other bits on 1 rank, where 2 recorded them" in text
+    assert "gradients  other in 1 of 4 units: layers.1" in text
