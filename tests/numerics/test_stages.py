@@ -14,7 +14,7 @@ MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)
 FOUR = ((False, "fp16", STAGES), (True, "bf16", (0, 3)))
 """What `make test` runs on four ranks: (whether with experts, mode, stages)."""
-FEW, ENOUGH, MANY = 3, 20, 50
+FEW, ENOUGH, MANY = 3, 8, 50
 """Steps. In the first few all that stages do differently is done; the others are enough to learn."""
 
 
