@@ -10,6 +10,7 @@ obey. A case is a number: the same number is the same case.
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import math
 import random
@@ -400,6 +401,7 @@ def main(count: int, first: int = 0) -> int:
     ends: Counter[str] = Counter()
     slowest: list[tuple[float, int]] = []
     failed: list[tuple[int, str]] = []
+    importlib.import_module("torch.distributed.pipelining")  # seconds, once in a process
     begun = time.monotonic()
     signal.signal(signal.SIGVTALRM, _late)
     with tempfile.TemporaryDirectory() as folder:
