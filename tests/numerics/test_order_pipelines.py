@@ -72,17 +72,19 @@ class Cell:
     tied: bool = False
     total: int = 8
     """Micro-batches of a step, over all data ranks."""
-    rest: dict[str, Any] = field(default_factory=dict, hash=False)
+    state: str = "fp32"
+    sharding: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def written(self, data_ranks: int, stages: int) -> dict[str, Any]:
-        precision: dict[str, Any] = {"reduce": {"order": "tree", "when": self.when}}
+        precision: dict[str, Any] = {"reduce": {"order": "tree", "when": self.when}, "state": self.state}
         if self.moe and self.mode != "fp32":
             precision["rules"] = [{"match": "*.router.*", "pin": "fp32"}]
         more = {"fp16": {"initial_scale_power": 22, "hysteresis": 1}} if "fp16" in self.mode else {}
         count = self.total // data_ranks
         written = config(self.stage, self.mode, count, precision=precision, **more)
         if stages > 1:
-            written |= {"pipeline": {"stages": stages, "schedule": self.schedule}, **self.rest}
+            sharding = {key: data_ranks if value == "data" else value for key, value in self.sharding.items()}
+            written |= {"pipeline": {"stages": stages, "schedule": self.schedule}, "sharding": sharding}
         return written
 
 
@@ -99,9 +101,11 @@ def trained(cell: Cell, stages: int) -> tuple[Any, ...]:
         quiet=True,
     )
     engine.seed = 5
-    gradients: list[Any] = []
-    engine.before_update = lambda: gradients.append(engine.gradient_digest())
     numbers = engine.micro_batches_of_this_rank()
+    engine.accumulate([batch(STEPS, number) for number in numbers])
+    gradients: list[Any] = [str(engine.parameter("norm.weight").gradient.tolist())]
+    engine.zero_grad()
+    engine.before_update = lambda: gradients.append(engine.gradient_digest())
     norms, losses = [], {}
     for step in range(STEPS):
         result = engine.train_batch([batch(step, number) for number in numbers])
@@ -122,13 +126,15 @@ def trained_all(cells: list[Cell], stages: int) -> list[tuple[Any, ...]]:
 WORDS = ("state", "gradients", "norms", "losses")
 
 
-def differing(cells: list[Cell], world: int) -> list[str]:
+def differing(cells: list[Cell], *worlds: int) -> list[str]:
     """What of which cells is other in pipelines of two stages than on one rank without one."""
     expected = run_ranks(trained_all, 1, cells, 1, timeout=250)[0]
-    found = run_ranks(trained_all, world, cells, 2, timeout=250)[0]
     return [
-        f"{word}: {cell}"
-        for cell, one, other in zip(cells, expected, found, strict=True)
+        f"{world} ranks, {word}: {cell}"
+        for world in worlds
+        for cell, one, other in zip(
+            cells, expected, run_ranks(trained_all, world, cells, 2, timeout=250)[0], strict=True
+        )
         for word, left, right in zip(WORDS, one, other, strict=True)
         if left != right
     ]
@@ -136,20 +142,20 @@ def differing(cells: list[Cell], world: int) -> list[str]:
 
 FEW = [
     Cell("gpipe", 0, "last"),
-    Cell("1f1b", 1, "every", "bf16", "dropping"),
+    Cell("1f1b", 1, "every", "bf16", "dropping", state="8bit", sharding={"accumulator": "keep"}),
     Cell("1f1b", 2, "every", "fp16"),
-    Cell("interleaved", 3, "last", "bf16", moe=True),
+    Cell("interleaved", 3, "last", "bf16", moe=True, sharding={"keep_gathered": "micro-batch"}),
     Cell("interleaved", 3, "every", "autocast-bf16", "recomputed"),
     Cell("interleaved-zero-bubble", 1, "last", "bf16", "recomputed"),
     Cell("zbv", 3, "every", "bf16", "dropping", tied=True),
     Cell("dualpipev", 0, "last", "fp32", "dropping"),
+    Cell("1f1b", 3, "last", "bf16", state="bf16-stochastic", sharding={"replicate": "data"}),
 ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_pipeline_has_the_bits_of_one_rank(world: int) -> None:
-    assert differing(FEW, world) == []
+def test_pipelines_have_the_bits_of_one_rank() -> None:
+    assert differing(FEW, 2, 4) == []
 
 
 @pytest.mark.slow
