@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from tests.numerics.runs import config
 from tests.numerics.test_pipelines import PARTS
 from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
+from zerodrift.engine.engine import Engine
 from zerodrift.errors import ZerodriftError
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.schedules import CLASSES
 from zerodrift.policy.pipelining import V_SHAPED
@@ -88,19 +91,19 @@ class Cell:
         return written
 
 
+def engine_of(cell: Cell, stages: int) -> Engine:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    written = cell.written(torch.distributed.get_world_size() // stages, stages)
+    model = Signed(cell.moe, cell.tied)
+    engine = initialize(model, config=written, parts=HOW[cell.how], device="cpu", quiet=True)
+    engine.seed = 5
+    return engine
+
+
 def trained(cell: Cell, stages: int) -> tuple[Any, ...]:
     """Digests of what a run leaves and of the gradients on the way, its norms, and losses by number."""
-    torch.set_num_threads(1)
-    data_ranks = torch.distributed.get_world_size() // stages
-    torch.manual_seed(0)
-    engine = initialize(
-        Signed(cell.moe, cell.tied),
-        config=cell.written(data_ranks, stages),
-        parts=HOW[cell.how],
-        device="cpu",
-        quiet=True,
-    )
-    engine.seed = 5
+    engine = engine_of(cell, stages)
     numbers = engine.micro_batches_of_this_rank()
     engine.accumulate([batch(STEPS, number) for number in numbers])
     gradients: list[Any] = [str(engine.parameter("norm.weight").gradient.tolist())]
@@ -185,3 +188,28 @@ def test_a_tied_embedding_is_looked_up_once() -> None:
     for told in run_ranks(looked_up_twice, 2):
         assert "must be looked up once in the first piece" in told
         assert "embed.weight" in told and "got EmbeddingBackward0, EmbeddingBackward0" in told
+
+
+def going_on(folder: str, stages: int, first: int, last: int) -> str:
+    """Steps of a run that is saved before and behind them, with a look at held-out data between."""
+    engine = engine_of(Cell("zbv", 2, "every", "bf16", "dropping", tied=True), stages)
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    if first:
+        checkpoints.load()
+    numbers = engine.micro_batches_of_this_rank()
+    for step in range(first, last):
+        engine.train_batch([batch(step, number) for number in numbers])
+        engine.evaluate([batch(9, number) for number in numbers[:3]])
+    checkpoints.save()
+    left = str(engine.digest())
+    engine.destroy()
+    return left
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_and_without_a_pipeline(tmp_path: Path) -> None:
+    (alone,) = run_ranks(going_on, 1, str(tmp_path / "alone"), 1, 0, 3)
+    folder = str(tmp_path / "turns")
+    run_ranks(going_on, 4, folder, 2, 0, 1)
+    run_ranks(going_on, 1, folder, 1, 1, 2)
+    assert run_ranks(going_on, 2, folder, 2, 2, 3) == [alone, alone]
