@@ -77,8 +77,8 @@ def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path)
     """Uneven micro-batches and dropout among them, dealt in turns and by neighbours."""
     rows = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train": str(tmp_path / "chat.jsonl"), "block": 48}
-    ends = {}
+    data = {"train": str(tmp_path / "chat.jsonl"), "block": 48, "validation": 0.2}
+    ends, seen = {}, set()
     for ranks, stage in ((1, 1), (2, 1), (2, 3)):
         folder = tmp_path / f"{ranks}-{stage}"
         folder.mkdir()
@@ -88,10 +88,14 @@ def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path)
             "train_batch_size": 8,
             "gradient_accumulation_steps": 4 // ranks,
         }
-        file = job(folder, "dropping", steps=4, config=config, data=data)
+        run = {"evaluate_every": 2, "evaluate_batches": 1}
+        file = job(folder, "dropping", steps=4, config=config, data=data, run=run)
         run_ranks(on_a_rank, ranks, str(file), timeout=120)
+        held = kinds(folder, "evaluation")
+        seen.add(tuple((line["step"], line["validation_loss"], line["labels"]) for line in held))
         ends[ranks, stage] = (folder / "run" / "export" / "model.safetensors").read_bytes()
     assert len(set(ends.values())) == 1, "the numbers of ranks differ"
+    assert len(seen) == 1 and len(*seen) == 2, "so do their evaluations"
 
 
 def test_a_folder_of_another_job_is_not_gone_on_with(tmp_path: Path) -> None:

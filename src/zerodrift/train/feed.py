@@ -104,9 +104,10 @@ class ValidationBatch:
 
 
 def validation_batches(blocks: Blocks, seat: BatchLayout, most: int) -> Iterator[ValidationBatch]:
-    """The validation blocks from the first on, at most `most` micro-batches a rank, the same every time."""
+    """The validation blocks from the first on, the same every time: in turns among ranks, and at most as many
+    as `most` steps have."""
     stride = seat.ranks * seat.micro
-    rounds = min(most, -(-len(blocks) // stride))
+    rounds = min(most * seat.accumulation, -(-len(blocks) // stride))
     for turn in range(rounds):
         first = turn * stride + seat.rank * seat.micro
         chosen = np.arange(first, first + seat.micro, dtype=np.int64)

@@ -111,8 +111,8 @@ class Run(Block):
     """`auto` uses GPUs if there are any."""
     evaluate_every: Natural = 0
     """Steps between evaluations; 0 evaluates only at the end."""
-    evaluate_batches: Positive = 16
-    """The most micro-batches per rank in an evaluation."""
+    evaluate_batches: Positive = 8
+    """The most batches of an evaluation, each with as many blocks as a step has, over all ranks."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves only at the end or when the run is stopped."""
     keep: Positive = 2

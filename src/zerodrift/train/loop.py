@@ -254,10 +254,14 @@ class Loop:
         held = list(validation_batches(session.validation, self._feed.seat, self._run.evaluate_batches))
         losses = self._driver.losses([batch.batch for batch in held])
         counts = torch.tensor([batch.labels for batch in held], device=losses.device)
-        known = counts > 0
-        sums = torch.stack([(losses[known] * counts[known]).sum(), counts.sum().double()])
-        total, labels = engine.comm.all_reduce_sum(sums, "data").tolist()
-        loss = total / labels
+        # By the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their number.
+        seat = self._feed.seat
+        places = losses.new_zeros(len(held), seat.ranks, 2)
+        places[:, seat.rank, 0] = torch.where(counts > 0, losses * counts, 0.0)
+        places[:, seat.rank, 1] = counts.double()
+        every = engine.comm.all_reduce_sum(places.view(-1, 2), "data").tolist()
+        labels = sum(count for _, count in every)
+        loss = sum(total for total, _ in every) / labels
         self._display.evaluation(step, loss)
         if self._leads:
             self._write("evaluation", {"step": step, "validation_loss": loss, "labels": int(labels)})
