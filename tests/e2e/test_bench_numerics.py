@@ -1,4 +1,4 @@
-"""`bench/convergence.py` and `bench/persistent.py`, small: they run, and their figures are what they say."""
+"""`convergence.py`, `persistent.py` and `same_bits.py` of `bench`, small: they run, and say what is so."""
 
 from __future__ import annotations
 
@@ -83,3 +83,31 @@ def test_bytes_that_stay_are_the_plans(
         assert tensors == pytest.approx(planned, abs=0.1)
     assert [float(found[name][0]) for name in names[:2]] == pytest.approx([12, 6.03], rel=0.02)
     assert float(found["fsdp2 with gradients"][1]) == pytest.approx(16, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_run_through_a_kill_is_said_to_be_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    same_bits = importlib.import_module("same_bits")
+    monkeypatch.setattr(same_bits, "processes", forks)
+    small = ("--steps", "12", "--kills", "1", "--ranks", "1", "--only", "moe fp16")
+    monkeypatch.setattr(sys, "argv", ["same_bits.py", *small])
+    with pytest.raises(SystemExit) as ended:
+        same_bits.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0, "\n".join(lines)
+    table = [line.split() for line in lines if line.startswith("moe, fp16")]
+    assert [cells[-1] for cells in table] == ["same"] * 2
+    assert len({cells[-2] for cells in table}) == 1 and [cells[-3] for cells in table] == ["0", "1"]
+
+
+@pytest.mark.parametrize("other", [{"values": {"weight a": "1"}}, {"digest": "1"}, {"skipped": 2}])
+def test_what_is_apart_is_named(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    same_bits = importlib.import_module("same_bits")
+    alike = {"values": {"weight a": "0"}, "digest": "0", "skipped": 1}
+    first, second = (same_bits.Found(same_bits.RUNS[0], "", **what) for what in (alike, alike | other))
+    assert first.apart(first) == ""
+    assert str(*other).removeprefix("values") in second.apart(first) and "other" in second.apart(first)
