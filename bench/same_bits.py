@@ -201,14 +201,14 @@ KILLED = [RUNS[2], RUNS[5]]
 EIGHT = Run("moe", "bf16", "fp32", ROUTERS, total=8)
 ON_EIGHT = [Shape(1, 0, "last"), Shape(8, 3, "every")]
 
-PLAIN, PIPELINE, REPLICAS = KINDS = [(1, 1), (2, 1), (1, 2)]
+KINDS = [(1, 1), (2, 1), (1, 2)]
 """(stages of a pipeline, replicas)"""
 WHEN = ("last", "every")
 
 
 def shapes_of(place: int) -> list[Shape]:
-    """Of a run in its place: 1, 2 and 4 ranks, each of another kind, at other stages, and both times."""
-    kinds = [PLAIN, KINDS[place % 3], KINDS[(place + 1) % 3]]
+    """Of a run in its place: 1, 2 and 4 ranks, those of two kinds, at three stages, both times."""
+    kinds = [KINDS[0], KINDS[place % 3], KINDS[(place + 1) % 3]]
     stages = [(place + turn) % 4 for turn in (3, 0, 1)]
     whens = [WHEN[(stage + place // 4) % 2] for stage in stages]
     return [
