@@ -313,6 +313,7 @@ class Found:
 
     run: Run
     where: str
+    steps: int
     skipped: int = 0
     kills: int = 0
     digest: str = ""
@@ -400,14 +401,14 @@ def outcome(found: Found, told: Sequence[dict[str, Any]]) -> Found:
 
 def undisturbed(run: Run, shape: Shape, steps: int) -> Found:
     with started(Task(run, shape, steps)) as (ranks, _, folder):
-        return outcome(Found(run, str(shape)), ended(ranks, folder))
+        return outcome(Found(run, str(shape), steps), ended(ranks, folder))
 
 
 def killed(run: Run, shapes: Sequence[Shape], steps: int, kills: int, say: Callable[[str], None]) -> Found:
     """Through so many kills, spread over the steps; the shape of each life is drawn."""
     draw = random.Random(str(run))
     lives: list[Shape] = []
-    found = Found(run, "")
+    found = Found(run, "", steps)
     with tempfile.TemporaryDirectory() as saves:
         while True:
             lives.append(draw.choice(shapes))
@@ -446,12 +447,13 @@ def kill(ranks: Sequence[BaseProcess], who: Sequence[int], reached: Any, spread:
 
 
 def row(found: Found, same: str) -> str:
-    cells = [str(found.run), found.where, str(found.skipped), str(found.kills), found.sha[:12], same]
+    cells = [str(found.run), found.where, str(found.steps), str(found.skipped), str(found.kills)]
+    cells += [found.sha[:12], same]
     return "".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
-WIDTHS = (61, 46, 9, 7, 14, 0)
-HEAD = ("run", "shape", "skipped", "kills", "SHA-256", "")
+WIDTHS = (61, 46, 7, 9, 7, 14, 0)
+HEAD = ("run", "shape", "steps", "skipped", "kills", "SHA-256", "")
 
 
 def main() -> None:
@@ -462,7 +464,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="the most that are started")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    print(f"{about()}\n{options.steps} steps\n", flush=True)
+    print(about() + "\n", flush=True)
 
     def asked(run: Run) -> bool:
         return all(word in str(run).replace(",", "").split() for word in options.only.split())
