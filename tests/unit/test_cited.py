@@ -44,7 +44,7 @@ def wrong_verbs(text: str) -> list[str]:
             if verb not in SURFACE:
                 found.append(verb)
                 continue
-            options = re.findall(r"(?<!\S)(--[a-z][a-z-]*)", rest.partition("#")[0])
+            options = re.findall(r"(?<!\S)(--[a-z][a-z-]*)", rest.partition("#")[0].partition(" -- ")[0])
             found += [f"{verb} {option}" for option in options if option not in SURFACE[verb]]
     return found
 

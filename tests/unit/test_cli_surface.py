@@ -60,6 +60,17 @@ SURFACE = {
         "SOURCE",
         "TARGET",
     ],
+    "check": [
+        "-- COMMAND...",
+        "--debug",
+        "--expect",
+        "--help",
+        "--json",
+        "--keep-going",
+        "--save",
+        "--steps",
+    ],
+    "diff": ["--debug", "--help", "A", "B"],
     "inspect": ["--debug", "--help", "--json", "--verify", "CHECKPOINT"],
     "replay": ["--debug", "--from", "--help", "--nproc", "--to", "RUN"],
     "sample": [

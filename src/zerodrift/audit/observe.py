@@ -25,16 +25,14 @@ Invariant: looking changes nothing. Every hook is gone when the context ends, ho
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerodrift.audit.observed import Observed, name
+from zerodrift.audit.operations import CASTS, VIEWS, every_operation
 from zerodrift.audit.segments import Segments
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.nested import tensors_in
@@ -69,15 +67,14 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
     """
     subject = _subject(engine)
     seen = Observed()
-    kind = _Operations if "torch._dynamo" in sys.modules else _OperationsUncompiled
-    mode = kind(_ParameterLookup(subject), seen) if operations else None
+    told = _Operations(_ParameterLookup(subject), seen) if operations else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(subject.watching(seen))
         for module in subject.forwards():
-            watch = _Watch(module, module is engine.module, subject.trained(), seen, mode)
+            watch = _Watch(module, module is engine.module, subject.trained(), seen, told)
             stack.callback(watch.leave)
-        if mode is not None:
-            stack.enter_context(mode)
+        if told is not None:
+            stack.enter_context(every_operation(told.called))
         yield seen
     subject.resting(seen)
 
@@ -118,42 +115,28 @@ class _ParameterLookup:
 
 # --- forward and backward -----------------------------------------------------------------------------
 
-_VIEWS = frozenset(
-    [
-        *("alias", "as_strided", "chunk", "contiguous", "detach", "expand", "lift_fresh", "permute"),
-        *("reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
-        *("unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
-    ]
-)
-_CASTS = frozenset(["_to_copy", "clone", "to"])
 
-
-class _Operations(TorchDispatchMode):
-    """Sees every operation below autograd and autocast: in a forward, in which dtype parameters enter them;
-    in a backward, which gradients were cast, and from what."""
+class _Operations:
+    """Told of every operation: in a forward, in which dtype parameters enter them; in a backward, which
+    gradients were cast, and from what."""
 
     def __init__(self, owners: _ParameterLookup, seen: Observed) -> None:
-        super().__init__()
         self._owners, self._seen = owners, seen
         self.forward = False
         """Whether a forward of the engine's model is under way."""
         self.casts: dict[int, tuple[StorageWeakRef, str]] | None = None
         """While a node of the backward runs that serves a parameter: storage of a cast -> its source."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         if func.namespace != "aten" or not (self.forward or self.casts is not None):
-            return out
+            return
         operation = func.overloadpacket.__name__
         if self.casts is not None:
             if operation == "_to_copy":
                 storage = out.untyped_storage()
                 self.casts[storage._cdata] = (StorageWeakRef(storage), name(args[0].dtype))
-        elif operation not in _VIEWS:
+        elif operation not in VIEWS:
             self._forward(operation, args, kwargs, out)
-        return out
 
     def _forward(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
         if operation == "copy_":
@@ -164,23 +147,12 @@ class _Operations(TorchDispatchMode):
             owner = self._owners.of(tensor)
             if owner is None:
                 continue
-            if operation in _CASTS:
+            if operation in CASTS:
                 self._owners.cast(out, owner)
             else:
                 self._seen.see(owner, "compute", name(tensor.dtype))
                 if _is_still(tensor, out):
                     self._owners.cast(out, owner)
-
-
-class _OperationsUncompiled(_Operations):
-    """The same where no compiler is: torch keeps its own away from a mode by a wrapper whose first call
-    imports it, which takes seconds. Private in torch (2.13 to 2.15), and without it only slower."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    __torch_dispatch__ = inspect.unwrap(_Operations.__torch_dispatch__)
 
 
 def _is_still(parameter: torch.Tensor, out: Any) -> bool:

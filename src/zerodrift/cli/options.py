@@ -59,6 +59,29 @@ Html = Annotated[
 Parameter = Annotated[str, typer.Argument(metavar="PARAM", help="The full name of a parameter.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as a Markdown page.")]
 
+# --- check and diff ------------------------------------------------------------------------------------
+
+Command = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND...", help="The command that trains, as it would be run.")
+]
+Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to watch.")]
+Expect = Annotated[
+    Path | None,
+    typer.Option(
+        "--expect",
+        metavar="FILE",
+        help="A saved table or a config, ours or DeepSpeed's: exit with code 3 where the run is otherwise.",
+    ),
+]
+SaveTable = Annotated[
+    Path | None, typer.Option("--save", metavar="FILE", help="Write what was seen, for --expect and diff.")
+]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Let the command run to its end, and see the files it writes.")
+]
+TableA = Annotated[Path, typer.Argument(metavar="A", help="A table that `check --save` wrote.")]
+TableB = Annotated[Path, typer.Argument(metavar="B", help="Another one.")]
+
 # --- inspect and convert ------------------------------------------------------------------------------
 
 Checkpoint = Annotated[

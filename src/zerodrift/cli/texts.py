@@ -44,6 +44,31 @@ Examples:
   zerodrift support --markdown > docs/support.md
 """
 
+CHECK = """\
+Run a training command, and show which dtypes every parameter has in it.
+
+The command runs as it stands, on whatever library it uses, with an observer in each of its Python processes.
+It ends after the steps that are watched, unless --keep-going is given. What --expect names is held against
+what was seen. Exit code 2: nothing could be seen; 3: not as expected.
+
+\b
+Examples:
+  zerodrift check -- torchrun --nproc-per-node 2 train.py
+  zerodrift check --expect ds_config.json -- deepspeed train.py --deepspeed ds_config.json
+  zerodrift check --save precision.json -- accelerate launch train.py
+  zerodrift check --expect precision.json -- accelerate launch train.py
+"""
+
+DIFF = """\
+Compare two tables that `check --save` wrote, parameter by parameter and column by column.
+
+Exit code 3: they differ.
+
+\b
+Example:
+  zerodrift diff before.json after.json
+"""
+
 INSPECT = """\
 Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete.
 

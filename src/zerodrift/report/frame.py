@@ -21,17 +21,18 @@ from rich.text import Text
 from zerodrift.legible import legible
 
 WIDTH = 100
-"""Columns of every text report, whatever the terminal: a report can be compared and pasted."""
+"""Columns of a text report, whatever the terminal: a report can be compared and pasted."""
 
 DIGEST_SHOWN = 12
 """Hex digits of the digest in a title; JSON and the foot of the page have all of them."""
 
 
-def title(verb: str, digest: str) -> RenderableType:
+def title(verb: str, digest: str = "", width: int = WIDTH) -> RenderableType:
     left = Text().append("zerodrift", style="bold").append(f" {verb}")
-    right = Text().append("digest ", style="dim").append(digest[:DIGEST_SHOWN])
-    gap = " " * (WIDTH - len(left) - len(right))
-    return Group(left.append(gap).append_text(right), Rule(style="dim"))
+    if digest:
+        right = Text().append("digest ", style="dim").append(digest[:DIGEST_SHOWN])
+        left.append(" " * (width - len(left) - len(right))).append_text(right)
+    return Group(left, Rule(style="dim"))
 
 
 def section(name: str, detail: str = "") -> Text:
@@ -39,19 +40,21 @@ def section(name: str, detail: str = "") -> Text:
     return text.append(f"   {detail}", style="dim") if detail else text
 
 
-def pairs(facts: Iterable[tuple[str, str]], *, bold: bool = False) -> RenderableType:
-    return grid(list(facts), most=(12,), styles=("bold" if bold else "dim",))
+def pairs(facts: Iterable[tuple[str, str]], *, bold: bool = False, width: int = WIDTH) -> RenderableType:
+    return grid(list(facts), most=(12,), styles=("bold" if bold else "dim",), width=width)
 
 
-def grid(rows: Sequence[Sequence[str]], most: Sequence[int], styles: Sequence[str]) -> RenderableType:
+def grid(
+    rows: Sequence[Sequence[str]], most: Sequence[int], styles: Sequence[str], width: int = WIDTH
+) -> RenderableType:
     """Columns as wide as they need and at most `most`; the last takes the rest of the line and wraps."""
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     used = 0
     for index, limit in enumerate(most):
-        width = min(limit, max((cell_len(legible(row[index])) for row in rows), default=0))
-        table.add_column(width=width, overflow="fold", style=styles[index])
-        used += width + 2
-    table.add_column(width=WIDTH - used, overflow="fold")
+        needed = min(limit, max((cell_len(legible(row[index])) for row in rows), default=0))
+        table.add_column(width=needed, overflow="fold", style=styles[index])
+        used += needed + 2
+    table.add_column(width=width - used, overflow="fold")
     for row in rows:
         table.add_row(*map(shown, row))
     return table
@@ -95,12 +98,12 @@ def _fitting(text: str, width: int) -> str:
     return set_cell_size(text, width).rstrip() if cell_len(text) > width else text
 
 
-def printed(parts: Iterable[RenderableType], color: bool) -> str:
+def printed(parts: Iterable[RenderableType], color: bool, width: int = WIDTH) -> str:
     """The parts as one text; plain text carries no blanks at line ends."""
     out = io.StringIO()
     console = Console(
         file=out,
-        width=WIDTH,
+        width=width,
         force_terminal=color,
         color_system="standard" if color else None,
         no_color=not color,

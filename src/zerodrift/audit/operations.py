@@ -1,0 +1,54 @@
+"""Every operation below autograd and autocast, as long as a context lasts."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+VIEWS = frozenset(
+    [
+        *("alias", "as_strided", "chunk", "contiguous", "detach", "expand", "lift_fresh", "permute"),
+        *("reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
+        *("unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
+    ]
+)
+"""Operations of aten whose result is the tensor itself."""
+
+CASTS = frozenset(["_to_copy", "clone", "to"])
+"""Those whose result is a copy of it, perhaps in another dtype."""
+
+Called = Callable[[Any, tuple[Any, ...], dict[str, Any] | None, Any], None]
+"""Takes an operation, its arguments, and what it returned."""
+
+
+def every_operation(called: Called) -> TorchDispatchMode:
+    """A context in which `called` is told of every operation, after it ran."""
+    return _Mode(called) if "torch._dynamo" in sys.modules else _ModeUncompiled(called)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, called: Called) -> None:
+        super().__init__()
+        self._called = called
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self._called(func, args, kwargs, out)
+        return out
+
+
+class _ModeUncompiled(_Mode):
+    """The same where no compiler is: torch keeps its own away from a mode by a wrapper whose first call
+    imports it, which takes seconds. Private in torch (2.13 to 2.15), and without it only slower."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    __torch_dispatch__ = inspect.unwrap(_Mode.__torch_dispatch__)

@@ -1,0 +1,568 @@
+"""Watches whatever model trains in this process, with whatever library, and writes down what it saw.
+
+Everything hangs on doors that every library goes through: forwards of modules, the dispatcher below autograd
+and autocast, gradients that arrive at leaves, steps of torch's optimizers. What a library packs into buffers
+of its own is unpacked by its `Adapter` in `libraries`.
+
+A cell is seen where it is a tensor or a call:
+
+    storage     a parameter between steps
+    gather      collectives that carry parameters
+    compute     what enters the first operation that is no view and no cast, in a forward
+    grad        what arrives at the leaf
+    accumulate  what a gradient is added to, and what the optimizer is given
+    reduce      collectives that carry gradients
+    master      the tensor that the optimizer updates
+    state       the tensors that it keeps of each
+    export      tensors in files that were written
+
+Invariant: watching changes no value, and leaves nothing behind when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zerodrift.audit.files import Exports
+from zerodrift.audit.lines import line_of_script
+from zerodrift.audit.models import WatchedModel, WatchedParameter, word
+from zerodrift.audit.operations import CASTS, VIEWS, every_operation
+from zerodrift.audit.owners import Owners, local
+from zerodrift.audit.patches import Patches
+from zerodrift.audit.seen import Column, SeenProcess
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizedPart:
+    """Some elements of a parameter, in a tensor that an optimizer updates."""
+
+    parameter: WatchedParameter
+    begin: int = 0
+    """Of the parameter, flat."""
+    at: int = 0
+    """Of the tensor, flat."""
+    length: int = -1
+    """Elements; -1 for all of the tensor."""
+    sums: bool = True
+    """Whether the tensor's `.grad` is what micro-batches were added in, and no copy of it."""
+
+
+class Adapter(Protocol):
+    """What is known of one library: where it keeps what it has packed."""
+
+    name: str
+
+    def begin(self, watcher: Watcher) -> None:
+        """Called before any model was seen; a library that is not imported yet may be asked for later."""
+
+    def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
+        """The parameters in a tensor that an optimizer updates; None where it is not this library's."""
+
+    def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
+        """Whose a collective is that no memory tells."""
+
+    def resting(self, watcher: Watcher) -> None:
+        """Look at what the library holds between steps."""
+
+
+class Watcher:
+    """The hooks on torch in this process. One at a time."""
+
+    def __init__(
+        self, steps: int, finished: Callable[[SeenProcess], None], adapters: Iterable[Adapter] = ()
+    ) -> None:
+        self.models: list[WatchedModel] = []
+        self.patches = Patches()
+        self.process = SeenProcess(rank=0, world=1, steps=0, models=[])
+        self.memory: Owners[WatchedParameter] = Owners()
+        self.gradients: Owners[WatchedParameter] = Owners()
+        self.packed: list[list[WatchedParameter]] = []
+        """Whose collectives these are, as an adapter says; the innermost last."""
+        self._steps, self._finished = steps, finished
+        self._adapters = tuple(adapters)
+        self._mode = every_operation(self._called)
+        self._kinds: dict[Any, tuple[bool, bool, str]] = {}
+        """Operation -> whether it computes, whether it sends, its name."""
+        self._in_forward = False
+        self._depth = 0
+        self._calls: list[torch.nn.Module] = []
+        self._thread = threading.get_ident()
+        self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """The backward passes there had been at its last step."""
+        self._backwards = 0
+        self._in_backward = 0
+        self._scaled = False
+        self._unknown: dict[str, int] = {}
+        self._exports = Exports()
+        self.active = False
+
+    # --- its life -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self.active = True
+        handles = (
+            register_module_forward_pre_hook(self._forward_begins),
+            register_module_forward_hook(self._forward_ends, always_call=True),
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ends),
+        )
+        for handle in handles:
+            self.patches.undo(handle.remove)
+        patch = self.patches.replace
+        patch(torch.autograd, "backward", self._watched_backward)
+        patch(torch.autograd, "grad", self._watched_backward)
+        patch(torch.optim.Optimizer, "__init__", self._watched_init)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+                patch(module, name, self._watched_clip)
+        patch(torch.amp.GradScaler, "scale", self._watched_scale)
+        for name in ("unscale_", "update"):
+            patch(torch.amp.GradScaler, name, self._watched_unscale)
+        if torch.distributed.is_available():
+            for name in _SENDING:
+                for module in (torch.distributed, torch.distributed.distributed_c10d):
+                    patch(module, name, self._watched_send)
+        self._exports.begin(self.patches)
+        for adapter in self._adapters:
+            adapter.begin(self)
+
+    def end(self) -> None:
+        """Remove every hook."""
+        if self.active:
+            self.active = False
+            self.patches.restore()
+
+    def finish(self, ended: str) -> None:
+        """Look at what rests, end, and hand over what was seen."""
+        if not self.active:
+            return
+        self.active = False
+        try:
+            self._settle()
+            self._rest()
+            for adapter in self._adapters:
+                adapter.resting(self)
+        finally:
+            self.patches.restore()
+        process = self.process
+        process.ended = ended
+        self._see_place()
+        process.libraries = _versions()
+        for name, times in sorted(self._unknown.items()):
+            process.notes.append(
+                f"{times} {name} in the observed steps carried what no adapter could tell the parameters of."
+            )
+        self._exports.see(self.models)
+        process.models = [model.seen(self.process.world) for model in self.models]
+        self._finished(process)
+
+    def _all_stepped(self) -> bool:
+        """Whether every optimizer that is in use has made its steps."""
+        if not self._optimizers:
+            return False
+        counts = list(self._optimizers.values())
+        waiting = [made for made in self._made if made not in self._optimizers]
+        enough = min(counts) >= self._steps
+        return max(counts) >= 4 * self._steps or (enough and not waiting)
+
+    # --- forwards -------------------------------------------------------------------------------------
+
+    def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
+        if not self.active or threading.get_ident() != self._thread:
+            return
+        if not self._calls and not self._in_backward and torch.is_grad_enabled():
+            if self._all_stepped():
+                self.finish("steps")
+                return
+            self._root_begins(module)
+        self._calls.append(module)
+
+    def _forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self._calls or self._calls[-1] is not module or threading.get_ident() != self._thread:
+            return
+        self._calls.pop()
+        if not self._calls and self._in_forward:
+            self._in_forward = False
+            self._leave()
+
+    def _root_begins(self, module: torch.nn.Module) -> None:
+        model = self.model_of(module)
+        model.look(self.memory)
+        self.memory.forget_freed()
+        self.gradients.forget_freed()
+        if not model.compiled:
+            self._enter()
+            self._in_forward = True
+
+    def model_of(self, module: torch.nn.Module) -> WatchedModel:
+        """The model that this module is, wraps, or is a part of."""
+        for model in self.models:
+            if model.has(module):
+                return model
+        made = WatchedModel(module)
+        for model in self.models:
+            if made.has(model.root):  # a wrapper around it, or what it is a part of
+                model.become(made)
+                return model
+        self.models.append(made)
+        return made
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._mode.__enter__()
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._mode.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
+        computes, sends, name = kind
+        if computes:
+            if self._in_forward:
+                self._computed(name, args, kwargs, out)
+        elif sends:
+            self._sent(name, args)
+
+    def _computed(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation of a forward that is no view."""
+        if self.packed:
+            return  # a library packs and unpacks
+        module = self._calls[-1] if self._calls else None
+        if module is not None:
+            for model in self.models:
+                model.look_at(module, self.memory, self._hook)
+        for tensor in _floating(args, kwargs):
+            parameter = self.memory.of(tensor)
+            if parameter is None:
+                continue
+            if operation in CASTS:
+                self.memory.put(out, parameter)
+                continue
+            dtype = word(tensor.dtype)
+            if dtype not in parameter.seen.whats("compute"):
+                path = next((m.path(module) for m in self.models if module is not None and m.has(module)), "")
+                parameter.seen.see("compute", dtype, operation, path, line_of_script())
+
+    # --- gradients ------------------------------------------------------------------------------------
+
+    def _hook(self, parameter: WatchedParameter, leaf: torch.Tensor) -> None:
+        """See gradients arrive at a leaf. The tensor that a module computes with may not be the one that
+        rests in it."""
+        if not leaf.requires_grad or not leaf.is_leaf or getattr(leaf, "_zerodrift_watched", False):
+            return
+        leaf._zerodrift_watched = True  # type: ignore[attr-defined]
+        holder = weakref.ref(leaf)
+
+        def arrives(gradient: torch.Tensor) -> None:
+            tensor = holder()
+            if not self.active or tensor is None:
+                return
+            parameter.arrives(gradient, self._path(parameter), line_of_script)
+            if tensor.grad is not None:
+                parameter.seen.see("accumulate", word(tensor.grad.dtype), ".grad", "", line_of_script())
+
+        def accumulated(tensor: torch.Tensor) -> None:
+            if self.active and tensor.grad is not None:
+                self.gradients.put(tensor.grad, parameter)
+
+        def forget() -> None:
+            tensor = holder()
+            if tensor is not None:
+                del tensor._zerodrift_watched  # type: ignore[attr-defined]
+
+        self.patches.undo(leaf.register_hook(arrives).remove)
+        self.patches.undo(leaf.register_post_accumulate_grad_hook(accumulated).remove)
+        self.patches.undo(forget)
+
+    def _path(self, parameter: WatchedParameter) -> str:
+        return parameter.seen.name.rpartition(".")[0]
+
+    def _watched_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.active or threading.get_ident() != self._thread:
+            return original(*args, **kwargs)
+        if not self._in_backward:
+            self._backwards += 1
+            self._settle()
+            for model in self.models:
+                model.hook(self._hook)
+        self._in_backward += 1
+        forward, self._in_forward = self._in_forward, False
+        try:
+            with self.watching():
+                return original(*args, **kwargs)
+        finally:
+            self._in_forward = forward
+            self._in_backward -= 1
+
+    # --- collectives ----------------------------------------------------------------------------------
+
+    def _watched_send(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.active or threading.get_ident() != self._thread:
+            return original(*args, **kwargs)
+        with self.watching():
+            return original(*args, **kwargs)
+
+    def _sent(self, operation: str, args: Any) -> None:
+        """A collective that was issued."""
+        place = _PAYLOAD.get(operation)
+        if place is None:
+            return
+        column: Column = "reduce" if "reduce" in operation else "gather"
+        name = (
+            "reduce_scatter"
+            if "scatter" in operation
+            else "all_gather"
+            if column == "gather"
+            else "all_reduce"
+        )
+        for tensor in _floating((args[place],), None, also_bytes=column == "gather"):
+            for parameter in self._carried(column, tensor):
+                wire = parameter.gathered(tensor.dtype) if column == "gather" else word(tensor.dtype)
+                if column == "reduce":
+                    parameter.reduced += 1
+                parameter.seen.see(column, wire, name, "", line_of_script())
+
+    def _carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
+        """Whose it is that a collective carries."""
+        if self.packed:
+            return self.packed[-1]
+        memory = self.gradients if column == "reduce" else self.memory
+        own = memory.all_of(tensor)
+        if own:
+            return own
+        if tensor.numel() < 2 or not self.models:
+            return ()
+        if column == "reduce" and self._in_backward:
+            buckets = self._in_buckets(tensor)
+            if buckets:
+                return buckets
+        for adapter in self._adapters:
+            carried = adapter.carried(column, tensor)
+            if carried:
+                return carried
+        if tensor.dtype.is_floating_point and tensor.numel() >= _LEAST_PACKED:
+            name = "reductions" if column == "reduce" else "gathers"
+            self._unknown[name] = self._unknown.get(name, 0) + 1
+        return ()
+
+    def _in_buckets(self, tensor: torch.Tensor) -> list[WatchedParameter]:
+        """DDP reduces buckets of parameters of one dtype; a hook on it may have cast them for the wire."""
+        trained = [p for model in self.models if model.replicated for p in model.parameters if p.seen.trained]
+        alike = [p for p in trained if word(tensor.dtype) in p.seen.whats("grad")]
+        return alike or trained
+
+    # --- the optimizer --------------------------------------------------------------------------------
+
+    def _watched_init(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(optimizer, *args, **kwargs)
+        if self.active:
+            with contextlib.suppress(TypeError):
+                self._made.add(optimizer)
+        return out
+
+    def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart]:
+        """The parameters that an optimizer updates in a tensor."""
+        for adapter in self._adapters:
+            parts = adapter.parts(optimizer, tensor)
+            if parts is not None:
+                return parts
+        parameter = self.resting(tensor)
+        if parameter is not None:
+            return (OptimizedPart(parameter, parameter.begin(tensor)),)
+        for model in self.models:
+            parameter = model.copied(tensor)
+            if parameter is not None:
+                return (OptimizedPart(parameter),)
+        return ()
+
+    def resting(self, tensor: torch.Tensor) -> WatchedParameter | None:
+        """The parameter that this tensor is."""
+        for model in self.models:
+            parameter = model.resting(tensor)
+            if parameter is not None:
+                return parameter
+        return None
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.active:
+            return
+        for tensor in _optimized(optimizer):
+            gradient = tensor.grad
+            for part in self.parts(optimizer, tensor):
+                part.parameter.optimized = True
+                self._see_master(part, tensor)
+                if gradient is not None:
+                    if part.sums:
+                        dtype = word(gradient.dtype)
+                        part.parameter.seen.see("accumulate", dtype, ".grad", "", line_of_script())
+                    part.parameter.used(local(gradient), part.begin, part.at, part.length)
+
+    def _see_master(self, part: OptimizedPart, tensor: torch.Tensor) -> None:
+        parameter = part.parameter
+        if parameter.is_resting(tensor):
+            parameter.seen.see("master", "same", "the parameter itself")
+            return
+        parameter.seen.see("master", word(tensor.dtype), "a tensor of the optimizer's own")
+        parameter.began(local(tensor), part.at, part.length)
+
+    def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.active:
+            return
+        name = type(optimizer).__name__
+        for tensor in _optimized(optimizer):
+            state = optimizer.state.get(tensor) if hasattr(optimizer, "state") else None
+            kept = _moments(state, tensor)
+            for part in self.parts(optimizer, tensor):
+                for key, moment in kept:
+                    part.parameter.seen.see("state", word(moment.dtype), f"{name} {key}")
+                if not kept and local(tensor).numel():
+                    part.parameter.seen.unseen["state"] = f"{name} keeps none"
+        since = self._backwards - self._stepped.get(optimizer, 0)
+        if since == 0:
+            return  # a group of a step that was counted, or a step of no gradient
+        self._stepped[optimizer] = self._backwards
+        self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
+        self.process.steps = max(self._optimizers.values())
+        self.process.micro_batches = since
+        self._see_place()
+
+    def _watched_clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.active and self._scaled and threading.get_ident() == self._thread:
+            self.event("clipped_scaled", line_of_script())
+        return original(*args, **kwargs)
+
+    def _watched_scale(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scaled = bool(scaler.is_enabled())
+        return original(scaler, *args, **kwargs)
+
+    def _watched_unscale(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scaled = False
+        return original(scaler, *args, **kwargs)
+
+    def event(self, kind: str, line: str, **rest: Any) -> None:
+        """Something happened that a finding is made of; once per line."""
+        event = {"kind": kind, "line": line, **rest}
+        if event not in self.process.events:
+            self.process.events.append(event)
+
+    def _settle(self) -> None:
+        """A step is over: what its optimizer was given belongs to what had arrived."""
+        for model in self.models:
+            model.stepped()
+
+    def _see_place(self) -> None:
+        """The rank and the world, before a program leaves them."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.process.rank = torch.distributed.get_rank()
+            self.process.world = torch.distributed.get_world_size()
+
+    # --- between steps --------------------------------------------------------------------------------
+
+    def _rest(self) -> None:
+        for model in self.models:
+            model.look(self.memory)
+
+
+def _kind(func: Any) -> tuple[bool, bool, str]:
+    namespace, name = func.namespace, func.overloadpacket.__name__
+    return (
+        namespace == "aten" and name not in VIEWS and not _UNREAD.match(name),
+        namespace in ("c10d", "_c10d_functional"),
+        name,
+    )
+
+
+_UNREAD = re.compile(r"copy_$|_foreach_copy|new_|.*_like$")
+"""Operations that copy, or take a shape and no values."""
+
+_PAYLOAD = {
+    "allreduce_": 0,
+    "allreduce_coalesced_": 0,
+    "reduce_": 0,
+    "_reduce_scatter_base_": 1,
+    "reduce_scatter_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "_allgather_base_": 1,
+    "allgather_": 1,
+    "allgather_into_tensor_coalesced_": 1,
+    "all_reduce": 0,
+    "reduce_scatter_tensor": 0,
+    "all_gather_into_tensor": 0,
+}
+"""Collective of c10d -> the argument that has what is sent."""
+
+_LEAST_PACKED = 64
+"""Elements of a collective that may be of parameters; norms, losses and flags are fewer."""
+
+_SENDING = (
+    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather"),
+    *("all_gather_into_tensor",),
+)
+
+
+def _floating(args: Any, kwargs: Any, also_bytes: bool = False) -> Iterator[torch.Tensor]:
+    """Floating tensors among arguments, in lists too."""
+    for item in args:
+        if isinstance(item, torch.Tensor):
+            if item.is_floating_point() or (also_bytes and item.dtype is torch.uint8):
+                yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _floating(item, None, also_bytes)
+    if kwargs:
+        yield from _floating(kwargs.values(), None, also_bytes)
+
+
+def _optimized(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def _moments(state: Any, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """What an optimizer keeps of every element, or of every block of them: no counters."""
+    if not isinstance(state, dict):
+        return []
+    kept = [(str(key), local(value)) for key, value in state.items() if isinstance(value, torch.Tensor)]
+    least = max(2, local(tensor).numel() // 4096)
+    return [(key, value) for key, value in kept if value.numel() >= min(least, local(tensor).numel())]
+
+
+_LIBRARIES = (
+    *("torch", "deepspeed", "accelerate", "transformers", "lightning", "pytorch_lightning", "zerodrift"),
+)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        if module is not None:
+            versions[name] = str(getattr(module, "__version__", "unknown"))
+    return versions

@@ -1,0 +1,100 @@
+"""The verbs over runs of other programs: `check`, `diff`.
+
+Invariant: the command runs as it stands; what it prints is its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from zerodrift.cli import options, streams
+from zerodrift.errors import ZerodriftError
+
+if TYPE_CHECKING:
+    from zerodrift.audit.launch import SeenRun
+
+NOT_AS_EXPECTED = 3
+
+
+def check(
+    command: options.Command,
+    steps: options.Steps = 3,
+    expect: options.Expect = None,
+    save: options.SaveTable = None,
+    keep_going: options.KeepGoing = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run a training command, and show which dtypes every parameter has in it."""
+    with streams.errors(debug):
+        from zerodrift.audit.expected import unexpected
+        from zerodrift.audit.findings import run_findings
+        from zerodrift.audit.launch import run
+        from zerodrift.audit.tables import encoded
+
+        seen = run(command, steps, keep_going, stdout=sys.stderr.fileno() if json else None)
+        _require_seen(seen, command, steps)
+        others = [] if expect is None else unexpected(expect, seen.processes)
+        findings = [*others, *run_findings(seen.processes)]
+        if save is not None:
+            save.write_text(encoded(seen.processes, findings))
+        if json:
+            streams.emit(encoded(seen.processes, findings))
+        else:
+            from zerodrift.audit.text import run_text
+
+            streams.emit(run_text(seen.processes, findings, _notes(seen, steps), color=streams.color()))
+    if any(process.ended == "crash" for process in seen.processes):
+        raise typer.Exit(streams.USAGE)
+    if others:
+        raise typer.Exit(NOT_AS_EXPECTED)
+
+
+def _require_seen(seen: SeenRun, command: list[str], steps: int) -> None:
+    """Something to show, or why there is none."""
+    if seen.processes:
+        return
+    ended = f"it ended with exit code {seen.code}" if seen.code >= 0 else f"signal {-seen.code} ended it"
+    if seen.failures:
+        got, do = seen.failures[0], "The observer could not start in that Python."
+    elif not seen.idle:
+        got = f"no Python process that imports torch left a record; {ended}"
+        do = "Python must read PYTHONPATH: no `python -I`, `-E` or `-S`, no container of its own environment."
+    elif any(model.parameters for process in seen.idle for model in process.models):
+        got = f"forwards, and no step of a torch optimizer; {ended}"
+        do = "Let the command train for at least one optimizer step."
+    else:
+        got = f"torch was imported, and nothing was trained; {ended}"
+        do = "Let the command train for at least one optimizer step."
+    raise ZerodriftError(" ".join(command), "must be a command that trains", got=got, do=do)
+
+
+def _notes(seen: SeenRun, steps: int) -> list[str]:
+    notes = list(seen.failures)
+    for process in seen.processes:
+        if process.steps < steps:
+            how = "crashed" if process.ended == "crash" else "ended"
+            notes.append(f"Rank {process.rank} {how} after {process.steps} of {steps} steps.")
+    world = seen.processes[0].world
+    if len(seen.processes) < world:
+        notes.append(
+            f"{len(seen.processes)} of {world} ranks left a record: the others are on another host, or were "
+            "ended before they could write."
+        )
+    return notes
+
+
+def diff(a: options.TableA, b: options.TableB, debug: options.Debug = False) -> None:
+    """Compare two tables that `check --save` wrote."""
+    with streams.errors(debug):
+        from zerodrift.audit.tables import differences, read
+
+        told = differences(read(a), read(b))
+        if not told:
+            streams.emit("The tables are the same.\n")
+            return
+        streams.emit("".join(f"{line}\n" for line in told))
+    raise typer.Exit(NOT_AS_EXPECTED)
