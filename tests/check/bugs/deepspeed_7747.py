@@ -1,0 +1,52 @@
+"""DeepSpeed #7747: what the model keeps in fp32 is cast to bf16 all the same.
+
+The router is made in fp32 and computes in the dtype of its weight. `bf16.enabled` casts every parameter;
+there is no way to leave one out, at any stage, and nothing is said. In the report a matmul of fp32 by
+bf16 stopped the run; a model that follows its weight's dtype, as this one, goes on with a router in bf16.
+
+Asked for: router.weight stored and computed in fp32. What happens (0.19.6): stored, computed and gathered
+in bf16, its fp32 master made from the bf16 copy.
+"""
+
+import argparse
+
+import deepspeed
+import torch
+from torch import nn
+
+from tiny import Tiny, batch, loss_of
+
+
+class Pinned(Tiny):
+    """The router in fp32, whatever the rest is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+        self.router.float()
+
+    def route(self, h: torch.Tensor) -> torch.Tensor:
+        weight = self.router.weight
+        return nn.functional.linear(h.to(weight.dtype), weight).softmax(-1)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.parse_args()
+deepspeed.init_distributed()
+torch.manual_seed(0)
+model = Pinned()
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 100000},
+    "communication_data_type": "fp32",
+}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+for step in range(4):
+    tokens, targets = batch(engine.global_rank, step)
+    engine.backward(loss_of(engine(tokens), targets))
+    engine.step()
+if engine.global_rank == 0:
+    print("router", engine.module.router.weight.dtype)

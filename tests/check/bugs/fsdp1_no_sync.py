@@ -1,0 +1,41 @@
+"""FSDP1 with `no_sync`: gradients are added in bf16 however they are reduced.
+
+Asked for: fp32 weights, bf16 compute, `reduce_dtype=float32`, four micro-batches between reductions. What
+happens: the unsharded gradient is that of a bf16 flat parameter, and `.grad` of that one is where micro-
+batches are added; the cast to fp32 comes with the reduction, after the rounding. With `--reduce bf16`
+the sum over ranks is rounded too.
+"""
+
+import argparse
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tiny import Expert, Tiny, batch, loss_of
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--reduce", default="fp32")
+parser.add_argument("--flat", action="store_true", help="use_orig_params=False")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+reduce_dtype = torch.float32 if args.reduce == "fp32" else torch.bfloat16
+model = FullyShardedDataParallel(
+    Tiny(),
+    auto_wrap_policy=ModuleWrapPolicy({Expert}),
+    mixed_precision=MixedPrecision(torch.bfloat16, reduce_dtype),
+    use_orig_params=not args.flat,
+    device_id=torch.device("cpu"),
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(4):
+    for micro in range(4):
+        tokens, targets = batch(dist.get_rank(), 10 * step + micro)
+        with model.no_sync() if micro < 3 else contextlib.nullcontext():
+            (loss_of(model(tokens), targets) / 4).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()

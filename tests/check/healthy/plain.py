@@ -1,0 +1,230 @@
+"""Runs on torch alone that lose nothing: `plain.py KIND [digest]`, one function each."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tiny import WIDTH, Dense, Tiny, batch, loss_of
+
+STEPS = 4
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def train(model: nn.Module, micro_batches: int = 1) -> nn.Module:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        for micro in range(micro_batches):
+            tokens, targets = batch(rank(), 10 * step + micro)
+            (loss_of(model(tokens), targets) / micro_batches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def one_process() -> nn.Module:
+    return train(Tiny(), micro_batches=2)
+
+
+def ddp() -> nn.Module:
+    return train(DistributedDataParallel(Tiny()))
+
+
+def ddp_autocast() -> nn.Module:
+    model = DistributedDataParallel(Dense())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        tokens, targets = batch(rank(), step)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+        loss_of(logits, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def ddp_fp16() -> nn.Module:
+    model = DistributedDataParallel(Dense())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        tokens, targets = batch(rank(), step)
+        with torch.autocast("cpu", torch.float16):
+            logits = model(tokens)
+        scaler.scale(loss_of(logits, targets)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model
+
+
+def ddp_no_sync() -> nn.Module:
+    model = DistributedDataParallel(Tiny())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        for micro in range(4):
+            tokens, targets = batch(rank(), 10 * step + micro)
+            with model.no_sync() if micro < 3 else contextlib.nullcontext():
+                (loss_of(model(tokens), targets) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def fsdp2() -> nn.Module:
+    model = Dense()
+    for unit in (model.up, model.down, model):
+        fully_shard(unit, mp_policy=BF16)
+    return train(model, micro_batches=2)
+
+
+def fsdp2_norms() -> nn.Module:
+    """The norm computes in fp32, as a unit of its own."""
+    model = Dense()
+    fully_shard(
+        model.norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=True, output_dtype=torch.bfloat16)
+    )
+    fully_shard(model, mp_policy=BF16)
+    return train(model)
+
+
+def fsdp1() -> nn.Module:
+    precision = MixedPrecision(torch.bfloat16, torch.float32)
+    model = FullyShardedDataParallel(
+        Dense(), mixed_precision=precision, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        tokens, targets = batch(rank(), step)
+        loss_of(model(tokens), targets).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def ema() -> nn.Module:
+    """A copy that follows, of which no gradient is taken."""
+    model = DistributedDataParallel(Tiny())
+    average = copy.deepcopy(model.module).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        tokens, targets = batch(rank(), step)
+        loss_of(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for slow, fast in zip(average.parameters(), model.module.parameters(), strict=True):
+                slow.lerp_(fast, 0.01)
+    return model
+
+
+def gan() -> nn.Module:
+    """Two models, two optimizers, one loop."""
+    maker = DistributedDataParallel(nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8)))
+    judge = DistributedDataParallel(nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)))
+    makes = torch.optim.Adam(maker.parameters(), lr=1e-3)
+    judges = torch.optim.Adam(judge.parameters(), lr=1e-3)
+    judged = nn.functional.binary_cross_entropy_with_logits
+    source = torch.Generator().manual_seed(rank())
+    for _ in range(STEPS):
+        noise, real = torch.randn(16, 4, generator=source), torch.rand(16, 8, generator=source)
+        (
+            judged(judge(real), torch.ones(16, 1)) + judged(judge(maker(noise).detach()), torch.zeros(16, 1))
+        ).backward()
+        judges.step()
+        judges.zero_grad()
+        judged(judge(maker(noise)), torch.ones(16, 1)).backward()
+        makes.step()
+        makes.zero_grad()
+        judges.zero_grad()
+    return nn.ModuleList((maker, judge))
+
+
+def distillation() -> nn.Module:
+    """A teacher in bf16 that is only asked, a student in fp32 that is trained."""
+    teacher = Dense().to(torch.bfloat16).requires_grad_(False).eval()
+    student = DistributedDataParallel(Dense())
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        tokens, _ = batch(rank(), step)
+        with torch.no_grad():
+            told = teacher(tokens).float().log_softmax(-1)
+        said = student(tokens).log_softmax(-1)
+        nn.functional.kl_div(said, told, log_target=True, reduction="batchmean").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return student
+
+
+class Adapted(nn.Module):
+    """A linear that is frozen in bf16, and two low-rank factors in fp32."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(4, base.in_features) / 8)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + ((x.float() @ self.a.T) @ self.b.T).to(x.dtype)
+
+
+def lora() -> nn.Module:
+    model = Dense().to(torch.bfloat16).requires_grad_(False)
+    model.up, model.down = Adapted(model.up), Adapted(model.down)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(STEPS):
+        tokens, targets = batch(rank(), step)
+        loss_of(wrapped(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wrapped
+
+
+def digest(model: nn.Module) -> str:
+    """Of every bit of every parameter that this rank holds."""
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        local = parameter.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        total.update(local.contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind
+    for kind in (
+        *(one_process, ddp, ddp_autocast, ddp_fp16, ddp_no_sync, fsdp2, fsdp2_norms, fsdp1),
+        *(ema, gan, distillation, lora),
+    )
+}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    trained = KINDS[sys.argv[1]]()
+    if "digest" in sys.argv:
+        print(f"rank {rank()}: {digest(trained)}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()

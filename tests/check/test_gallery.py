@@ -1,0 +1,131 @@
+"""`zerodrift check` on the gallery: bugs are named by parameter and column, healthy runs get no finding."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.check.gallery import ANY, BAD, BUGS, ENVIRONMENT, HEALTHY, HERE, Bad, Script
+
+SECONDS = 280
+SOURCE = HERE.parents[1] / "src"
+
+ALWAYS = ("bf16-adamw", "fsdp2-no-sync", "not-averaged", "ddp_autocast", "fsdp2", "zerodrift")
+"""Those that are not slow: each starts a launcher and two processes."""
+
+pytestmark = pytest.mark.long
+
+
+def cells(scripts: Iterable[Script]) -> list[Any]:
+    slow = pytest.mark.slow
+    return [
+        pytest.param(script, id=script.name, marks=() if script.name in ALWAYS else slow)
+        for script in scripts
+    ]
+
+
+def check(script: Script, folder: Path, *more: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, what was printed, and what `--save` wrote."""
+    saved = folder / "seen.json"
+    options = ["--steps=3", f"--save={saved}", *more]
+    if script.expect:
+        options.append(f"--expect={HERE / script.expect}")
+    done = _run(
+        [sys.executable, "-m", "zerodrift", "check", *options, "--", *script.command(_free_port())], folder
+    )
+    return done.returncode, done.stdout, json.loads(saved.read_text()) if saved.exists() else {}
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    paths = [ENVIRONMENT["PYTHONPATH"], str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return int(it.getsockname()[1])
+
+
+def needs(script: Script) -> None:
+    for package in script.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}, which is not installed")
+
+
+def findings(seen: dict[str, Any]) -> set[tuple[str, str, str]]:
+    """Kind, parameter, column, a triple for each parameter that a finding names."""
+    return {
+        (finding["kind"], name, finding["column"] or "")
+        for finding in seen.get("findings", ())
+        for name in finding["names"] or [""]
+    }
+
+
+def is_among(finding: tuple[str, str, str], found: set[tuple[str, str, str]]) -> bool:
+    kind, parameter, column = finding
+    return any((kind, column) == (k, c) and parameter in (ANY, p) for k, p, c in found)
+
+
+@pytest.mark.parametrize("script", cells(BUGS))
+def test_a_public_bug_is_named(script: Script, tmp_path: Path) -> None:
+    needs(script)
+    code, printed, seen = check(script, tmp_path)
+    found = findings(seen)
+    missing = [finding for finding in script.findings if not is_among(finding, found)]
+    assert not missing, f"{missing} not among {sorted(found)}\n{printed}"
+    named = {kind for kind, _, _ in script.findings} | set(script.more)
+    assert not {kind for kind, _, _ in found} - named, printed
+    assert code == (3 if script.expect else 0), printed
+
+
+@pytest.mark.parametrize("script", cells(HEALTHY))
+def test_a_healthy_run_has_no_finding(script: Script, tmp_path: Path) -> None:
+    needs(script)
+    code, printed, seen = check(script, tmp_path)
+    assert not findings(seen), printed
+    assert code == 0, printed
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_a_run_that_cannot_be_observed_says_why(bad: Bad, tmp_path: Path) -> None:
+    code, printed, _ = check(bad.script, tmp_path)
+    assert code == bad.code, printed
+    for words in bad.says:
+        assert words.lower() in printed.lower(), printed
+    assert "Traceback" not in printed or "crashes" in bad.name, printed
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    done = _run([sys.executable, "-m", "zerodrift", "check", "--", "torchrum", "train.py"], tmp_path)
+    assert done.returncode == 2
+    assert "torchrum" in done.stdout and "Traceback" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp_autocast", "ddp_fp16", "fsdp2", "fsdp1", "gan"])
+def test_the_numbers_are_those_without_the_observer(kind: str, tmp_path: Path) -> None:
+    script = Script(kind, "torchrun", "healthy/plain.py", (kind, "digest"))
+    alone = _run(script.command(_free_port()), tmp_path).stdout
+    _, watched, _ = check(script, tmp_path, "--keep-going")
+    digests = re.findall(r"rank \d: [0-9a-f]{64}", alone)
+    assert len(digests) == 2, alone
+    assert sorted(digests) == sorted(re.findall(r"rank \d: [0-9a-f]{64}", watched)), watched

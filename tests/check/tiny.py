@@ -1,0 +1,60 @@
+"""What every script of the gallery trains: small, with a parameter of each kind, and data that differs by
+rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+VOCABULARY, WIDTH = 64, 16
+
+
+class Expert(nn.Linear):
+    """A class of its own, as a wrap policy asks for."""
+
+
+class Tiny(nn.Module):
+    """Embedding, norm, a router over two linear experts, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, 2, bias=False)
+        self.experts = nn.ModuleList(Expert(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        h = self.norm(x)
+        gates = self.route(h).to(h.dtype)
+        return self.head(x + sum(gates[..., i : i + 1] * e(h) for i, e in enumerate(self.experts)))
+
+    def route(self, h: torch.Tensor) -> torch.Tensor:
+        return self.router(h).softmax(-1)
+
+
+class Dense(nn.Module):
+    """The same without a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def batch(rank: int, step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and those that follow them."""
+    tokens = torch.randint(VOCABULARY, (size, 9), generator=torch.Generator().manual_seed(1000 * rank + step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
