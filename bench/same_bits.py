@@ -452,7 +452,7 @@ def row(found: Found, same: str) -> str:
     return "".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
-WIDTHS = (61, 46, 7, 9, 7, 14, 0)
+WIDTHS = (64, 46, 7, 9, 7, 14, 0)
 HEAD = ("run", "shape", "steps", "skipped", "kills", "SHA-256", "")
 
 
