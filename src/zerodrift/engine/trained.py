@@ -16,8 +16,10 @@ others of this rank, reduced where every micro-batch is. `end_sum` ends that. A 
 its own: it is added to its left neighbour as it lands.
 
 In a pipeline the backwards of micro-batches are mixed, and a gradient may come in several turns. There each
-part has a buffer, which begins as zeros that are added to, from `open_part` to `take_part`. So a zero may
-have another sign than it has by itself; `end_sum` leaves none that is negative, in a pipeline or not.
+part has a buffer, which begins as zeros that are added to, from `open_part` to `take_part`. So a negative
+zero becomes a positive one there, and `_copy` lets none land elsewhere: a sum with a part that has none has
+none, whatever is added to it. That is done in the pass that lands it, because one over the sum would move as
+much again as the sum of two ranks' parts.
 """
 
 from __future__ import annotations
@@ -158,7 +160,7 @@ class TrainedSegment(FlatSegment):
                     if grad is None or grad is home or grad.data_ptr() == home.data_ptr():
                         continue
                     if number in self._opened:
-                        home.copy_(_dense(grad))  # `create_graph` puts old + new in the old one's place
+                        self._copy([home], [_dense(grad)])  # `create_graph` puts old + new in its place
                     else:
                         home.add_(_dense(grad))
         super().drop_gradients()
@@ -202,10 +204,20 @@ class TrainedSegment(FlatSegment):
         here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
         empty = [home for home, grad in pairs if grad is None] + [landing[gap] for gap in self._gaps]
         if here:
-            torch._foreach_copy_([home for home, _ in here], [grad for _, grad in here])
+            self._copy([home for home, _ in here], [grad for _, grad in here])
         if empty:
             torch._foreach_zero_(empty)
         self.landing = landing
+
+    def _copy(self, homes: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        """Under the tree without negative zeros: see [Note: tree]."""
+        if not self.tree or self.full.is_cuda:
+            torch._foreach_copy_(homes, grads)
+        if self.tree and self.full.is_cuda:
+            torch._foreach_add_(homes, 0.0)  # a few launches more, for all of them
+        elif self.tree:
+            for home, grad in zip(homes, grads, strict=True):
+                torch.add(grad.to(home.dtype), 0.0, out=home)  # -0.0 + 0.0 is 0.0
 
     def _land_on(self, left: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
         """Add the gradients to the part of the tree before them: what a buffer of theirs would add."""
@@ -268,8 +280,6 @@ class TrainedSegment(FlatSegment):
         """No micro-batch of the step is to come: `reduced` is the sum of all."""
         if self._sum:
             self.reduced = self._sum.take()
-        if self.tree and self.reduced is not None:
-            self.reduced.add_(0.0)  # -0.0 + 0.0 is 0.0
 
     def _give(self, flat: torch.Tensor) -> None:
         """A buffer of the tree goes back to where it came from; the first one's place may be in `_whole`."""
