@@ -82,6 +82,7 @@ class Session:
             loaded = self._named(wanted)
         if loaded is None:
             return 0
+        self.engine.seed = self.job.run.seed  # a job's is written down, and may be changed there
         client = loaded.client if isinstance(loaded.client, dict) else {}
         if client.get("data") != self.place:
             raise CheckpointError(

@@ -41,6 +41,7 @@ def shared(engine: Engine, counters: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
+        "seed": engine.seed,
         "scaler": engine.scaler.state_dict() if engine.scaler.active else None,
         "schedule": _schedule_state(engine),
         "groups": groups(engine),
@@ -73,9 +74,10 @@ def groups(engine: Engine) -> list[dict[str, Any]]:
 
 
 def put_counts(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Where the run is."""
+    """Where the run is, and what its micro-batches are seeded from, which earlier checkpoints do not say."""
     engine.progress.global_steps = int(state["global_steps"])
     engine.progress.skipped_steps = int(state["skipped_steps"])
+    engine.seed = int(state.get("seed", engine.seed))
 
 
 def put_schedule(engine: Engine, state: Any) -> None:
@@ -110,7 +112,11 @@ class StateBeforeLoad:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._counts = {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps}
+        self._counts = {
+            "global_steps": engine.global_steps,
+            "skipped_steps": engine.skipped_steps,
+            "seed": engine.seed,
+        }
         self._scale = engine.scaler.state_dict()
         known = engine.schedule is not None and hasattr(engine.schedule, "state_dict")
         self._schedule = copy.deepcopy(engine.schedule.state_dict()) if known else None
