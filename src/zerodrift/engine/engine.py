@@ -21,8 +21,10 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import deterministic, steps
 from zerodrift.engine.batches import BatchResult, LossOf, OneByOne
+from zerodrift.engine.by_number import ByNumber
 from zerodrift.engine.deprecated import FullValues
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
 from zerodrift.engine.executor import BatchRunner, Executor
@@ -74,8 +76,10 @@ class Engine(FullValues):
         self.executor.follow(self.progress, callbacks)
         asker = object()
         self._release = weakref.finalize(self, deterministic.release, asker)
+        self._by_number: ByNumber | None = None
         if plan.policy.tree:
             deterministic.ask(asker, mesh.device)
+            self._by_number = ByNumber(self.module, mesh.device)
 
     def _groups_of_all(self) -> Mapping[str, int]:
         mine = {} if self.updater is None else dict(self.updater.group_of)
@@ -92,6 +96,7 @@ class Engine(FullValues):
         precision = self.executor.precision
         with (
             self._recovering(self._recover),
+            contextlib.nullcontext() if self._by_number is None else self._by_number.forward(),
             forward,
             precision.forward(),
             precision.cast((args, kwargs)) as (args, kwargs),
@@ -123,6 +128,8 @@ class Engine(FullValues):
         """Before the forward of micro-batch `number`: torch's generators, of the host and of this device,
         draw what depends on `seed`, the step and that number, and not on the rank."""
         seed_generators(self._seed_of(number), self.mesh.device)
+        if self._by_number is not None:
+            self._by_number.seeded()
 
     def _seed_of(self, number: int) -> int:
         return seed_of(self.seed, self.global_steps + self.skipped_steps, number)
@@ -145,6 +152,8 @@ class Engine(FullValues):
             raise
 
     def _backward_ended(self) -> None:
+        if self._by_number is not None:
+            self._by_number.ended()
         if not self.progress.end_backward():
             self._backward_failed()
             raise steps.unscaled(self.plan)
@@ -210,12 +219,23 @@ class Engine(FullValues):
         numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
         seeds = tuple(map(self._seed_of, numbers))
         try:
-            losses = self._runner.train(batches, weights, seeds)
+            with self._keeping_buffers():
+                losses = self._runner.train(batches, weights, seeds)
         except BaseException:
             self._backward_failed()
             raise
         self.progress.end_backwards(len(batches))
         return losses
+
+    @contextlib.contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """Of the pieces of a pipeline; elsewhere every forward is looked at."""
+        looks = self._by_number is not None and self.executor.runner is not None
+        before = self._by_number.buffers() if looks and self._by_number is not None else None
+        yield
+        if before is not None and self._by_number is not None:
+            with raise_on_all_ranks(self.comm):
+                self._by_number.require_kept(before)
 
     @property
     def _runner(self) -> BatchRunner:

@@ -40,6 +40,11 @@ SELDOM = 32
 """What is looked at now and then is looked at the first few times, and then once in so many."""
 
 
+def is_due(count: int) -> bool:
+    """Whether it is this time, after so many."""
+    return count < 4 or count % SELDOM == 0
+
+
 class FlatSegment:
     """The tensors of one segment of the plan on this rank; as it is, of a frozen one."""
 
@@ -231,7 +236,7 @@ class FlatSegment:
         return any(count != _uses(p) for p, count in zip(self.parameters, self._counts, strict=True))
 
     def _free(self) -> None:
-        if not self._stale and self._is_due(self._frees):
+        if not self._stale and is_due(self._frees):
             self._compare_with_storage()
         self._frees += 1
         self._hide()
@@ -240,10 +245,6 @@ class FlatSegment:
             self.full, self._views = self.full.new_empty(0), []
         else:
             self.full.untyped_storage().resize_(0)
-
-    @staticmethod
-    def _is_due(count: int) -> bool:
-        return count < 4 or count % SELDOM == 0
 
     def _compare_with_storage(self) -> None:
         """See [Note: writing]."""
@@ -402,7 +403,7 @@ class FlatSegment:
     @property
     def _is_compared(self) -> bool:
         """Whether ranks compare what they hold alike this time."""
-        return self._is_due(self._looks)
+        return is_due(self._looks)
 
     @property
     def written(self) -> list[Row]:

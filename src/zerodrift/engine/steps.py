@@ -114,6 +114,26 @@ def not_yet(name: str) -> UnsupportedError:
     )
 
 
+def drawn() -> UnsupportedError:
+    """Random numbers of a micro-batch that depend on those before it."""
+    return UnsupportedError(
+        "forward",
+        "must draw random numbers by the number of its micro-batch under `reduce.order: tree`",
+        got="some from a generator that goes on from one micro-batch to the next",
+        do="Call `engine.seed_micro_batch(number)` before it, or leave `order` out.",
+    )
+
+
+def written(name: str) -> UnsupportedError:
+    """What a model keeps of the micro-batches of its rank."""
+    return UnsupportedError(
+        name,
+        "must not be written by a forward in training under `reduce.order: tree`: it is of one rank's data",
+        got="a buffer with other values than before",
+        do="Use a layer without running statistics, or leave `order` out.",
+    )
+
+
 def not_dealt(micro_batches: int, ranks: int) -> UnsupportedError:
     """A step of so many micro-batches that its sum is no tree over them."""
     return UnsupportedError(
