@@ -2,36 +2,64 @@
 
 A process of its own, with its own standard streams, environment and exit code, forked from a server that has
 torch and zerodrift imported (`ranks/preload.py`); `python -m zerodrift` itself takes seconds to import them.
-What depends on the start of the interpreter, or on what is not imported, needs `subprocess` instead.
+Ranks that it starts are forked from it in turn. What depends on the start of an interpreter, or on what is
+not imported, needs `subprocess` instead.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
+from typing import IO, Any
 
 from tests.ranks.harness import forks, redirect
 
 
 def run(*arguments: str | Path, timeout: float = 120.0, **environment: str) -> CompletedProcess[str]:
     """What `zerodrift ARGUMENTS` prints and ends with, in the current folder."""
-    words = [*map(str, arguments)]
-    with tempfile.TemporaryDirectory(prefix="command-") as name:
-        folder = Path(name)
-        process = forks().Process(
-            target=_main, args=(words, folder, os.getcwd(), {**os.environ, **environment})
-        )
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise TimeoutExpired(words, timeout)
-        out, err = ((folder / stream).read_text() for stream in ("out", "err"))
-        return CompletedProcess(words, process.exitcode or 0, out, err)
+    command = Command(*arguments, **environment)
+    out, err = command.communicate(timeout)
+    return CompletedProcess(command.args, command.returncode or 0, out, err)
+
+
+class Command:
+    """`zerodrift ARGUMENTS` in the current folder; what of `subprocess.Popen` tests use."""
+
+    def __init__(self, *arguments: str | Path, **environment: str) -> None:
+        self.args = [*map(str, arguments)]
+        self._folder = tempfile.TemporaryDirectory(prefix="command-")
+        work = (self.args, Path(self._folder.name), os.getcwd(), {**os.environ, **environment})
+        self._process = forks().Process(target=_main, args=work)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
+        """What it has printed when it has ended."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            self.kill()
+            self._process.join()
+            raise TimeoutExpired(self.args, timeout)
+        out, err = ((Path(self._folder.name) / stream).read_text() for stream in ("out", "err"))
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def _main(words: list[str], folder: Path, current: str, environment: dict[str, str]) -> None:
@@ -41,6 +69,54 @@ def _main(words: list[str], folder: Path, current: str, environment: dict[str, s
     os.environ.update(environment)
     os.chdir(current)
     sys.argv = ["zerodrift", *words]
+    sys.path.insert(0, current)  # as `python -m` does
     from zerodrift.cli import main
+    from zerodrift.train.launch import Launcher
 
+    Launcher._start = _fork  # type: ignore[assignment,method-assign]
     main()
+
+
+class _Forked:
+    """A process as its launcher sees it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _fork(launcher: Any, number: int, work: Any, environment: dict[str, str], errors: IO[bytes]) -> _Forked:
+    """In place of `Launcher._start`: a rank that has its imports."""
+    pid = os.fork()
+    if pid:
+        return _Forked(pid)
+    code = 1
+    try:
+        os.setsid()
+        os.close(launcher._write)
+        for stream in (1, 2)[number == 0 :]:
+            os.dup2(errors.fileno(), stream)
+        os.environ.clear()
+        os.environ.update(environment)
+        from zerodrift.train import rank
+
+        code = rank.main(work.to_json())
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,7 +70,7 @@ STEPS = 6
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "planted.py").write_text(MODEL)
     (tmp_path / "text.txt").write_text("\n\n".join(f"line {number} of it" for number in range(400)))
     job = {
@@ -91,46 +88,39 @@ def folder(tmp_path: Path) -> Path:
     }
     job["run"] |= {"export": False, "check_precision": False}  # type: ignore[operator]
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def zerodrift(folder: Path, *words: str, plant: str = "") -> tuple[int, str]:
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PLANT": plant or "::", "COLUMNS": "100"}
-    done = subprocess.run(
-        [sys.executable, "-m", "zerodrift", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def zerodrift(*words: str, plant: str = "::") -> tuple[int, str]:
+    """In the folder of the job."""
+    done = commands.run(*words, PLANT=plant, COLUMNS="100")
     return done.returncode, done.stdout + done.stderr
 
 
 def test_a_bit_of_a_gradient_of_one_rank_is_found(folder: Path) -> None:
     # Each rank has two micro-batches of a step: its ninth forward is the first of step 5.
-    code, text = zerodrift(folder, "train", "job.yaml", "--nproc", "2", plant="bit:1:9")
+    code, text = zerodrift("train", "job.yaml", "--nproc", "2", plant="bit:1:9")
     assert code == 0, text
-    code, text = zerodrift(folder, "replay", "run", "--nproc", "1")
+    code, text = zerodrift("replay", "run", "--nproc", "1")
     assert code == 3, text
     assert "step 4 of 6  the same" in text
     assert "step 5: other bits on 1 rank, where 2 recorded them" in text
     assert "losses     the same" in text
     assert "gradients  other in 1 of 4 units: layers.1" in text
     assert "The backward comes to layers.1 first" in text
-    done = commands.run("replay", folder / "run", "--nproc", "3")
+    done = commands.run("replay", "run", "--nproc", "3")
     assert done.returncode == 2 and "`--nproc`: must divide the 4 micro-batches of a step" in done.stderr
-    done = commands.run("replay", folder / "run", "--from", "6", "--to", "6")
+    done = commands.run("replay", "run", "--from", "6", "--to", "6")
     assert done.returncode == 2 and "must have a recorded step between them" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_rank_that_sums_in_another_order_is_found(folder: Path) -> None:
     """As one does that has another version of a library under torch."""
-    code, text = zerodrift(folder, "train", "job.yaml", "--nproc", "2", plant="sum:1:all")
+    code, text = zerodrift("train", "job.yaml", "--nproc", "2", plant="sum:1:all")
     assert code == 0, text
-    code, text = zerodrift(folder, "replay", "run", "--nproc", "1", "--from", "3")
+    code, text = zerodrift("replay", "run", "--nproc", "1", "--from", "3")
     assert code == 3, text
     assert "step 3: other bits on 1 rank, where 2 recorded them" in text
     assert "gradients  other in 1 of 4 units: layers.1" in text

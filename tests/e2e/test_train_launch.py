@@ -11,19 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import Command
 from tests.e2e.jobs import QUICKLY, ROOT, job, losses, start
 from tests.ranks.harness import run_ranks
 from zerodrift.train.start import run_here
 
 STEPS = 20
 
+Process = Command | subprocess.Popen[str]
 
-def train(file: Path) -> subprocess.Popen[str]:
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def train(file: Path) -> Command:
     """On two ranks."""
-    return start("train", str(file), "--nproc", "2", *QUICKLY)
+    return Command("train", file, "--nproc", "2", *QUICKLY)
 
 
-def until(folder: Path, step: int, process: subprocess.Popen[str], limit: float = 150.0) -> None:
+def until(folder: Path, step: int, process: Process, limit: float = 150.0) -> None:
     """Wait for a step of the run."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
@@ -37,7 +45,7 @@ def until(folder: Path, step: int, process: subprocess.Popen[str], limit: float 
 
 
 def children(pid: int) -> list[int]:
-    """Every descendant of a process."""
+    """Every descendant of a process, in the order of their starts."""
     found = []
     for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         found += [int(text), *children(int(text))]
@@ -54,7 +62,7 @@ def rank_of(pid: int) -> int | None:
     return found[0] if found and b"zerodrift" in command else None
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finished(process: Process) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=150)
     return process.returncode, out, err
 
@@ -86,7 +94,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(
     # A signal finishes the step and saves.
     process = train(file)
     until(tmp_path, 2, process)
-    ranks = [pid for pid in children(process.pid) if rank_of(pid) is not None]
+    ranks = children(process.pid)
     assert len(ranks) == 2
     process.send_signal(number)
     code, out, err = finished(process)
@@ -100,8 +108,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(
     # A rank that is killed is named.
     process = train(file)
     until(tmp_path, done + 1, process)
-    (victim,) = (pid for pid in children(process.pid) if rank_of(pid) == 1)
-    os.kill(victim, signal.SIGKILL)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
     code, out, err = finished(process)
     assert code == 2
     assert f"going on after step {done}" in out
@@ -136,7 +143,9 @@ def test_a_refusal_in_the_ranks_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_defect_in_the_ranks_is_told_once_with_its_traceback(tmp_path: Path) -> None:
-    code, out, err = finished(train(job(tmp_path, "broken", steps=3)))
+    """By the processes that a person starts."""
+    process = start("train", str(job(tmp_path, "broken", steps=3)), "--nproc", "2", *QUICKLY)
+    code, out, err = finished(process)
     assert code == 1, out + err
     assert err.count("KeyError: 'broken on purpose'") == 1 and "rank 1 of 2" in err
 
