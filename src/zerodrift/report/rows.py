@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -209,17 +209,35 @@ def _group(
 
 def _casts(boundaries: Iterable[Boundary], universe: dict[Template, set[int]]) -> tuple[Casts, ...]:
     """A line per pattern of paths, in the order of their first boundaries."""
-    families: dict[tuple[Template, Boundary], dict[Numbers, int]] = defaultdict(dict)
     listed = list(boundaries)
-    for index, boundary in enumerate(listed):
-        text, numbers = _split(boundary.path)
-        families[text, replace(boundary, path="")][numbers] = index
+    names = [(boundary.path, replace(boundary, path="")) for boundary in listed]
+    patterns = _folded(names, universe)
+    return tuple(Casts(pattern, tuple(listed[i] for i in indices)) for pattern, indices in patterns)
+
+
+def folded(names: Sequence[tuple[str, Hashable]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Patterns of (name, what names of one pattern must agree in), and which of them each stands for, in the
+    order of the first."""
+    occurring: dict[Template, set[Numbers]] = defaultdict(set)
+    for name, _ in names:
+        text, numbers = _split(name)
+        occurring[text].add(numbers)
+    return _folded(names, _universe(occurring))
+
+
+def _folded(
+    names: Sequence[tuple[str, Hashable]], universe: dict[Template, set[int]]
+) -> list[tuple[str, tuple[int, ...]]]:
+    families: dict[tuple[Template, Hashable], dict[Numbers, int]] = defaultdict(dict)
+    for index, (name, alike) in enumerate(names):
+        text, numbers = _split(name)
+        families[text, alike][numbers] = index
     patterns = []
     for (text, _), members in families.items():
         for box in _boxes(list(members)):
-            indices = sorted(members[numbers] for numbers in product(*box))
+            indices = tuple(sorted(members[numbers] for numbers in product(*box)))
             patterns.append((indices, _pattern(text, box, universe)))
-    return tuple(Casts(pattern, tuple(listed[i] for i in indices)) for indices, pattern in sorted(patterns))
+    return [(pattern, indices) for indices, pattern in sorted(patterns)]
 
 
 def _universe(occurring: dict[Template, set[Numbers]]) -> dict[Template, set[int]]:
