@@ -26,6 +26,7 @@ from torch import nn
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.ungathered import gathered_class, set_gathered_class
+from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Output
 
 PRODUCTS = frozenset((
@@ -57,7 +58,13 @@ def pin(segments: Iterable[FlatSegment]) -> None:
     for segment in segments:
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.columns.pinned and parameter.is_floating_point():
-                set_gathered_class(parameter, _class_for(row.name, row.columns.output))
+                set_gathered_class(parameter, class_for(row))
+
+
+def class_for(row: Row, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]:
+    """The class that the pinned parameter of a row is of; `kind` is what operations return around it."""
+    others = () if kind is torch.Tensor else (kind,)
+    return _class_for(row.name, row.columns.output, kind, others)
 
 
 def unpin(segments: Iterable[FlatSegment]) -> None:
@@ -95,7 +102,9 @@ class _Made(torch.Tensor):
             return self.as_subclass(torch.Tensor)
 
 
-def _class_for(name: str, output: Output | None) -> type[Pinned]:
+def _class_for(
+    name: str, output: Output | None, kind: type[torch.Tensor], others: tuple[type, ...]
+) -> type[Pinned]:
     warned: list[str] = []
 
     def torch_function(
@@ -116,15 +125,15 @@ def _class_for(name: str, output: Output | None) -> type[Pinned]:
                 return result
             size = max(tensor.dtype.itemsize for tensor in given if isinstance(tensor, (Pinned, _Made)))
             if named == "__iter__":
-                return iter(_of_class(tuple(result), result_class, size))
-            return _of_class(result, result_class, size)
+                return iter(_of_class(tuple(result), kind, result_class, size))
+            return _of_class(result, kind, result_class, size)
 
     # Compiled code may be given a parameter of any class, but no other tensor (torch 2.13 to 2.15).
     apart = torch.compiler.disable(
         torch_function, reason=f"what is made of the pinned `{name}` is computed with as it is"
     )
-    result_class = type("PinnedMade", (_Made,), {"__torch_function__": classmethod(apart)})
-    return type("PinnedParameter", (Pinned,), {"__torch_function__": classmethod(torch_function)})
+    result_class = type("PinnedMade", (_Made, *others), {"__torch_function__": classmethod(apart)})
+    return type("PinnedParameter", (Pinned, *others), {"__torch_function__": classmethod(torch_function)})
 
 
 def _alone(given: list[torch.Tensor]) -> bool:
@@ -134,9 +143,9 @@ def _alone(given: list[torch.Tensor]) -> bool:
     )
 
 
-def _of_class(result: Any, result_class: type, size: int) -> Any:
+def _of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: int) -> Any:
     """What an operation has returned, where its elements are of at least so many bytes of that class."""
-    if type(result) is torch.Tensor:
+    if type(result) is kind:
         if not result.dim() or not result.is_floating_point() or result.dtype.itemsize < size:
             return result
         if torch.compiler.is_compiling():
@@ -146,7 +155,7 @@ def _of_class(result: Any, result_class: type, size: int) -> Any:
         result.__class__ = result_class
     elif isinstance(result, (tuple, list)):
         for item in result:
-            _of_class(item, result_class, size)
+            _of_class(item, kind, result_class, size)
     return result
 
 
