@@ -42,6 +42,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
+def require_installed(path: str | os.PathLike[str]) -> None:
+    if not is_installed():
+        raise ModelError(str(path), _INSTALL, got="no such package", do="Run `pip install 'zerodrift[hf]'`.")
+
+
 def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
     """The model of a folder with a `config.json`, or of a config file by itself."""
     given = Path(path).expanduser()
@@ -49,13 +54,12 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
     problems = Problems()
     document = read(file, problems)
     problems.raise_as(ModelError)
-    if not is_installed():
-        raise ModelError(str(path), _INSTALL, got="no such package", do="Run `pip install 'zerodrift[hf]'`.")
+    require_installed(path)
     attempt(lambda: importlib.import_module("transformers"), str(path), _INSTALL)
     checkpoint: tuple[tuple[str, DType], ...] = ()
     if given.is_dir() and safetensors.holds(given):
         checkpoint = tuple((tensor.name, tensor.dtype) for tensor in safetensors.stored(given))
-    with _quiet():
+    with quiet():
         _check_model_type(document or {}, file)
         model = build(file, _first_floating(checkpoint))
         spec = from_module(model, f"{path} ({type(model).__name__})")
@@ -67,9 +71,9 @@ def build(file: Path, dtype: DType | None = None) -> PreTrainedModel:
     config = attempt(lambda: _load(file), str(file), "must be a config that `transformers` can read")
     if getattr(config, "dtype", None) is None:
         config.dtype = (dtype or DType.FP32).torch
-    with _without_values():
+    with without_values():
         model = on_meta(
-            lambda: _instantiate(config), str(file), "must be a config that a model can be built from"
+            lambda: instantiate(config), str(file), "must be a config that a model can be built from"
         )
     model.tie_weights()
     keep_in_fp32(model)
@@ -93,16 +97,21 @@ def _check_model_type(document: dict[str, Any], file: Path) -> None:
     raise ModelError(str(file), must, got=got, do=todo)
 
 
-def _load(file: Path) -> PretrainedConfig:
+def read_config(file: Path) -> PretrainedConfig:
+    """What the library makes of the file; no code beside it is run."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
+    return AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
+
+
+def _load(file: Path) -> PretrainedConfig:
+    config = read_config(file)
     # Parameters do not depend on the attention kernel, and another one may need a package or a device.
     config._attn_implementation = "eager"
     return config
 
 
-def _instantiate(config: PretrainedConfig) -> PreTrainedModel:
+def instantiate(config: PretrainedConfig) -> PreTrainedModel:
     """The class that the config names, else the causal language model of its kind, else its base model."""
     import transformers
 
@@ -117,7 +126,7 @@ def _instantiate(config: PretrainedConfig) -> PreTrainedModel:
     return auto.from_config(config, trust_remote_code=False)
 
 
-def _without_values() -> AbstractContextManager[Any]:
+def without_values() -> AbstractContextManager[Any]:
     """Version 4 draws the weights of each module on the meta device too: minutes for thousands of experts."""
     from transformers import modeling_utils
 
@@ -149,7 +158,7 @@ def _first_floating(checkpoint: tuple[tuple[str, DType], ...]) -> DType | None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences warnings and logs while a model is built; what matters is raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,0 +1,183 @@
+"""What a model can be called with to see what it does: tokens, an image, or what its owner gives.
+
+Values do not matter, shapes hardly do. A model of `transformers` says what it takes; any other is only called
+with `input_ids` where its forward names them, and is refused by name where its owner says nothing.
+
+Invariant: nothing is guessed from a name but those of `transformers`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from zerodrift.errors import ModelError
+from zerodrift.model.factory import call
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LENGTH = 16
+"""Tokens."""
+PICTURE = 224
+"""Pixels a side, where a config does not say."""
+SOUND = 16_000
+"""Samples of a sound: a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Arguments of one forward."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    words: str = ""
+    """The same for a person."""
+
+
+def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
+    """Example inputs; `given` is `package.module:function`, which returns a dict, a tuple or a tensor."""
+    if given is not None:
+        return _given(given)
+    known = _of_transformers(model) or _of_tokens(model)
+    if known is None:
+        raise _refused(model)
+    return Inputs((), known, _words(known))
+
+
+def _given(text: str) -> Inputs:
+    import torch
+
+    made = call(text, "example inputs")
+    if isinstance(made, Mapping):
+        return Inputs((), dict(made), f"{text}: {_words(made)}")
+    if isinstance(made, torch.Tensor):
+        made = (made,)
+    if isinstance(made, (tuple, list)):
+        return Inputs(tuple(made), {}, f"{text}: {_words(dict(enumerate(made)))}")
+    must = "must return a dict of arguments, a tuple of them, or a tensor"
+    raise ModelError(text, must, got=type(made).__qualname__)
+
+
+def _words(arguments: Mapping[Any, Any]) -> str:
+    """`input_ids 1 x 16 int64`."""
+    told = (
+        f"{key} {' x '.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
+        if hasattr(value, "shape") and hasattr(value, "dtype")
+        else str(key)
+        for key, value in arguments.items()
+    )
+    return ", ".join(told) or "nothing"
+
+
+def _refused(model: nn.Module) -> ModelError:
+    wanted = [str(parameter) for parameter in _parameters(model).values()]
+    return ModelError(
+        type(model).__name__,
+        "must have example inputs to be traced",
+        got=f"`forward({', '.join(wanted)})`",
+        do=(
+            "Give `--inputs package.module:function`, a function that returns a dict of its arguments, a "
+            "tuple of them, or a tensor."
+        ),
+    )
+
+
+def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _of_tokens(model: nn.Module) -> dict[str, Any] | None:
+    """Of a forward that takes nothing, or `input_ids` and perhaps `labels` and needs no more."""
+    wanted = _parameters(model)
+    plain = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {
+        name for name, p in wanted.items() if p.default is inspect.Parameter.empty and p.kind not in plain
+    }
+    if not wanted:
+        return {}
+    if "input_ids" not in wanted or needed - {"input_ids", "labels"}:
+        return None
+    ids = _tokens(None)
+    return {"input_ids": ids, "labels": ids} if "labels" in wanted else {"input_ids": ids}
+
+
+def _tokens(config: Any) -> Any:
+    import torch
+
+    length, vocabulary = LENGTH, 1 << 30
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("max_position_embeddings", "n_positions"):
+        limit = getattr(text, name, None)
+        length = min(length, limit) if type(limit) is int and limit > 0 else length
+    known = getattr(text, "vocab_size", None)
+    vocabulary = known if type(known) is int and known > 0 else vocabulary
+    return torch.arange(3, 3 + length).remainder(vocabulary).unsqueeze(0)
+
+
+def _picture(config: Any) -> Any:
+    import torch
+
+    seen = getattr(config, "vision_config", None) or config
+    size: Any = getattr(seen, "image_size", None) or PICTURE
+    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    return torch.zeros(1, getattr(seen, "num_channels", None) or 3, *sides)
+
+
+def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
+    """Of a class of the library, which names its main input; None for any other, or an input unknown here."""
+    import torch
+
+    config: Any = getattr(model, "config", None)
+    main = getattr(model, "main_input_name", None)
+    if config is None or main is None:
+        return None
+    found: dict[str, Any] = {}
+    if main == "input_ids":
+        found[main] = _tokens(config)
+    elif main == "pixel_values":
+        found[main] = _picture(config)
+    elif main == "input_features" and hasattr(config, "num_mel_bins"):
+        length = 2 * getattr(config, "max_source_positions", 1500)
+        found[main] = torch.zeros(1, config.num_mel_bins, length)
+    elif main == "input_values":
+        found[main] = torch.zeros(1, SOUND)
+    else:
+        return None
+    wanted = _parameters(model)
+    if "return_loss" in wanted and "pixel_values" in wanted:  # texts and pictures that belong together
+        found |= {"pixel_values": _picture(config), "return_loss": True}
+    labels = _labels(model, found[main]) if "labels" in wanted else None
+    if labels is not None:
+        found["labels"] = labels
+    elif "decoder_input_ids" in wanted:
+        found["decoder_input_ids"] = _tokens(config)
+    return found
+
+
+def _labels(model: nn.Module, main: Any) -> Any:
+    """What a class of the library is trained on, by the list that it is in; None where it is in none."""
+    import torch
+    from transformers.models.auto import modeling_auto
+
+    def listed(*kinds: str) -> bool:
+        name = type(model).__name__
+        tables = (getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}) for kind in kinds)
+        return any(
+            name in (value if isinstance(value, (tuple, list)) else (value,))
+            for table in tables
+            for value in table.values()
+        )
+
+    if listed("CAUSAL_LM", "MASKED_LM", "TOKEN_CLASSIFICATION"):
+        return main.clone() if main.dtype is torch.int64 else None
+    if listed("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"):
+        return _tokens(model.config)
+    if listed("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "MULTIPLE_CHOICE"):
+        return torch.zeros(1, dtype=torch.int64)
+    return None
