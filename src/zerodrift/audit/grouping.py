@@ -5,11 +5,11 @@ Invariant: pure; every parameter is in one group, in the order of the model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerodrift.audit.seen import COLUMNS, SeenModel, SeenParameter
+from zerodrift.report import rows
 
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -48,10 +48,6 @@ def groups(model: SeenModel) -> list[SeenGroup]:
 
 
 def folded(names: Iterable[str]) -> tuple[str, ...]:
-    """Names that differ in numbers alone are one, with `*` in their place and how many they are."""
-    counts: dict[str, list[str]] = {}
-    for name in names:
-        counts.setdefault(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), []).append(name)
-    return tuple(
-        alike[0] if len(alike) == 1 else f"{pattern} ({len(alike)})" for pattern, alike in counts.items()
-    )
+    """Names that differ in numbers alone as one pattern, with how many they are."""
+    lines = rows.folded([(name, None) for name in names])
+    return tuple(pattern if len(held) == 1 else f"{pattern} ({len(held)})" for pattern, held in lines)

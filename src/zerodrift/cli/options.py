@@ -56,6 +56,18 @@ Html = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also write the plan as a single self-contained HTML page."),
 ]
+Trace = Annotated[
+    bool,
+    typer.Option("--trace", help="Show what every operation of a step would compute in, module by module."),
+]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        "--inputs",
+        metavar="FUNCTION",
+        help="For --trace: package.module:function that returns what the model is called with.",
+    ),
+]
 Parameter = Annotated[str, typer.Argument(metavar="PARAM", help="The full name of a parameter.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as a Markdown page.")]
 

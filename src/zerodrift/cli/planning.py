@@ -33,13 +33,21 @@ def plan(
     auto: options.Auto = None,
     json: options.Json = False,
     html: options.Html = None,
+    trace: options.Trace = False,
+    inputs: options.Inputs = None,
     debug: options.Debug = False,
 ) -> None:
     """Show every dtype of every parameter, why it is so, and what a step costs."""
     with streams.errors(debug):
+        if trace and rows is not None:
+            raise typer.BadParameter("give --trace or --rows, not both")
+        if inputs is not None and not trace:
+            raise typer.BadParameter("--inputs is for --trace")
         with streams.progress(f"planning {model}"):
             planned = _made(config, model, world_size, set_, auto)
-            text = _plan_text(planned, micro_batches, rows, json, html)
+            traced = _trace_text(planned, model, inputs, json) if trace else ""
+            text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
+            text = traced or text
         streams.emit(text)
 
 
@@ -122,6 +130,22 @@ def _plan_text(
     if json:
         return as_json.rows_json((explain_row(planned, index) for index in chosen), planned)
     return terminal.rows_text(planned, single(planned, chosen), color=streams.color())
+
+
+def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> str:
+    from zerodrift.audit.hidden import hidden
+    from zerodrift.audit.trace import trace
+    from zerodrift.model.inputs import inputs_for
+    from zerodrift.model.runnable import runnable
+    from zerodrift.report import as_json
+    from zerodrift.report.trace import trace_text
+
+    module = runnable(model)
+    seen = trace(planned, module, inputs_for(module, inputs))
+    found = hidden(planned, seen)
+    if json:
+        return as_json.trace_json(planned, seen, found)
+    return trace_text(planned, seen, found, color=streams.color())
 
 
 def _timeline(planned: Plan) -> Timeline | None:

@@ -23,8 +23,15 @@ Examples:
   zerodrift plan ds_config.json --model path/to/model --world-size 64
   zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
   zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16 --html plan.html
+  zerodrift plan config.yaml --model path/to/model --trace
 
 --rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
+
+--trace runs one forward and backward without weights, in seconds, and prints the dtypes of every operation
+in place of the plan. Values that are widened and rounded again, pins that the model's code casts and
+operations that torch would refuse come first. They do not change the exit code. A model of transformers is
+called with what its class takes; for any other, --inputs names a function that returns a dict of arguments,
+a tuple or a tensor, unless its forward takes input_ids.
 """
 
 EXPLAIN = """\

@@ -15,9 +15,11 @@ from typing import Any
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Timeline
+from zerodrift.plan.traced import Hidden, Trace, TracedOperation
 from zerodrift.policy.support import StateCell, SupportCell
 from zerodrift.record import encode
 from zerodrift.report.explain import Explanation
+from zerodrift.report.traced import traced_modules
 
 
 def plan_json(plan: Plan, cost: Cost, timeline: Timeline | None = None) -> str:
@@ -44,6 +46,46 @@ def explanation_json(explanation: Explanation, plan: Plan) -> str:
 def rows_json(explanations: Iterable[Explanation], plan: Plan) -> str:
     """Some parameters."""
     return _text({"digest": plan.digest, "source": plan.source, "parameters": encode(list(explanations))})
+
+
+def trace_json(plan: Plan, trace: Trace, found: Sequence[Hidden]) -> str:
+    """What a trace showed: findings, and operations by module."""
+    lines = [
+        {
+            "module": line.pattern,
+            "modules": list(line.paths),
+            "class": line.klass,
+            "calls": line.calls,
+            "forward": [_operation(operation) for operation in line.forward],
+            "backward": [_operation(operation) for operation in line.backward],
+        }
+        for line in traced_modules(trace)
+    ]
+    facts = {
+        "device": trace.device,
+        "inputs": trace.inputs,
+        "loss": trace.loss,
+        "refused": encode(trace.refused),
+    }
+    return _text(
+        {
+            "digest": plan.digest,
+            "source": plan.source,
+            **facts,
+            "findings": encode(list(found)),
+            "trace": lines,
+        }
+    )
+
+
+def _operation(operation: TracedOperation) -> dict[str, Any]:
+    written: dict[str, Any] = {
+        "name": operation.name,
+        "inputs": [tensor.dtype for tensor in operation.inputs],
+        "outputs": [tensor.dtype for tensor in operation.outputs],
+        "line": operation.line,
+    }
+    return {**written, "cast_by": operation.cast_by} if operation.cast_by else written
 
 
 def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
