@@ -116,9 +116,10 @@ def _reports(seen: Path) -> list[SeenProcess]:
 def _collected(code: int, seen: Path) -> SeenRun:
     reports = _reports(seen)
     stepped = [report for report in reports if report.steps]
+    together = [report for report in stepped if report.world > 1]
     return SeenRun(
         code=code,
-        processes=sorted(stepped, key=lambda report: report.rank),
+        processes=sorted(together or stepped, key=lambda report: report.rank),
         idle=[report for report in reports if not report.steps],
         failures=[path.read_text() for path in sorted(seen.glob("*.failed"))],
     )

@@ -128,7 +128,8 @@ class SeenProcess:
     events: list[dict[str, Any]] = field(default_factory=list)
     """What happened that a finding is made of: `{"kind": ..., "line": ...}`."""
     ended: str = "steps"
-    """`steps` where all were seen, `exit` where the program ended before, `crash` where by an error."""
+    """`steps` where all were seen, `exit` where the program ended before, `crash` where by an error, `broken`
+    where the observer failed."""
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from zerodrift.audit.findings import RunFinding
@@ -102,13 +103,13 @@ def _style(words: Sequence[str], row: int) -> str:
     return _STYLES.get(words[row].split(" ")[0], "dim") if row < len(words) else ""
 
 
-def _group_names(group: SeenGroup) -> Text:
+def _group_names(group: SeenGroup) -> RenderableType:
     names = group.names
     told = [elide(name, WIDTH - 4) for name in names[:_NAMES]]
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     frozen = "" if group.parameters[0].trained else ", frozen"
-    text = Text(f"  {group.numel:,} elements{frozen}: ", style="dim")
-    return text.append_text(shown(", ".join(told) + more))
+    text = Text(f"{group.numel:,} elements{frozen}: ", style="dim")
+    return Padding(text.append_text(shown(", ".join(told) + more)), (0, 0, 0, 2))
 
 
 def _evidence(made: Sequence[SeenGroup]) -> list[RenderableType]:

@@ -22,13 +22,15 @@ Invariant: watching changes no value, and leaves nothing behind when it ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -40,7 +42,7 @@ from zerodrift.audit.models import WatchedModel, WatchedParameter, word
 from zerodrift.audit.operations import CASTS, VIEWS, every_operation
 from zerodrift.audit.owners import Owners, local
 from zerodrift.audit.patches import Patches
-from zerodrift.audit.seen import Column, SeenProcess
+from zerodrift.audit.seen import Column, SeenModel, SeenProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,25 @@ class Adapter(Protocol):
     def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
         """Whose a collective is that no memory tells."""
 
-    def resting(self, watcher: Watcher) -> None:
-        """Look at what the library holds between steps."""
+    def claims(self, module: torch.nn.Module) -> bool:
+        """Whether the library sees this module in its own terms."""
+
+    def models(self) -> Iterable[SeenModel]:
+        """The models that it has seen so."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Result = TypeVar("Result")
+
+
+def _guarded(method: Method) -> Method:
+    """A defect of ours ends the watching, and nothing else."""
+
+    @functools.wraps(method)
+    def call(watcher: Watcher, *args: Any) -> Any:
+        return watcher.safely(lambda: method(watcher, *args), None)
+
+    return cast(Method, call)
 
 
 class Watcher:
@@ -97,7 +116,7 @@ class Watcher:
         self._in_forward = False
         self._depth = 0
         self._calls: list[torch.nn.Module] = []
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -147,18 +166,21 @@ class Watcher:
 
     def finish(self, ended: str) -> None:
         """Look at what rests, end, and hand over what was seen."""
-        if not self.active:
+        broken = self.process.ended == "broken"
+        if not self.active and not broken:
             return
         self.active = False
-        try:
-            self._settle()
-            self._rest()
-            for adapter in self._adapters:
-                adapter.resting(self)
-        finally:
-            self.patches.restore()
+        if not broken:
+            try:
+                self._settle()
+                self._rest()
+            except Exception as error:
+                self.broken(error)
+            finally:
+                self.patches.restore()
         process = self.process
-        process.ended = ended
+        if process.ended != "broken":
+            process.ended = ended
         self._see_place()
         process.libraries = _versions()
         for name, times in sorted(self._unknown.items()):
@@ -167,31 +189,66 @@ class Watcher:
             )
         self._exports.see(self.models)
         process.models = [model.seen(self.process.world) for model in self.models]
+        process.models += [model for adapter in self._adapters for model in adapter.models()]
         self._finished(process)
+
+    def safely(self, call: Callable[[], Result], otherwise: Result) -> Result:
+        """Call while the run is watched; where that fails, the run goes on without."""
+        if not self.active:
+            return otherwise
+        try:
+            return call()
+        except Exception as error:
+            self.broken(error)
+            return otherwise
+
+    def broken(self, error: Exception) -> None:
+        """Stop watching: what was seen is told, and that the rest was not."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        self.process.notes.append(
+            f"The observer stopped, a defect of zerodrift's: {type(error).__name__}: {error} "
+            f"({where.name}, line {where.lineno} of {where.filename.rpartition('/')[2]})."
+        )
+        self.active = False
+        self.patches.restore()
+        self.process.ended = "broken"
+
+    def may_finish(self) -> None:
+        """Finish where every step was seen: a forward begins that is of the next."""
+        if self._all_stepped():
+            self.finish("steps")
 
     def _all_stepped(self) -> bool:
         """Whether every optimizer that is in use has made its steps."""
         if not self._optimizers:
             return False
         counts = list(self._optimizers.values())
-        waiting = [made for made in self._made if made not in self._optimizers]
-        enough = min(counts) >= self._steps
-        return max(counts) >= 4 * self._steps or (enough and not waiting)
+        if max(counts) >= 4 * self._steps:
+            return True
+        waiting = (
+            any(self.resting(tensor) is not None for tensor in _optimized(made))
+            for made in self._made
+            if made not in self._optimizers
+        )
+        return min(counts) >= self._steps and not any(waiting)
 
     # --- forwards -------------------------------------------------------------------------------------
 
+    @_guarded
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
-        if not self.active or threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return
         if not self._calls and not self._in_backward and torch.is_grad_enabled():
-            if self._all_stepped():
-                self.finish("steps")
+            self.may_finish()
+            if not self.active or any(adapter.claims(module) for adapter in self._adapters):
                 return
             self._root_begins(module)
+        elif not self._calls and any(adapter.claims(module) for adapter in self._adapters):
+            return
         self._calls.append(module)
 
     def _forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not self._calls or self._calls[-1] is not module or threading.get_ident() != self._thread:
+        if not self._calls or self._calls[-1] is not module or threading.get_ident() != self.thread:
             return
         self._calls.pop()
         if not self._calls and self._in_forward:
@@ -238,6 +295,7 @@ class Watcher:
         finally:
             self._leave()
 
+    @_guarded
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         kind = self._kinds.get(func)
         if kind is None:
@@ -280,16 +338,10 @@ class Watcher:
         holder = weakref.ref(leaf)
 
         def arrives(gradient: torch.Tensor) -> None:
-            tensor = holder()
-            if not self.active or tensor is None:
-                return
-            parameter.arrives(gradient, self._path(parameter), line_of_script)
-            if tensor.grad is not None:
-                parameter.seen.see("accumulate", word(tensor.grad.dtype), ".grad", "", line_of_script())
+            self._arrives(parameter, holder(), gradient)
 
         def accumulated(tensor: torch.Tensor) -> None:
-            if self.active and tensor.grad is not None:
-                self.gradients.put(tensor.grad, parameter)
+            self._accumulated(parameter, tensor.grad)
 
         def forget() -> None:
             tensor = holder()
@@ -300,17 +352,24 @@ class Watcher:
         self.patches.undo(leaf.register_post_accumulate_grad_hook(accumulated).remove)
         self.patches.undo(forget)
 
-    def _path(self, parameter: WatchedParameter) -> str:
-        return parameter.seen.name.rpartition(".")[0]
+    @_guarded
+    def _arrives(
+        self, parameter: WatchedParameter, leaf: torch.Tensor | None, gradient: torch.Tensor
+    ) -> None:
+        path = parameter.seen.name.rpartition(".")[0]
+        parameter.arrives(gradient, path, line_of_script)
+        if leaf is not None and leaf.grad is not None:
+            parameter.seen.see("accumulate", word(leaf.grad.dtype), ".grad", "", line_of_script())
+
+    @_guarded
+    def _accumulated(self, parameter: WatchedParameter, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self.gradients.put(gradient, parameter)
 
     def _watched_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.active or threading.get_ident() != self._thread:
+        if not self.active or threading.get_ident() != self.thread:
             return original(*args, **kwargs)
-        if not self._in_backward:
-            self._backwards += 1
-            self._settle()
-            for model in self.models:
-                model.hook(self._hook)
+        self._backward_begins()
         self._in_backward += 1
         forward, self._in_forward = self._in_forward, False
         try:
@@ -320,10 +379,18 @@ class Watcher:
             self._in_forward = forward
             self._in_backward -= 1
 
+    @_guarded
+    def _backward_begins(self) -> None:
+        if not self._in_backward:
+            self._backwards += 1
+            self._settle()
+            for model in self.models:
+                model.hook(self._hook)
+
     # --- collectives ----------------------------------------------------------------------------------
 
     def _watched_send(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.active or threading.get_ident() != self._thread:
+        if not self.active or threading.get_ident() != self.thread:
             return original(*args, **kwargs)
         with self.watching():
             return original(*args, **kwargs)
@@ -409,9 +476,8 @@ class Watcher:
                 return parameter
         return None
 
+    @_guarded
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self.active:
-            return
         for tensor in _optimized(optimizer):
             gradient = tensor.grad
             for part in self.parts(optimizer, tensor):
@@ -431,9 +497,8 @@ class Watcher:
         parameter.seen.see("master", word(tensor.dtype), "a tensor of the optimizer's own")
         parameter.began(local(tensor), part.at, part.length)
 
+    @_guarded
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self.active:
-            return
         name = type(optimizer).__name__
         for tensor in _optimized(optimizer):
             state = optimizer.state.get(tensor) if hasattr(optimizer, "state") else None
@@ -444,16 +509,19 @@ class Watcher:
                 if not kept and local(tensor).numel():
                     part.parameter.seen.unseen["state"] = f"{name} keeps none"
         since = self._backwards - self._stepped.get(optimizer, 0)
-        if since == 0:
-            return  # a group of a step that was counted, or a step of no gradient
-        self._stepped[optimizer] = self._backwards
+        if since:  # none for a group of a step that was counted, and for a step without gradients
+            self._stepped[optimizer] = self._backwards
+            self.has_stepped(optimizer, since)
+
+    def has_stepped(self, optimizer: Any, micro_batches: int) -> None:
+        """Count a step."""
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         self.process.steps = max(self._optimizers.values())
-        self.process.micro_batches = since
+        self.process.micro_batches = micro_batches
         self._see_place()
 
     def _watched_clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.active and self._scaled and threading.get_ident() == self._thread:
+        if self.active and self._scaled and threading.get_ident() == self.thread:
             self.event("clipped_scaled", line_of_script())
         return original(*args, **kwargs)
 

@@ -33,21 +33,23 @@ def check(
         from zerodrift.audit.expected import unexpected
         from zerodrift.audit.findings import run_findings
         from zerodrift.audit.launch import run
+        from zerodrift.audit.ranks import completed
         from zerodrift.audit.tables import encoded
 
         seen = run(command, steps, keep_going, stdout=sys.stderr.fileno() if json else None)
         _require_seen(seen, command, steps)
-        others = [] if expect is None else unexpected(expect, seen.processes)
-        findings = [*others, *run_findings(seen.processes)]
+        processes = completed(seen.processes) if seen.processes[0].world > 1 else seen.processes[:1]
+        others = [] if expect is None else unexpected(expect, processes)
+        findings = [*others, *run_findings(processes)]
         if save is not None:
-            save.write_text(encoded(seen.processes, findings))
+            save.write_text(encoded(processes, findings))
         if json:
-            streams.emit(encoded(seen.processes, findings))
+            streams.emit(encoded(processes, findings))
         else:
             from zerodrift.audit.text import run_text
 
-            streams.emit(run_text(seen.processes, findings, _notes(seen, steps), color=streams.color()))
-    if any(process.ended == "crash" for process in seen.processes):
+            streams.emit(run_text(processes, findings, _notes(seen, steps), color=streams.color()))
+    if any(process.ended in ("crash", "broken") for process in seen.processes):
         raise typer.Exit(streams.USAGE)
     if others:
         raise typer.Exit(NOT_AS_EXPECTED)
@@ -58,7 +60,9 @@ def _require_seen(seen: SeenRun, command: list[str], steps: int) -> None:
     if seen.processes:
         return
     ended = f"it ended with exit code {seen.code}" if seen.code >= 0 else f"signal {-seen.code} ended it"
-    if seen.failures:
+    if seen.code < 0:
+        got, do = ended, "It was killed before a step was seen."
+    elif seen.failures:
         got, do = seen.failures[0], "The observer could not start in that Python."
     elif not seen.idle:
         got = f"no Python process that imports torch left a record; {ended}"
@@ -79,6 +83,11 @@ def _notes(seen: SeenRun, steps: int) -> list[str]:
             how = "crashed" if process.ended == "crash" else "ended"
             notes.append(f"Rank {process.rank} {how} after {process.steps} of {steps} steps.")
     world = seen.processes[0].world
+    if world == 1 and len(seen.processes) > 1:
+        notes.append(
+            f"{len(seen.processes)} processes trained, each for itself: none made a process group. The first "
+            "is shown."
+        )
     if len(seen.processes) < world:
         notes.append(
             f"{len(seen.processes)} of {world} ranks left a record: the others are on another host, or were "

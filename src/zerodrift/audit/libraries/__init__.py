@@ -10,5 +10,6 @@ def adapters() -> tuple[Adapter, ...]:
     from zerodrift.audit.libraries.deepspeed import DeepSpeed
     from zerodrift.audit.libraries.fsdp1 import Fsdp1
     from zerodrift.audit.libraries.fsdp2 import Fsdp2
+    from zerodrift.audit.libraries.own import Own
 
-    return (Fsdp2(), Fsdp1(), DeepSpeed())
+    return (Own(), Fsdp2(), Fsdp1(), DeepSpeed())

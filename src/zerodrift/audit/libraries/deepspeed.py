@@ -18,7 +18,7 @@ import torch
 
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.models import WatchedParameter, word
-from zerodrift.audit.seen import Column
+from zerodrift.audit.seen import Column, SeenModel
 from zerodrift.audit.watch import OptimizedPart, Watcher
 
 _STEPS = (
@@ -57,13 +57,15 @@ class DeepSpeed:
 
     def _watching(self, watcher: Watcher, kind: str) -> Callable[[Any], None]:
         def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if watcher.active:
-                self._map(optimizer)
-                for parameter, tensor, what in _sums(watcher, optimizer):
-                    parameter.seen.see("accumulate", word(tensor.dtype), what)
+            watcher.safely(lambda: self._step(optimizer), None)
             return original(optimizer, *args, **kwargs)
 
         return lambda module: watcher.patches.replace(getattr(module, kind), "step", step)
+
+    def _step(self, optimizer: Any) -> None:
+        self._map(optimizer)
+        for parameter, tensor, what in _sums(self._watcher, optimizer):
+            parameter.seen.see("accumulate", word(tensor.dtype), what)
 
     def _map(self, optimizer: Any) -> None:
         """Whose elements are where in the flat masters."""
@@ -88,8 +90,11 @@ class DeepSpeed:
             return ()  # a norm, or a flag
         return carried
 
-    def resting(self, watcher: Watcher) -> None:
-        return
+    def claims(self, module: torch.nn.Module) -> bool:
+        return False
+
+    def models(self) -> Sequence[SeenModel]:
+        return ()
 
 
 def _sent_in(parameter: WatchedParameter) -> torch.dtype | None:

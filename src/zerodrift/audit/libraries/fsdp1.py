@@ -15,7 +15,7 @@ import torch
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
 from zerodrift.audit.models import WatchedParameter, word
-from zerodrift.audit.seen import Column
+from zerodrift.audit.seen import Column, SeenModel
 from zerodrift.audit.watch import OptimizedPart, Watcher
 
 
@@ -25,36 +25,27 @@ class Fsdp1:
     def begin(self, watcher: Watcher) -> None:
         self._watcher = watcher
 
+        def named(handle: Any) -> list[WatchedParameter]:
+            return watcher.safely(lambda: [member for member, *_ in self._members(handle.flat_param)], [])
+
         def gather(original: Callable[..., Any], handle: Any, *args: Any, **kwargs: Any) -> Any:
-            watcher.packed.append([parameter for parameter, *_ in self._members(handle.flat_param)])
+            watcher.packed.append(named(handle))
             try:
                 return original(handle, *args, **kwargs)
             finally:
                 watcher.packed.pop()
 
         def reduce(original: Callable[..., Any], state: Any, handle: Any) -> Any:
-            if not watcher.active:
-                return original(state, handle)
-            members = list(self._members(handle.flat_param))
-            watcher.packed.append([parameter for parameter, *_ in members])
+            members = named(handle)
+            watcher.packed.append(members)
             try:
                 return original(state, handle)
             finally:
                 watcher.packed.pop()
-                kept = getattr(handle.flat_param, "_saved_grad_shard", None)
-                for parameter, *_ in members:
-                    if kept is not None:
-                        parameter.seen.see(
-                            "accumulate",
-                            word(kept.dtype),
-                            "FSDP's shard of the gradient",
-                            "",
-                            line_of_script(),
-                        )
+                watcher.safely(lambda: _kept(handle.flat_param, members), None)
 
         def arrive(original: Callable[..., Any], state: Any, handle: Any, *args: Any) -> Any:
-            if watcher.active:
-                self._arrives(handle.flat_param)
+            watcher.safely(lambda: self._arrives(handle.flat_param), None)
             return original(state, handle, *args)
 
         def flat(module: Any) -> None:
@@ -95,8 +86,20 @@ class Fsdp1:
     def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
         return ()
 
-    def resting(self, watcher: Watcher) -> None:
-        return
+    def claims(self, module: torch.nn.Module) -> bool:
+        return False
+
+    def models(self) -> Sequence[SeenModel]:
+        return ()
+
+
+def _kept(flat: Any, members: Sequence[WatchedParameter]) -> None:
+    """What micro-batches that were reduced are added in."""
+    kept = getattr(flat, "_saved_grad_shard", None)
+    if kept is not None:
+        line = line_of_script()
+        for parameter in members:
+            parameter.seen.see("accumulate", word(kept.dtype), "FSDP's shard of the gradient", "", line)
 
 
 def _part(parameter: WatchedParameter, place: Any) -> OptimizedPart:

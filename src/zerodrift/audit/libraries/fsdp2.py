@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
 from zerodrift.audit.models import WatchedParameter, word
-from zerodrift.audit.seen import Column
+from zerodrift.audit.seen import Column, SeenModel
 from zerodrift.audit.watch import OptimizedPart, Watcher
 
 _HOME = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
@@ -44,8 +46,11 @@ class Fsdp2:
     def carried(self, column: Column, tensor: Any) -> Sequence[WatchedParameter]:
         return ()
 
-    def resting(self, watcher: Watcher) -> None:
-        return
+    def claims(self, module: torch.nn.Module) -> bool:
+        return False
+
+    def models(self) -> Sequence[SeenModel]:
+        return ()
 
 
 def _members(watcher: Watcher, group: Any) -> list[tuple[Any, WatchedParameter]]:
@@ -58,14 +63,19 @@ def _members(watcher: Watcher, group: Any) -> list[tuple[Any, WatchedParameter]]
     return members
 
 
+def _gathered(watcher: Watcher, group: Any) -> list[WatchedParameter]:
+    """A group's parameters, each with what it is gathered in: several dtypes travel as bytes."""
+    members = _members(watcher, group)
+    for member, parameter in members:
+        parameter.gather_word = word(member.param_dtype or member.orig_dtype)
+    return [parameter for _, parameter in members]
+
+
 def _within(watcher: Watcher) -> Callable[..., Any]:
     """Collectives inside are of this group's parameters."""
 
     def call(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        members = _members(watcher, group)
-        for member, parameter in members:
-            parameter.gather_word = word(member.param_dtype or member.orig_dtype)
-        watcher.packed.append([parameter for _, parameter in members])
+        watcher.packed.append(watcher.safely(lambda: _gathered(watcher, group), []))
         try:
             return original(group, *args, **kwargs)
         finally:
@@ -76,18 +86,23 @@ def _within(watcher: Watcher) -> Callable[..., Any]:
 
 def _reducing(watcher: Watcher) -> Callable[..., Any]:
     def call(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        members = [(member, p) for member, p in _members(watcher, group) if p.seen.trained]
-        watcher.packed.append([p for _, p in members])
+        none: list[tuple[Any, WatchedParameter]] = []
+        members = watcher.safely(lambda: [m for m in _members(watcher, group) if m[1].seen.trained], none)
+        watcher.packed.append([parameter for _, parameter in members])
         try:
             out = original(group, *args, **kwargs)
         finally:
             watcher.packed.pop()
-        for member, parameter in members:
-            kept = member.unsharded_accumulated_grad
-            if kept is not None:
-                parameter.seen.see(
-                    "accumulate", word(kept.dtype), "a sum before it is reduced", "", line_of_script()
-                )
+        watcher.safely(lambda: _kept(members), None)
         return out
 
     return call
+
+
+def _kept(members: Sequence[tuple[Any, WatchedParameter]]) -> None:
+    """What waits for a reduction that comes later."""
+    for member, parameter in members:
+        kept = member.unsharded_accumulated_grad
+        if kept is not None:
+            line = line_of_script()
+            parameter.seen.see("accumulate", word(kept.dtype), "a sum before it is reduced", "", line)
