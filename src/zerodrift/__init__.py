@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from zerodrift.api import load_weights as load_weights
     from zerodrift.api import make_plan as make_plan
     from zerodrift.api import save_16bit as save_16bit
+    from zerodrift.audit.observation import Observation as Observation
+    from zerodrift.audit.observation import observe as observe
     from zerodrift.config.load import load as load
     from zerodrift.config.schema import Bf16 as Bf16
     from zerodrift.config.schema import Config as Config
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "api": "empty export initialize initialize_pipeline load_weights make_plan save_16bit",
+    "audit.observation": "Observation observe",
     "config.load": "load",
     "config.schema": (
         "Bf16 Config DataTypes Experts Fp16 OffloadOptimizer Optimizer Pipeline Precision Reduce Rule "

@@ -67,6 +67,7 @@ SURFACE = {
         "--debug",
         "--expect",
         "--help",
+        "--html",
         "--json",
         "--keep-going",
         "--save",

@@ -28,7 +28,7 @@ def run_text(
 ) -> str:
     """The table of the first rank, what differs on others, and the findings."""
     first = processes[0]
-    parts: list[RenderableType] = [title("check", "", WIDTH), pairs(_facts(processes), width=WIDTH)]
+    parts: list[RenderableType] = [title("check", "", WIDTH), pairs(facts(processes), width=WIDTH)]
     for model in first.models:
         parts += _model(model)
     parts += [section("findings", "" if findings else "none"), *map(_finding, findings)]
@@ -38,7 +38,8 @@ def run_text(
     return printed(parts, color, WIDTH)
 
 
-def _facts(processes: Sequence[SeenProcess]) -> list[tuple[str, str]]:
+def facts(processes: Sequence[SeenProcess]) -> list[tuple[str, str]]:
+    """What was watched, and with what."""
     first = processes[0]
     ranks = f"{len(processes)} of {first.world}" if len(processes) < first.world else str(first.world)
     versions = ", ".join(f"{name} {version}" for name, version in first.libraries.items())

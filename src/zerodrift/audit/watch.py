@@ -127,6 +127,8 @@ class Watcher:
         self._unknown: dict[str, int] = {}
         self._exports = Exports()
         self.active = False
+        self.only: Any = None
+        """The module or the engine to watch; None for all."""
 
     # --- its life -------------------------------------------------------------------------------------
 
@@ -241,6 +243,8 @@ class Watcher:
         if not self._calls and not self._in_backward and torch.is_grad_enabled():
             self.may_finish()
             if not self.active or any(adapter.claims(module) for adapter in self._adapters):
+                return
+            if self.only is not None and not _is_part(module, self.only):
                 return
             self._root_begins(module)
         elif not self._calls and any(adapter.claims(module) for adapter in self._adapters):
@@ -555,6 +559,12 @@ class Watcher:
     def _rest(self) -> None:
         for model in self.models:
             model.look(self.memory)
+
+
+def _is_part(module: torch.nn.Module, whole: Any) -> bool:
+    """Whether a module is in the other, or the other way around."""
+    modules = whole.modules() if isinstance(whole, torch.nn.Module) else ()
+    return any(module is part for part in modules) or any(whole is part for part in module.modules())
 
 
 def _kind(func: Any) -> tuple[bool, bool, str]:

@@ -5,12 +5,14 @@ Invariant: the command runs as it stands; what it prints is its own.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
 import typer
 
 from zerodrift.cli import options, streams
+from zerodrift.cli.planning import write_page
 from zerodrift.errors import ZerodriftError
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ def check(
     steps: options.Steps = 3,
     expect: options.Expect = None,
     save: options.SaveTable = None,
+    html: options.HtmlTable = None,
     keep_going: options.KeepGoing = False,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -43,6 +46,10 @@ def check(
         findings = [*others, *run_findings(processes)]
         if save is not None:
             save.write_text(encoded(processes, findings))
+        if html is not None:
+            from zerodrift.audit.page import run_page
+
+            write_page(html, run_page(processes, findings, _notes(seen, steps), shlex.join(command)))
         if json:
             streams.emit(encoded(processes, findings))
         else:

@@ -88,6 +88,10 @@ Expect = Annotated[
 SaveTable = Annotated[
     Path | None, typer.Option("--save", metavar="FILE", help="Write what was seen, for --expect and diff.")
 ]
+HtmlTable = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Also write what was seen as a single HTML page."),
+]
 KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Let the command run to its end, and see the files it writes.")
 ]

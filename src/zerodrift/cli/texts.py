@@ -64,6 +64,8 @@ Examples:
   zerodrift check --expect ds_config.json -- deepspeed train.py --deepspeed ds_config.json
   zerodrift check --save precision.json -- accelerate launch train.py
   zerodrift check --expect precision.json -- accelerate launch train.py
+
+From Python, and in notebooks: `with zerodrift.observe(model, optimizer) as seen: ...`, `seen.table()`.
 """
 
 DIFF = """\

@@ -39,15 +39,15 @@ def plan_sections(plan: Plan, cost: Cost, table: Table, timeline: Timeline | Non
     pipeline = plan.policy.pipeline is not None
     return [
         _notes(plan),
-        _section("Columns", _filter(table), _table(table), _marks(table, plan), id="columns"),
-        _section("Pipeline", *_pipeline(plan, timeline), id="pipeline") if pipeline else Markup(""),
-        _section("Memory", _memory(plan, cost), id="memory"),
-        _section("Wire", _wire(cost), id="wire"),
-        _section("Why", _why(table), id="why"),
-        _section("Boundaries", *_boundaries(plan, table), id="boundaries") if table.casts else Markup(""),
-        _section("Decisions", _decisions(plan), id="decisions"),
-        _section("Ignored keys", _ignored(plan), id="ignored") if plan.policy.ignored else Markup(""),
-        _section("Buffers", _buffers(plan), id="buffers") if plan.buffers else Markup(""),
+        section("Columns", _filter(table), _table(table), _marks(table, plan), id="columns"),
+        section("Pipeline", *_pipeline(plan, timeline), id="pipeline") if pipeline else Markup(""),
+        section("Memory", _memory(plan, cost), id="memory"),
+        section("Wire", _wire(cost), id="wire"),
+        section("Why", _why(table), id="why"),
+        section("Boundaries", *_boundaries(plan, table), id="boundaries") if table.casts else Markup(""),
+        section("Decisions", _decisions(plan), id="decisions"),
+        section("Ignored keys", _ignored(plan), id="ignored") if plan.policy.ignored else Markup(""),
+        section("Buffers", _buffers(plan), id="buffers") if plan.buffers else Markup(""),
         tag("footer", "Digest of every decision ", tag("code", plan.digest)),
         tag("template", tag("tr", tag("td", colspan=str(4 + len(COLUMNS)))), id="unfolded"),
         tag("script", Markup(_asset("page.js"))),
@@ -81,7 +81,7 @@ def _head(plan: Plan) -> Markup:
         if label != "model"
     ]
     digest = tag("p", "zerodrift plan ", tag("code", plan.digest[:DIGEST_SHOWN]), class_="kicker")
-    return tag("header", digest, tag("h1", _breaking(plan.source)), tag("dl", facts, class_="facts"))
+    return tag("header", digest, tag("h1", breaking(plan.source)), tag("dl", facts, class_="facts"))
 
 
 def _notes(plan: Plan) -> Markup:
@@ -90,7 +90,7 @@ def _notes(plan: Plan) -> Markup:
     return tag("ul", [tag("li", note) for note in plan.notes], class_="notes")
 
 
-def _section(title: str, *children: Markup, id: str) -> Markup:
+def section(title: str, *children: Markup, id: str) -> Markup:
     return tag("section", tag("h2", title), children, id=id)
 
 
@@ -112,7 +112,7 @@ def _filter(table: Table) -> Markup:
 
 def _table(table: Table) -> Markup:
     names = ("set", "parameter", "shape", "elements", *COLUMNS)
-    head = tag("thead", tag("tr", _heads(names)))
+    head = tag("thead", tag("tr", heads(names)))
     cells = [_cells(item.columns) for item in table.sets]
     kinds = [summary.kind(item.columns) for item in table.sets]
     lines = [
@@ -132,7 +132,7 @@ def _table(table: Table) -> Markup:
     return tag("div", tag("table", head, tag("tbody", lines), class_="rows"), class_="scroll")
 
 
-def _heads(names: Iterable[str]) -> list[Markup]:
+def heads(names: Iterable[str]) -> list[Markup]:
     """Column headers; those of figures stand to the right, as figures do."""
     return [tag("th", name, scope="col", class_=name in _FIGURES and "number") for name in names]
 
@@ -140,8 +140,8 @@ def _heads(names: Iterable[str]) -> list[Markup]:
 def _name(line: Line, kind: str) -> Markup:
     count = tag("b", f" x{line.count}") if line.count > 1 else ""
     badge = tag("span", kind, class_="badge") if kind else ""
-    also = [tag("div", "= ", _breaking(name), class_="quiet") for name in line.also]
-    return join([_breaking(line.pattern), count, " ", badge, also])
+    also = [tag("div", "= ", breaking(name), class_="quiet") for name in line.also]
+    return join([breaking(line.pattern), count, " ", badge, also])
 
 
 def _cells(columns: Columns) -> Markup:
@@ -152,11 +152,11 @@ def _cells(columns: Columns) -> Markup:
         reason = why.get(column, "")
         label = f"{column}: {words[column]}" + (f"\n{reason}" if reason else "")
         dtype = text.replace("same", str(columns.storage.dtype))
-        cells.append(tag("td", text, class_=f"cell {_tint(dtype)}".strip(), title=label))
+        cells.append(tag("td", text, class_=f"cell {tint(dtype)}".strip(), title=label))
     return join(cells)
 
 
-def _tint(text: str) -> str:
+def tint(text: str) -> str:
     """The colour class of a cell: the narrowest dtype in it."""
     for word in ("fp8", "fp16", "bf16", "fp32", "split"):
         if word in text:
@@ -243,7 +243,7 @@ def _stack(title: str, parts: Sequence[tuple[str, int]], most: int, cost: Cost) 
     entries.append(tag("tr", tag("td"), tag("td", "total"), sums, class_="total"))
     label = f"{title}: {figures.size(total)}"
     bar = _drawing(rects, _WIDE, class_="bar", role="img", aria_label=label)
-    head = tag("thead", tag("tr", tag("th"), tag("th"), _heads(("bytes", "per parameter"))))
+    head = tag("thead", tag("tr", tag("th"), tag("th"), heads(("bytes", "per parameter"))))
     legend = tag("table", head, tag("tbody", entries), class_="legend")
     return tag("figure", tag("figcaption", f"{title}: ", tag("b", figures.size(total))), bar, legend)
 
@@ -261,7 +261,7 @@ def _wire(cost: Cost) -> Markup:
             tag(
                 "tr",
                 [tag("td", text) for text in (line.op, line.purpose)],
-                tag("td", line.dtype, class_=f"cell {_tint(line.dtype)}".strip()),
+                tag("td", line.dtype, class_=f"cell {tint(line.dtype)}".strip()),
                 tag("td", line.axis),
                 tag("td", f"{line.count:,}", class_="number"),
                 tag("td", figures.size(line.bytes), class_="number"),
@@ -271,7 +271,7 @@ def _wire(cost: Cost) -> Markup:
     blanks = [tag("td") for _ in range(4)]
     total = tag("td", figures.size(cost.wire), class_="number")
     lines.append(tag("tr", tag("td", "total"), blanks, total, tag("td"), class_="total"))
-    head = tag("thead", tag("tr", _heads(names)))
+    head = tag("thead", tag("tr", heads(names)))
     caption = tag("caption", "Sent by one rank per optimizer step, ring bytes")
     return tag("div", tag("table", caption, head, tag("tbody", lines), class_="wire"), class_="scroll")
 
@@ -325,12 +325,12 @@ def _buffers(plan: Plan) -> Markup:
 
 
 def _listing(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
-    head = tag("thead", tag("tr", _heads(names)))
-    lines = [tag("tr", [tag("td", _breaking(text)) for text in row]) for row in rows]
+    head = tag("thead", tag("tr", heads(names)))
+    lines = [tag("tr", [tag("td", breaking(text)) for text in row]) for row in rows]
     return tag("table", head, tag("tbody", lines), class_="listing")
 
 
-def _breaking(text: str) -> Markup:
+def breaking(text: str) -> Markup:
     """Text that may break after a dot, a slash or an underscore; names are long and have no blanks."""
     escaped = join([text])
     for mark in "./_":

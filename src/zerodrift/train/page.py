@@ -18,7 +18,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.report import summary
 from zerodrift.report.figures import elements, significant, size
 from zerodrift.report.markup import Markup, join, tag
-from zerodrift.report.page import document, plan_sections
+from zerodrift.report.page import document, plan_sections, section
 from zerodrift.report.rows import grouped
 from zerodrift.train.curves import Chart, Point, Series, chart
 from zerodrift.train.display import clock
@@ -34,18 +34,14 @@ def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
     body = [
         _head(job, plan, lines, steps),
         _tiles(lines, steps),
-        _section("Curves", tag("div", _charts(lines), class_="charts"), id="curves"),
-        _section("Precision, declared and observed", _precision(lines), id="precision"),
+        section("Curves", tag("div", _charts(lines), class_="charts"), id="curves"),
+        section("Precision, declared and observed", _precision(lines), id="precision"),
         _skips(lines),
-        _section("Plan", _facts(plan), id="plan"),
+        section("Plan", _facts(plan), id="plan"),
         *plan_sections(plan, cost(plan), grouped(plan), timeline(plan)),
     ]
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     return document(f"zerodrift run: {job.run.folder}", body, style)
-
-
-def _section(title: str, *children: Markup, id: str) -> Markup:
-    return tag("section", tag("h2", title), children, id=id)
 
 
 # --- head ---------------------------------------------------------------------------------------------
@@ -226,7 +222,7 @@ def _skips(lines: Lines) -> Markup:
         tag("th", head, scope="col") for head in ("step", "first bad gradients", "rank, micro-batch, loss")
     ]
     table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="listing")
-    return _section("Skipped steps", table, id="skips")
+    return section("Skipped steps", table, id="skips")
 
 
 def _facts(plan: Plan) -> Markup:

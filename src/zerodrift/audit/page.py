@@ -1,0 +1,93 @@
+"""What was seen of a run, as one HTML page that needs nothing else.
+
+A cell says on hover what showed it; every parameter is a line. The words are those of `text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zerodrift.audit.findings import RunFinding
+from zerodrift.audit.grouping import cell, groups
+from zerodrift.audit.seen import COLUMNS, Column, SeenModel, SeenParameter, SeenProcess
+from zerodrift.audit.text import facts
+from zerodrift.report import figures
+from zerodrift.report.markup import Markup, join, tag
+from zerodrift.report.page import breaking, document, heads, section, tint
+
+
+def run_page(
+    processes: Sequence[SeenProcess], findings: Sequence[RunFinding], notes: Iterable[str], command: str
+) -> str:
+    first = processes[0]
+    pairs = [("command", command), *facts(processes)]
+    head = tag(
+        "header",
+        tag("h1", "zerodrift check"),
+        tag("dl", [tag("div", tag("dt", label), tag("dd", value)) for label, value in pairs]),
+    )
+    told = [*notes, *first.notes]
+    body = [
+        head,
+        tag("ul", [tag("li", note) for note in told], class_="notes") if told else Markup(""),
+        section("Findings", _findings(findings), id="findings"),
+        *(
+            section(_title(model), _table(model), id=f"model-{number}")
+            for number, model in enumerate(first.models)
+        ),
+    ]
+    return document(f"zerodrift check: {command}", body)
+
+
+def _title(model: SeenModel) -> str:
+    return " in ".join([model.name, *reversed(model.wrappers)])
+
+
+def _findings(findings: Sequence[RunFinding]) -> Markup:
+    if not findings:
+        return tag("p", "None.")
+    rows = [
+        (
+            finding.kind,
+            finding.column or "",
+            ", ".join(finding.names),
+            " ".join(filter(None, (finding.line, finding.what))),
+            finding.do,
+        )
+        for finding in findings
+    ]
+    lines = [tag("tr", [tag("td", breaking(text)) for text in row]) for row in rows]
+    head = tag("thead", tag("tr", heads(("finding", "column", "parameters", "what was seen", "what to do"))))
+    return tag("div", tag("table", head, tag("tbody", lines), class_="listing"), class_="scroll")
+
+
+def _table(model: SeenModel) -> Markup:
+    head = tag("thead", tag("tr", heads(("parameter", "shape", "elements", *COLUMNS))))
+    lines = [_line(parameter) for group in groups(model) for parameter in group.parameters]
+    return tag("div", tag("table", head, tag("tbody", lines), class_="rows"), class_="scroll")
+
+
+def _line(parameter: SeenParameter) -> Markup:
+    badge = tag("span", "" if parameter.trained else "frozen", class_="badge")
+    also = [tag("div", "= ", breaking(name), class_="quiet") for name in parameter.also]
+    layout = [tag("div", parameter.layout, class_="quiet")] if parameter.layout else []
+    return tag(
+        "tr",
+        tag("td", join([breaking(parameter.name), " ", badge, also, layout]), class_="name"),
+        tag("td", figures.shape(parameter.shape), class_="number"),
+        tag("td", figures.elements(parameter.numel), class_="number"),
+        [_cell(parameter, column) for column in COLUMNS],
+    )
+
+
+def _cell(parameter: SeenParameter, column: Column) -> Markup:
+    words = cell(parameter, column)
+    seen = [
+        f"{sighting.what}: {sighting.by}"
+        + (f" in {sighting.module}" if sighting.module else "")
+        + (f", {sighting.line}" if sighting.line else "")
+        for sighting in parameter.cells.get(column, ())
+    ]
+    label = "\n".join([column, *(seen or [parameter.unseen.get(column, "not seen")])])
+    dtype = cell(parameter, "storage") if words == "same" else words
+    return tag("td", words, class_=f"cell {tint(dtype)}".strip(), title=label)
