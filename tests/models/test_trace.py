@@ -1,0 +1,105 @@
+"""What a trace says of every parameter is what a real step shows: the same dtypes enter operations."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.models.architectures import ARCHITECTURES, tokens
+from tests.models.test_precision import build
+from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
+from zerodrift.audit.hidden import computes
+from zerodrift.audit.observe import observe
+from zerodrift.audit.trace import trace
+from zerodrift.dtypes import DType
+from zerodrift.model.inputs import Inputs
+
+WIDTH = 16
+
+
+class Odd(nn.Module):
+    """Pinned and other parameters, used in ways that a module's own forward does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(97, WIDTH)
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(WIDTH, 97, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        shares = F.linear(hidden, self.router.weight / self.router.weight.norm()).softmax(-1)
+        hidden = hidden * shares.sum(-1, keepdim=True).to(hidden.dtype) * self.scale
+        hidden = (self.norm(hidden) * self.gain.float()).to(hidden.dtype)
+        logits = self.head(hidden).float()
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: architecture.model for name, architecture in ARCHITECTURES.items()},
+    **{name: (lambda name=name: build(name)) for name in ("gemma3", "mamba", "olmo2")},
+    "odd": Odd,
+}
+PINS: dict[str, list[str]] = {
+    "gpt-oss": ["*.router.*", "*norm*"],
+    "qwen3-moe": ["*.mlp.gate.*", "lm_head.weight"],
+    "deepseek-v3": ["*.mlp.gate.weight"],
+    "llama": ["*layernorm.weight", "*.q_proj.weight"],
+    "odd": ["router.*", "attention.out_proj.*", "gain", "scale"],
+    "mamba": ["*.A_log", "*.D"],
+}
+
+
+def both(names: list[str], mode: str, pinned: bool) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Per model what was observed in a step, and what a trace of the same plan says."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        model = MODELS[name]()
+        rules = [{"match": glob, "pin": "fp32"} for glob in PINS.get(name, ())] if pinned else []
+        twin = copy.deepcopy(model).train()
+        engine = make(config(1, mode, precision={"rules": rules}), model)
+        ids = tokens(0)
+        with observe(engine) as seen:
+            engine.backward(engine(input_ids=ids, labels=ids)["loss"])
+            engine.step()
+        traced = computes(trace(engine.plan, twin, Inputs((), {"input_ids": ids, "labels": ids})))
+        observed = {row.name: sorted(seen.seen(row.name, "compute")) for row in engine.plan.rows}
+        told = {
+            row.name: sorted(str(DType(word).torch).removeprefix("torch.") for word in traced.get(row.name, ()))
+            for row in engine.plan.rows
+        }
+        found[name] = observed, told
+        engine.destroy()
+    return found
+
+
+CASES = [("bf16", False), ("bf16", True), ("autocast-bf16", True)]
+MORE = [("fp32", False), ("fp16", True), ("autocast-bf16", False), ("autocast-fp16", True)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "pinned"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+def test_every_parameter_computes_in_what_a_real_step_shows(mode: str, pinned: bool) -> None:
+    (found,) = run_ranks(both, 1, list(MODELS), mode, pinned, timeout=240.0)
+    for name, (observed, told) in found.items():
+        assert told == observed, name
+        assert all(observed.values()), name
