@@ -295,3 +295,85 @@ def test_support_in_three_forms() -> None:
     assert {cell["status"] for cell in cells} == {"yes", "narrow", "no"}
     assert max(map(len, ok("support").splitlines())) <= 100
     assert ok("support", "--markdown").startswith("# Support\n")
+
+
+# --- plan --trace -----------------------------------------------------------------------------------
+
+CODE = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.router = nn.Linear(8, 2, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.router(x)
+
+
+def net():
+    return Net()
+
+
+def inputs():
+    return {"x": torch.zeros(2, 8)}
+
+
+class Looks(Net):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def looks():
+    return Looks()
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    (tmp_path / "nets_to_trace.py").write_text(CODE)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("*.router", "router"))
+    monkeypatch.chdir(tmp_path)
+    return ("config.yaml", "--trace", "--model")
+
+
+def test_a_trace_is_a_page_of_80_columns(code: tuple[str, ...]) -> None:
+    text = ok("plan", *code, "nets_to_trace:net", "--inputs", "nets_to_trace:inputs", FORCE_COLOR="1")
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    assert "layers.* x3         bf16          addmm, < mm, sum" in text
+    assert "bf16 -> fp32  cast by a boundary" in text
+    assert "findings   none" in text
+
+
+def test_a_trace_as_json_has_the_same_lines(code: tuple[str, ...]) -> None:
+    data = json.loads(ok("plan", *code, "nets_to_trace:net", "--inputs", "nets_to_trace:inputs", "--json"))
+    assert data["findings"] == [] and data["refused"] is None
+    modules = {line["module"]: line for line in data["trace"]}
+    assert modules["layers.*"]["modules"] == ["layers.0", "layers.1", "layers.2"]
+    first, *rest = modules["router"]["forward"]
+    assert (first["name"], first["inputs"], first["outputs"]) == ("_to_copy", ["bf16"], ["fp32"])
+    assert first["cast_by"] == "a boundary" and first["line"] == "nets_to_trace.py:14"
+    assert [(each["name"], each["inputs"]) for each in rest] == [("mm", ["fp32", "fp32"])]
+
+
+def test_what_cannot_be_traced_is_one_message(code: tuple[str, ...], files: Files) -> None:
+    assert "must have example inputs to be traced; got `forward(x)`" in refused(
+        "plan", *code, "nets_to_trace:net"
+    )
+    given = ("--inputs", "nets_to_trace:inputs")
+    told = refused("plan", *code, "nets_to_trace:looks", *given)
+    assert told.startswith("zerodrift: error: `model (Looks)`: must not let values decide what runs")
+    line = next(number for number, text in enumerate(CODE.splitlines(), 1) if "x.sum()" in text)
+    assert f"nets_to_trace.py:{line}." in told
+    assert "which hold tensors only" in refused("plan", *files, "--trace")
+
+
+def test_options_that_do_not_go_with_it_are_usage_errors(files: Files) -> None:
+    for options in (("--trace", "--rows", "*"), ("--inputs", "a:b")):
+        done = run("plan", *files, *options)
+        assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""

@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.models.architectures import ARCHITECTURES, tokens
 from tests.models.test_precision import build
@@ -45,11 +44,11 @@ class Odd(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.embedding(input_ids)
         hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        shares = F.linear(hidden, self.router.weight / self.router.weight.norm()).softmax(-1)
+        shares = nn.functional.linear(hidden, self.router.weight / self.router.weight.norm()).softmax(-1)
         hidden = hidden * shares.sum(-1, keepdim=True).to(hidden.dtype) * self.scale
         hidden = (self.norm(hidden) * self.gain.float()).to(hidden.dtype)
         logits = self.head(hidden).float()
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -83,7 +82,9 @@ def both(names: list[str], mode: str, pinned: bool) -> dict[str, tuple[dict[str,
         traced = computes(trace(engine.plan, twin, Inputs((), {"input_ids": ids, "labels": ids})))
         observed = {row.name: sorted(seen.seen(row.name, "compute")) for row in engine.plan.rows}
         told = {
-            row.name: sorted(str(DType(word).torch).removeprefix("torch.") for word in traced.get(row.name, ()))
+            row.name: sorted(
+                str(DType(word).torch).removeprefix("torch.") for word in traced.get(row.name, ())
+            )
             for row in engine.plan.rows
         }
         found[name] = observed, told

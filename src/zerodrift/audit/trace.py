@@ -12,6 +12,9 @@ Invariant: nothing is computed from weights. Numbers that do not depend on them 
 are whole or single (token ids, positions, masks, a constant), so that code may look at them; whoever looks at
 others is named in an error.
 
+`torch._subclasses.fake_tensor` is private, and so are autograd's node and its number that are asked for here.
+Tested with torch 2.13.
+
 [Note: mixed dtypes] torch's forms of operations for tensors without values do not all refuse what the
 operations refuse. So what refuses operands of several floating dtypes on a CPU is listed here, and a test
 compares the list with torch.
@@ -66,8 +69,8 @@ ONE_DTYPE = frozenset((
     "linalg_cross", "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_",
     "_unsafe_index_put", "_index_put_impl_", "scatter", "scatter_", "scatter_add", "scatter_add_",
     "masked_scatter", "masked_scatter_", "_embedding_bag", "grid_sampler_2d", "grid_sampler_3d", "polar",
-    "complex", "_prelu_kernel", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward",
-    "linalg_solve_triangular", "_linalg_solve_ex",
+    "complex", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward",
+    "_linalg_solve_ex",
 ))  # fmt: skip
 """See [Note: mixed dtypes]."""
 
@@ -226,9 +229,9 @@ class _Run:
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             name = _name(error.func).strip("_")
             what = _LOOKS.get(name, f"`{name}`")
-            return ModelError(
-                where, "must not let values decide what runs, for a trace has none", got=what + at, do=_LOOK
-            )
+            must = "must not let values decide what runs, for a trace has none"
+            experts = _EXPERTS if "expert" in path else ""
+            return ModelError(where, must, got=what + at, do=_LOOK + experts)
         if isinstance(error, UnsupportedOperatorException):
             must = "must run operations that work without values"
             return ModelError(where, must, got=f"`{error.func}`{at}", do="Register a fake form of it.")
@@ -242,10 +245,10 @@ _LOOKS = {
     "unique2": "`unique`",
 }
 _LOOK = (
-    "Write it with operations of one shape (`torch.where`, a multiplication by the mask), or see the dtypes "
-    "of a real step with `zerodrift.audit`. Experts of `transformers`: `experts_implementation: grouped_mm` "
-    "in the model's config."
+    "Write it with operations of one shape (`torch.where`, a multiplication by the mask), or run a real step: "
+    "`zerodrift train` compares its first one with the plan."
 )
+_EXPERTS = ' Experts of `transformers` need `experts_implementation="grouped_mm"`.'
 _RUN = "Is it what the model can be called with? `--inputs package.module:function` gives others."
 
 
@@ -364,6 +367,13 @@ class _FunctionCalls(TorchFunctionMode):
         before, recorder.call = recorder.call, _FunctionCall(name, torch.is_autocast_enabled(DEVICE))
         try:
             return func(*args, **(kwargs or {}))
+        except RuntimeError as error:  # what a function looks at before it runs an operation
+            dtypes = _floating(
+                [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            )
+            if len(dtypes) > 1 and "type" in str(error).lower():
+                recorder.refuse(name, dtypes, str(error).splitlines()[0])
+            raise
         finally:
             recorder.call = before
 
@@ -437,7 +447,7 @@ class _OperationRecorder(TorchDispatchMode):
         except (RuntimeError, TypeError) as error:
             dtypes = _floating(given)
             if len(dtypes) > 1 and ("dtype" in str(error) or "scalar type" in str(error)):
-                self._refuse(name, dtypes, str(error).splitlines()[0])
+                self.refuse(name, dtypes, str(error).splitlines()[0])
             raise
         if func._schema.is_mutable:
             self._written(func, given, out)
@@ -489,10 +499,10 @@ class _OperationRecorder(TorchDispatchMode):
             first, *others = [tensor.dtype for tensor in given if tensor.is_floating_point()]
             if all(torch.promote_types(first, dtype) is dtype for dtype in others):
                 return
-            self._refuse(name, dtypes, "its parameters must not be narrower than what it norms")
-        self._refuse(name, dtypes, "its operands must have one dtype")
+            self.refuse(name, dtypes, "its parameters must not be narrower than what it norms")
+        self.refuse(name, dtypes, "its operands must have one dtype")
 
-    def _refuse(self, name: str, dtypes: list[str], why: str) -> None:
+    def refuse(self, name: str, dtypes: list[str], why: str) -> None:
         (path, _), line, _ = self._place()
         asked = self.call.name if not self.backward else ""
         told = asked if asked and asked.isidentifier() and not asked.startswith("_") else name.strip("_")
@@ -561,8 +571,8 @@ _OperationRecorder.__torch_dispatch__ = inspect.unwrap(_OperationRecorder.__torc
 
 
 def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation's result on tensors without values. That form of a grouped product is for bf16 alone, where
-    the operation takes the others, too (torch 2.13 to 2.15)."""
+    """An operation's result on tensors without values. That form of a grouped product takes bf16
+    alone; the operation takes the others, too."""
     if _name(func) != "_grouped_mm" or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
     dtype = args[0].dtype

@@ -1,0 +1,318 @@
+"""What is read out of a trace, and how it is folded and set: on traces written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from zerodrift.api import make_plan
+from zerodrift.audit.hidden import computes, hidden
+from zerodrift.plan.table import Plan
+from zerodrift.plan.traced import Refusal, Trace, TracedOperation, TracedTensor
+from zerodrift.report.trace import trace_text
+from zerodrift.report.traced import dtypes, hidden_lines, runs, traced_modules
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(12))
+
+
+def plan(mode: str = "bf16") -> Plan:
+    rules = [{"match": "router.weight", "pin": "fp32"}]
+    return make_plan(
+        {"precision": {"mode": mode, "rules": rules}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+        Net(),
+    )
+
+
+def tensors(told: str) -> tuple[TracedTensor, ...]:
+    """`7 bf16, 8 fp32 0`: memory, dtype, dimensions."""
+    parts = [word.split() for word in told.split(",") if word.strip()]
+    return tuple(TracedTensor(int(memory), dtype, *map(int, dims)) for memory, dtype, *dims in parts)
+
+
+def op(name: str, given: str, made: str, module: str = "", **rest: Any) -> TracedOperation:
+    return TracedOperation(
+        module=module,
+        call=rest.pop("call", 0),
+        name=name,
+        inputs=tensors(given),
+        outputs=tensors(made),
+        line=rest.pop("line", "net.py:1"),
+        **rest,
+    )
+
+
+def narrowed(given: str) -> TracedOperation:
+    return op("_to_copy", given, "6 bf16", cast_by="the model")
+
+
+def traced(operations: Iterable[TracedOperation], **rest: Any) -> Trace:
+    """Memory 0 is the router's weight, 100 and up those of the layers."""
+    parameters = {0: "router.weight", **{100 + n: f"layers.{n}.weight" for n in range(12)}}
+    return Trace(
+        "cpu", "x 2 x 4 float32", "a sum", tuple(operations), {}, parameters, rest.pop("kept", {}), **rest
+    )
+
+
+def used() -> list[TracedOperation]:
+    """Every parameter as planned."""
+    layers = [op("mm", f"200 bf16, {100 + n} bf16", "201 bf16", f"layers.{n}") for n in range(12)]
+    return [op("mm", "210 fp32, 0 fp32", "211 fp32", "router"), *layers]
+
+
+def found(
+    operations: Iterable[TracedOperation], mode: str = "bf16", **rest: Any
+) -> list[tuple[str, str, str]]:
+    told = hidden(plan(mode), traced([*used(), *operations], **rest))
+    return [(each.kind, each.name, each.what) for each in told]
+
+
+def test_a_step_as_planned_has_no_findings() -> None:
+    assert found([]) == []
+
+
+# --- promotions ---------------------------------------------------------------------------------------
+
+
+def test_a_value_that_is_widened_and_rounded_is_found_where_it_was_widened() -> None:
+    rounded = op("_to_copy", "5 fp32", "6 bf16", "layers.0", cast_by="the model", line="net.py:9")
+    widened = op("mul", "3 bf16, 4 fp32", "5 fp32", "layers.0", line="net.py:7")
+    ((kind, name, what),) = found([widened, rounded])
+    assert (kind, name) == ("promotion", "layers.0")
+    assert what == "`mul` of bf16 and fp32 makes fp32, rounded to bf16 by the model at net.py:9"
+
+
+def test_it_is_followed_through_what_is_computed_of_it() -> None:
+    between = [op("exp", "5 fp32", "7 fp32"), op("sum", "7 fp32", "8 fp32")]
+    rounded = op("_to_copy", "8 fp32", "9 bf16", cast_by="autocast")
+    assert len(found([op("add", "3 bf16, 4 fp32", "5 fp32"), *between, rounded])) == 1
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [op("add", "3 bf16, 4 fp32", "5 fp32")],
+        [op("_to_copy", "3 bf16", "5 fp32", cast_by="the model"), narrowed("5 fp32")],
+        [op("mul", "3 bf16, 4 fp32 0", "5 bf16"), op("_to_copy", "5 bf16", "6 fp32", cast_by="the model")],
+        [op("where", "2 bool, 3 fp32, 4 bf16 0", "5 fp32"), narrowed("5 fp32")],
+        [op("add", "3 bf16, 4 fp32", "5 fp32"), op("_to_copy", "5 fp32", "6 bf16", cast_by="torch")],
+        [op("add", "3 bf16, 4 fp32", "5 fp32"), op("zero_", "5 fp32", "5 fp32", backward=True)],
+        [op("add", "3 int64, 4 fp32", "5 fp32"), narrowed("5 fp32")],
+    ],
+    ids=["never rounded", "asked for", "a number", "a number in where", "inside torch", "backward", "whole"],
+)  # fmt: skip
+def test_what_is_no_promotion(operations: list[TracedOperation]) -> None:
+    assert found(operations) == []
+
+
+def test_one_that_is_rounded_three_times_is_told_once() -> None:
+    rounded = [op("_to_copy", "5 fp32", f"{n} bf16", cast_by="autocast") for n in (6, 7, 8)]
+    assert len(found([op("add", "3 bf16, 4 fp32", "5 fp32"), *rounded])) == 1
+
+
+def test_what_is_written_over_a_widened_value_is_none() -> None:
+    again = op("mm", "3 bf16, 3 bf16", "5 bf16")
+    cast = op("_to_copy", "5 bf16", "6 fp16", cast_by="the model")
+    assert found([op("add", "3 bf16, 4 fp32", "5 fp32"), again, cast]) == []
+
+
+def test_a_wide_value_added_in_place_to_a_narrow_one_is_rounded_there() -> None:
+    ((kind, _, what),) = found([op("add_", "3 bf16, 4 fp32", "3 bf16")])
+    assert (kind, what) == ("promotion", "`add` of bf16 and fp32 is rounded to bf16 in place")
+
+
+def test_a_write_into_a_narrow_tensor_rounds_too() -> None:
+    write = op("copy_", "9 bf16, 5 fp32", "9 bf16", cast_by="the model")
+    assert [kind for kind, _, _ in found([op("add", "3 bf16, 4 fp32", "5 fp32"), write])] == ["promotion"]
+
+
+# --- pins and columns ---------------------------------------------------------------------------------
+
+
+def test_a_cast_of_a_pinned_parameter_is_found_and_so_is_what_it_computes_in() -> None:
+    cast = op("_to_copy", "0 fp32", "7 bf16", "router", cast_by="the model")
+    kinds = found([cast, op("mm", "3 bf16, 7 bf16", "8 bf16", "router")])
+    assert [kind for kind, _, _ in kinds] == ["pin cast", "compute"]
+    assert kinds[0][2] == "cast from fp32 to bf16 by the model"
+    assert kinds[1][2] == "used in bf16 by `mm`, for fp32 in the plan"
+
+
+def test_a_copy_of_a_pinned_parameter_is_the_parameter() -> None:
+    copied = [op("clone", "0 fp32", "7 fp32"), op("_to_copy", "7 fp32", "8 bf16", cast_by="the model")]
+    assert ("pin cast", "router.weight") in [each[:2] for each in found(copied)]
+
+
+def test_what_a_pinned_module_keeps_is_found_where_it_is_cast_before_use() -> None:
+    cast = op("_to_copy", "211 fp32", "7 bf16", cast_by="autocast")
+    ((kind, name, what),) = found([cast], kept={211: "router"})
+    assert (kind, name) == ("pin cast", "router") and what.endswith("is cast from fp32 to bf16 by autocast")
+    used_first = [
+        op("softmax", "211 fp32", "7 fp32"),
+        op("_to_copy", "7 fp32", "8 bf16", cast_by="the model"),
+    ]
+    assert found(used_first, kept={211: "router"}) == []
+
+
+def test_a_parameter_that_is_used_wider_loses_nothing_and_is_told() -> None:
+    wide = [op("_to_copy", "100 bf16", "7 fp32", cast_by="the model"), op("add", "7 fp32", "8 fp32")]
+    (told,) = hidden(plan(), traced([*used(), *wide]))
+    assert (told.kind, told.name) == ("compute", "layers.0.weight")
+    assert told.do.endswith("nothing is lost.")
+
+
+def test_autocast_chooses_between_its_two_dtypes_and_a_pin_does_not() -> None:
+    narrow = [op("_to_copy", "100 fp32", "7 bf16", cast_by="autocast"), op("mm", "7 bf16", "8 bf16")]
+    wide = [op("mm", f"{100 + n} fp32", "201 fp32") for n in range(12)]
+    router = op("mm", "0 fp32", "211 fp32")
+    assert hidden(plan("autocast-bf16"), traced([router, *wide, *narrow])) == []
+    rounded = [op("_to_copy", "0 fp32", "7 bf16", cast_by="autocast"), op("mm", "7 bf16", "8 bf16")]
+    kinds = [each.kind for each in hidden(plan("autocast-bf16"), traced([router, *wide, *rounded]))]
+    assert kinds == ["pin cast", "compute"]
+
+
+def test_a_parameter_that_nothing_is_computed_with_is_told() -> None:
+    told = hidden(plan(), traced(used()[:-1]))
+    assert [(each.kind, each.name) for each in told] == [("unused", "layers.11.weight")]
+
+
+def test_computes_leaves_out_what_is_overwritten() -> None:
+    operations = [op("copy_", "100 bf16, 5 fp32", "100 bf16"), op("mm", "100 bf16", "6 bf16", backward=True)]
+    assert computes(traced(operations)) == {}
+
+
+def test_a_refusal_is_the_first_finding_and_nothing_is_called_unused() -> None:
+    refused = Refusal("layers.3", "linear", ("bf16", "fp32"), "its operands must have one dtype", "net.py:4")
+    (told,) = hidden(plan(), traced([], refused=refused))
+    assert told.what == "torch refuses `linear` of bf16 and fp32: its operands must have one dtype"
+    assert (told.name, told.line) == ("layers.3", "net.py:4") and "The step ends there" in told.do
+
+
+# --- folding ------------------------------------------------------------------------------------------
+
+
+def test_modules_that_run_the_same_are_one_line() -> None:
+    modules = traced_modules(traced(used()))
+    assert [(module.pattern, len(module.paths)) for module in modules] == [("router", 1), ("layers.*", 12)]
+
+
+def test_one_that_differs_stands_alone() -> None:
+    extra = op("_to_copy", "201 bf16", "7 fp32", "layers.5", cast_by="the model")
+    modules = traced_modules(traced([*used(), extra]))
+    assert [module.pattern for module in modules] == ["router", "layers.0-4,6-11", "layers.5"]
+    assert sorted(path for module in modules for path in module.paths) == sorted(
+        {operation.module for operation in used()}
+    )
+
+
+def test_calls_that_are_alike_are_counted_and_others_all_shown() -> None:
+    one = [op("mm", "1 bf16", "2 bf16", "a", call=n) for n in range(3)]
+    (module,) = traced_modules(traced(one))
+    assert module.calls == 3 and len(module.forward) == 1
+    (module,) = traced_modules(traced([*one, op("mm", "1 fp32", "2 fp32", "a", call=3)]))
+    assert module.calls == 1 and len(module.forward) == 4
+
+
+def test_a_gradient_that_is_added_elsewhere_splits_no_line() -> None:
+    back = [op("mm", "1 bf16", "2 bf16", f"layers.{n}", backward=True) for n in range(12)]
+    more = op("add", "2 bf16, 3 bf16", "4 bf16", "layers.11", backward=True)
+    assert [module.pattern for module in traced_modules(traced([*used(), *back, more]))] == [
+        "router",
+        "layers.*",
+    ]
+
+
+def test_operations_that_follow_each_other_in_one_dtype_are_one_run() -> None:
+    operations = [
+        op("arange", "", "1 int64", "n"),
+        op("_to_copy", "2 bf16", "3 fp32", "n", cast_by="a boundary"),
+        *[op(name, "3 fp32", "3 fp32", "n") for name in ("pow", "mean", "mean")],
+        op("_to_copy", "3 fp32", "4 bf16", "n", cast_by="the model"),
+        op("mul_backward", "4 bf16", "5 bf16", "n", backward=True),
+    ]
+    (module,) = traced_modules(traced(operations))
+    assert [(run.dtypes, run.names, run.backward) for run in runs(module)] == [
+        ("bf16 -> fp32", ("cast by a boundary",), False),
+        ("fp32", ("pow", "mean", "mean"), False),
+        ("fp32 -> bf16", ("cast",), False),
+        ("bf16", ("mul",), True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "made", "told"),
+    [
+        ("1 bf16, 2 int64", "3 bf16", "bf16"),
+        ("1 bf16, 2 fp32", "3 fp32", "bf16 fp32 -> fp32"),
+        ("1 fp32", "2 int64", "fp32 -> int64"),
+        ("1 int64", "2 fp32", "int64 -> fp32"),
+        ("1 int64", "2 bool", ""),
+        ("", "1 fp32", "fp32"),
+        ("1 complex64, 2 fp32", "3 complex64", "complex64 fp32 -> complex64"),
+    ],
+)
+def test_dtypes_are_told_once_and_floating_ones_first(given: str, made: str, told: str) -> None:
+    assert dtypes(op("any", given, made)) == told
+
+
+def test_findings_that_differ_in_numbers_are_one_line() -> None:
+    pairs = [
+        pair
+        for n in range(12)
+        for pair in (
+            op("mul", "3 bf16, 4 fp32", f"{300 + n} fp32", f"layers.{n}"),
+            op("_to_copy", f"{300 + n} fp32", f"{400 + n} bf16", f"layers.{n}", cast_by="the model"),
+        )
+    ]
+    (line,) = hidden_lines(hidden(plan(), traced([*used(), *pairs])))
+    assert (line.pattern, line.count) == ("layers.*", 12)
+
+
+# --- the page -----------------------------------------------------------------------------------------
+
+
+def test_the_page_is_80_columns_whatever_the_names() -> None:
+    long = ".".join(["a_very_long_name_of_a_module_indeed"] * 6)
+    wide = "日本語" * 20
+    operations = [
+        op("mm", "1 bf16, 2 fp32", "3 fp32", long, line=f"{'x' * 70}.py:1"),
+        op("a_very_long_name_of_an_operation_that_somebody_registered_for_himself", "1 bf16", "2 bf16", wide),
+        op("mm", "1 bf16", "2 bf16", "evil\x1b[31m"),
+        op("_to_copy", "3 fp32", "4 bf16", long, cast_by="the model"),
+    ]
+    made = traced(operations)
+    text = trace_text(plan(), made, hidden(plan(), made), color=False)
+    assert "\x1b" not in text
+    from rich.cells import cell_len
+
+    assert max(map(cell_len, text.splitlines())) <= 80
+    assert "\x1b[" in trace_text(plan(), made, hidden(plan(), made), color=True)
+
+
+def test_the_tree_says_each_count_once_and_joins_neighbours() -> None:
+    operations = [
+        operation
+        for n in range(4)
+        for operation in (
+            op("mm", "1 bf16", "2 bf16", f"model.layers.{n}.q"),
+            op("mm", "1 bf16", "2 bf16", f"model.layers.{n}.k"),
+            op("_softmax", "2 fp32", "2 fp32", f"model.layers.{n}.gate"),
+            op("add", "1 bf16, 2 bf16", "3 bf16", f"model.layers.{n}"),
+        )
+    ]
+    made = traced(operations)
+    text = trace_text(plan(), made, [], color=False)
+    shown = [line.rstrip() for line in text.splitlines()]
+    start = next(n for n, line in enumerate(shown) if line.startswith("operations"))
+    assert [line.split() for line in shown[start + 1 : start + 4]] == [
+        ["model.layers.*", "x4", "bf16", "add"],
+        ["q,", "k", "bf16", "mm"],
+        ["gate", "fp32", "softmax"],
+    ]
+    assert "findings   none" in text
