@@ -313,17 +313,27 @@ HEALTHY: tuple[Script, ...] = (
 )
 
 BAD: tuple[Bad, ...] = (
-    Bad("trains-nothing", Script("trains-nothing", "python", "bad/trains_nothing.py"), 2, ("no optimizer",)),
+    Bad(
+        "trains-nothing",
+        Script("trains-nothing", "python", "bad/trains_nothing.py"),
+        2,
+        ("nothing was trained",),
+    ),
     Bad("workers", Script("workers", "python", "bad/workers.py"), 0, ("embed.weight",)),
-    Bad("crashes", Script("crashes", "python", "bad/crashes.py"), 2, ("the data of step 1", "crashes.py")),
-    Bad("crashes-on-a-rank", Script("crashes", "torchrun", "bad/crashes.py"), 2, ("the data of step 1",)),
+    Bad("crashes", Script("crashes", "python", "bad/crashes.py"), 2, ("the data of step 1", "crashed")),
+    Bad(
+        "crashes-on-a-rank",
+        Script("crashes", "torchrun", "bad/crashes.py"),
+        2,
+        ("the data of step 1", "crashed"),
+    ),
     Bad("is-killed", Script("is-killed", "python", "bad/is_killed.py"), 2, ("killed",)),
     Bad("never-steps", Script("never-steps", "python", "bad/never_steps.py"), 2, ("step",)),
     Bad(
         "several-models",
         Script("several-models", "python", "bad/several_models.py"),
-        3,
-        ("embed.weight", "0.weight"),
+        0,
+        ("embed.weight", "no-master"),
     ),
 )
 """The value model of `several-models` is bf16, without a master: that is found, the others are shown."""
