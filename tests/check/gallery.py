@@ -197,7 +197,7 @@ BUGS: tuple[Script, ...] = (
         *("torchrun", "bugs/prime_rl_3557.py"),
         findings=(
             ("no-master", "layers.0.A_log", "master"),
-            ("no-master", "layers.1.D", "master"),
+            ("never-updated", "layers.1.D", "storage"),
         ),
         more=("upcast-without-effect", "state-too-narrow"),
         report="PrimeIntellect-ai/prime-rl#3557",

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import WIDTH, Dense, Tiny, batch, loss_of
+from tiny import VOCABULARY, WIDTH, Dense, Tiny, batch, loss_of
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -189,16 +189,21 @@ class Adapted(nn.Module):
 
 
 def lora() -> nn.Module:
-    model = Dense().to(torch.bfloat16).requires_grad_(False)
-    model.up, model.down = Adapted(model.up), Adapted(model.down)
-    wrapped = DistributedDataParallel(model)
+    """Two adapters of one shape, whose second factors begin alike, at zero."""
+    base = (nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    for module in base:
+        module.to(torch.bfloat16).requires_grad_(False)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False).to(torch.bfloat16).requires_grad_(False)
+    model = DistributedDataParallel(
+        nn.Sequential(base[0], Adapted(base[1]), nn.ReLU(), Adapted(base[2]), head)
+    )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for step in range(STEPS):
         tokens, targets = batch(rank(), step)
-        loss_of(wrapped(tokens), targets).backward()
+        loss_of(model(tokens), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return wrapped
+    return model
 
 
 def digest(model: nn.Module) -> str:
