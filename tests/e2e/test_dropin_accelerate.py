@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.launching import by_hand
 
 pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
 
 LOOP = Path(__file__).parent / "accelerate_loop.py"
 

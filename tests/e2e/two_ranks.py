@@ -7,6 +7,7 @@ The script's `main` is what ranks run, with torchrun's variables.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -19,6 +20,7 @@ def main() -> None:
     script = Path(sys.argv[0])
     sys.path[0] = str(script.parent)
     run = importlib.import_module(script.stem).main
+    gc.freeze()  # a rank need not look through it
     alive, held = os.pipe()
     other = os.fork()
     rank = "0" if other else "1"
