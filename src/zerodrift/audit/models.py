@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,22 +107,19 @@ class WatchedParameter:
         dtype = word(gradient.dtype)
         if dtype not in self.seen.whats("grad"):
             self.seen.see("grad", dtype, "the gradient at the leaf", path, line())
-        if gradient.numel() == self.seen.numel and not gradient.is_sparse:
-            flat = local(gradient).detach().reshape(-1)
-            values = flat[:: self.samples.step].double().tolist() if flat.numel() else []
-            for place, value in enumerate(values[: len(self._own)]):
+        if gradient.numel() == self.seen.numel and gradient.numel() and not gradient.is_sparse:
+            for place, value in enumerate(_elements(local(gradient), self.samples)):
                 self._own[place] += value
 
     def used(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
         """What an optimizer was given of it: elements from `begin`, at `at` of a flat gradient."""
         if gradient.is_sparse or begin < 0:
             return
-        flat = gradient.detach().reshape(-1)
-        length = flat.numel() - at if length < 0 else length
+        length = gradient.numel() - at if length < 0 else length
         wanted = [(k, i) for k, i in enumerate(self.samples) if begin <= i < begin + length]
         if wanted:
-            index = torch.tensor([i - begin + at for _, i in wanted], device=flat.device)
-            for (place, _), value in zip(wanted, flat[index].double().tolist(), strict=True):
+            values = _elements(gradient, [i - begin + at for _, i in wanted])
+            for (place, _), value in zip(wanted, values, strict=True):
                 self._used[place] = value
 
     def began(self, master: torch.Tensor, at: int, length: int) -> None:
@@ -411,6 +409,23 @@ def _layout(tensor: torch.Tensor) -> str:
         dims = sorted({placement.dim for placement in placements if placement.is_shard()})
         return f"sharded on dim {', '.join(map(str, dims))} over {mesh.size()} ranks"
     return ""
+
+
+def _elements(tensor: torch.Tensor, flat: Sequence[int]) -> list[float]:
+    """Some elements by flat index, without a copy of one that is not contiguous."""
+    where = _where(tuple(tensor.shape), tuple(flat), tensor.device)
+    values: list[float] = tensor.detach()[where].reshape(-1).tolist()
+    return values
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _where(shape: tuple[int, ...], flat: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Flat indices as one index per dimension."""
+    index, rest = [], list(flat)
+    for length in reversed(shape):
+        index.append(torch.tensor([place % length for place in rest], device=device))
+        rest = [place // length for place in rest]
+    return tuple(reversed(index))
 
 
 def _is_copy(tensor: torch.Tensor, parameter: torch.Tensor | None) -> bool:

@@ -25,9 +25,16 @@ Called = Callable[[Any, tuple[Any, ...], dict[str, Any] | None, Any], None]
 """Takes an operation, its arguments, and what it returned."""
 
 
-def every_operation(called: Called) -> TorchDispatchMode:
-    """A context in which `called` is told of every operation, after it ran."""
-    return _Mode(called) if "torch._dynamo" in sys.modules else _ModeUncompiled(called)
+def every_operation(called: Called, compiled: bool = True) -> TorchDispatchMode:
+    """A context in which `called` is told of every operation, after it ran. `compiled` is whether anything in
+    it may be compiled."""
+    return _Mode(called) if compiled and "torch._dynamo" in sys.modules else _ModeUncompiled(called)
+
+
+def anything_compiled() -> bool:
+    """Whether torch has compiled code in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"].get("ok"))
 
 
 class _Mode(TorchDispatchMode):

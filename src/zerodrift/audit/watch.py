@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerodrift.audit.files import Exports
 from zerodrift.audit.lines import line_of_script
 from zerodrift.audit.models import WatchedModel, WatchedParameter, word
-from zerodrift.audit.operations import CASTS, VIEWS, every_operation
+from zerodrift.audit.operations import CASTS, VIEWS, anything_compiled, every_operation
 from zerodrift.audit.owners import Owners, local
 from zerodrift.audit.patches import Patches
 from zerodrift.audit.seen import Column, SeenModel, SeenProcess
@@ -110,11 +110,14 @@ class Watcher:
         """Whose collectives these are, as an adapter says; the innermost last."""
         self._steps, self._finished = steps, finished
         self._adapters = tuple(adapters)
-        self._mode = every_operation(self._called)
+        self._mode = every_operation(self._called, compiled=False)
+        self._compiles = False
+        """Whether torch compiles code here: such code goes other ways under a mode, so it is not watched."""
         self._kinds: dict[Any, tuple[bool, bool, str]] = {}
         """Operation -> whether it computes, whether it sends, its name."""
         self._in_forward = False
         self._depth = 0
+        self._entered = False
         self._calls: list[torch.nn.Module] = []
         self.thread = threading.get_ident()
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -146,6 +149,7 @@ class Watcher:
         patch(torch.autograd, "backward", self._watched_backward)
         patch(torch.autograd, "grad", self._watched_backward)
         patch(torch.optim.Optimizer, "__init__", self._watched_init)
+        patch(torch, "compile", self._watched_compile)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 patch(module, name, self._watched_clip)
@@ -264,9 +268,9 @@ class Watcher:
         model.look(self.memory)
         self.memory.forget_freed()
         self.gradients.forget_freed()
-        if not model.compiled:
-            self._enter()
-            self._in_forward = True
+        self._compiles |= model.compiled
+        self._enter()
+        self._in_forward = True
 
     def model_of(self, module: torch.nn.Module) -> WatchedModel:
         """The model that this module is, wraps, or is a part of."""
@@ -283,13 +287,30 @@ class Watcher:
 
     def _enter(self) -> None:
         self._depth += 1
-        if self._depth == 1:
+        if self._depth == 1 and not self._may_compile():
+            self._entered = True
             self._mode.__enter__()
 
     def _leave(self) -> None:
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 0 and self._entered:
+            self._entered = False
             self._mode.__exit__(None, None, None)
+
+    def _may_compile(self) -> bool:
+        if not self._compiles and not anything_compiled():
+            return False
+        note = (
+            "Code is compiled by torch.compile, which goes other ways where operations are watched: compute, "
+            "gather and reduce are not seen. Run it with TORCH_COMPILE_DISABLE=1 to see them."
+        )
+        if note not in self.process.notes:
+            self.process.notes.append(note)
+        return True
+
+    def _watched_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._compiles = True
+        return original(*args, **kwargs)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -299,7 +320,6 @@ class Watcher:
         finally:
             self._leave()
 
-    @_guarded
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         kind = self._kinds.get(func)
         if kind is None:
@@ -311,6 +331,7 @@ class Watcher:
         elif sends:
             self._sent(name, args)
 
+    @_guarded
     def _computed(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
         """An operation of a forward that is no view."""
         if self.packed:
@@ -399,6 +420,7 @@ class Watcher:
         with self.watching():
             return original(*args, **kwargs)
 
+    @_guarded
     def _sent(self, operation: str, args: Any) -> None:
         """A collective that was issued."""
         place = _PAYLOAD.get(operation)
