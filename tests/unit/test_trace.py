@@ -190,6 +190,25 @@ class Known(Tokens):
         return self.second(x) if seen else x
 
 
+class KnownMask(Tokens):
+    """Writes and reads where a mask is that does not depend on weights."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(x.shape[1])[None] < 4
+        y = self.first(x)
+        y[mask] = self.second.bias
+        return y + y[mask].sum()
+
+
+class Unlike(Tokens):
+    """A mask that depends on weights has a backward of unknown shape."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(x))
+        y = y.index_put((x > 0,), self.first.bias[:1] * 2)
+        return y
+
+
 class Looks(Tokens):
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) if x.mean() > 0 else x
@@ -304,6 +323,17 @@ def test_numbers_that_do_not_depend_on_weights_may_be_looked_at() -> None:
     shown = traced(Known())
     assert [each.call for each in shown.operations if each.module == "first" and not each.backward] == [0, 1]
     assert any(each.module == "second" for each in shown.operations)
+
+
+def test_a_mask_that_does_not_depend_on_weights_is_followed_both_ways() -> None:
+    shown = traced(KnownMask())
+    assert shown.refused is None and "first.weight" in computes(shown)
+
+
+def test_what_a_backward_cannot_follow_is_said_of_the_forward_that_it_is_of() -> None:
+    told = r"`model \(Unlike\)`: must not let values decide .* in its backward at test_trace\.py:\d+\. Write"
+    with pytest.raises(ModelError, match=told):
+        traced(Unlike())
 
 
 @pytest.mark.parametrize(

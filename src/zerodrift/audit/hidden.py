@@ -156,7 +156,8 @@ def _promotion(origin: TracedOperation, cast: TracedOperation) -> Hidden:
     else:
         by = cast.cast_by or f"`{cast.name}`"
         what += f"makes {origin.outputs[0].dtype}, rounded to {cast.outputs[0].dtype} by {by}"
-        what += f" at {cast.line}" if cast.line and cast.line != origin.line else ""
+        told = cast.line not in ("", origin.line) and by != "autocast"  # which does so at whatever comes next
+        what += f" at {cast.line}" if told else ""
     do = "In between it has the size of the wider dtype. Cast one of them, unless that is meant."
     if cast.cast_by == "autocast":
         do = "This is how autocast works. In mode bf16 or fp16 nothing is widened unasked."

@@ -220,10 +220,11 @@ class _Run:
 
     def _error(self, error: Exception) -> ModelError:
         """Whatever went wrong, at the module and the line where it did."""
-        path = self._paths.failed or self._paths.current[0]
+        path, line = self._paths.failed or self._paths.current[0], _line_of(error)
+        if self._recorder.backward and self._recorder.failed is not None:
+            (path, _), line, _ = self._recorder.failed
         where = f"{path or 'model'} ({type(self._model.get_submodule(path)).__name__})"
-        line = _line_of(error)
-        at = f" at {line}" if line else ""
+        at = f"{' in its backward' if self._recorder.backward else ''}{f' at {line}' if line else ''}"
         if isinstance(error, ModelError):
             return error
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
@@ -245,8 +246,8 @@ _LOOKS = {
     "unique2": "`unique`",
 }
 _LOOK = (
-    "Write it with operations of one shape (`torch.where`, a multiplication by the mask), or run a real step: "
-    "`zerodrift train` compares its first one with the plan."
+    "Write it with operations of one shape (`torch.where`, a multiplication by the mask), or see what a real "
+    "step does with `zerodrift check`."
 )
 _EXPERTS = ' Experts of `transformers` need `experts_implementation="grouped_mm"`.'
 _RUN = "Is it what the model can be called with? `--inputs package.module:function` gives others."
@@ -391,6 +392,8 @@ class _OperationRecorder(TorchDispatchMode):
         self.backward = False
         self.call = _FunctionCall()
         self.refused: Refusal | None = None
+        self.failed: tuple[tuple[str, int], str, CastBy] | None = None
+        """Where an operation was that raised."""
         self._storages: list[torch.UntypedStorage] = []
         """Held, so that no number comes again; they have no memory."""
         self._numbers: dict[int, int] = {}
@@ -440,6 +443,8 @@ class _OperationRecorder(TorchDispatchMode):
         """The operation without values."""
         name = _name(func)
         lifts = name in ("lift_fresh", "lift_fresh_copy")
+        if "index" in name and len(args) > 1 and isinstance(args[1], (list, tuple)):
+            args = (args[0], self._indices(args[1]), *args[2:])
         instead = (args, kwargs) if lifts else tree_map(self._faked, (args, kwargs))
         try:
             with self._fake:
@@ -448,20 +453,36 @@ class _OperationRecorder(TorchDispatchMode):
             dtypes = _floating(given)
             if len(dtypes) > 1 and ("dtype" in str(error) or "scalar type" in str(error)):
                 self.refuse(name, dtypes, str(error).splitlines()[0])
+            self.failed = self._place()
+            raise
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
+            self.failed = self._place()
             raise
         if func._schema.is_mutable:
-            self._written(func, given, out)
+            self._written(func, args, kwargs)
         stands_for = {id(new): old for old, new in self._instead.values()}
         out = tree_map(lambda leaf: stands_for.get(id(leaf), leaf), out) if stands_for else out
         if not given and isinstance(out, FakeTensor) and _keeps_values(out) and out.numel() <= SMALL:
             return func(*args, **kwargs)
         return out
 
-    def _written(self, func: Any, given: list[torch.Tensor], out: Any) -> None:
+    def _written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Known numbers that were written to by an operation on others are known no more."""
-        for tensor in given:
-            if self._is_known(tensor):
-                self._unknown.add(tensor.untyped_storage()._cdata)
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[place] if place < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(written):
+                if isinstance(leaf, torch.Tensor) and self._is_known(leaf):
+                    self._unknown.add(leaf.untyped_storage()._cdata)
+
+    def _indices(self, indices: Any) -> list[Any]:
+        """The indices of an operation, a mask that is known as the places that it has."""
+        found: list[Any] = []
+        for index in indices:
+            mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and self._is_known(index)
+            found += index.nonzero(as_tuple=True) if mask else [index]
+        return found
 
     # --- values ---------------------------------------------------------------------------------------
 
