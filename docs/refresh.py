@@ -23,6 +23,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,18 @@ def generated() -> dict[str, str]:
 
 def fresh(text: str) -> str:
     """A page with the output of its commands below them."""
-    return BLOCK.sub(lambda m: f"{m['head']}{part(output(m['command']), m['part'] or '')}```\n", text)
+    return BLOCK.sub(_fresh_block, text)
+
+
+TRACED_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
+"""A trace has the names of torch's operations and lines of transformers: with others it is left as it is."""
+
+
+def _fresh_block(found: re.Match[str]) -> str:
+    versions = {name: metadata.version(name).partition("+")[0] for name in TRACED_WITH}
+    if "--trace" in found["command"] and versions != TRACED_WITH:
+        return found[0]
+    return f"{found['head']}{part(output(found['command']), found['part'] or '')}```\n"
 
 
 def output(command: str) -> str:
