@@ -10,7 +10,7 @@ from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.plan.table import Plan
-from zerodrift.train.replay import Found, OtherBits, _compared, told
+from zerodrift.train.replay import Found, OtherBits, _apart, _compared, told
 
 
 def line(**changed: Any) -> dict[str, Any]:
@@ -51,6 +51,22 @@ def test_the_update_is_left_where_gradients_are_the_same() -> None:
     said = text(_compared(line(), line(state={"": "0a", "layers.0": "1a", "layers.1": "2b"}), 6))
     assert "gradients  the same" in said and "state      other in 1 of 3 units: layers.1" in said
     assert "it is in the update" in said
+
+
+def test_what_bits_depend_on_is_said_where_it_is_other() -> None:
+    lines = [
+        {"kind": "start", "step": 0, "torch": "2.12.0", "threads": 2, "processor": "one"},
+        {"kind": "step", "step": 1},
+        {"kind": "start", "step": 4, "torch": "2.13.0", "threads": 2, "processor": "one"},
+    ]
+    now = {"torch": "2.13.0", "threads": 1, "processor": "one", "kernels": "plain"}
+    apart = _apart(lines, 3, now)
+    assert apart == ("by torch 2.12.0, here 2.13.0", "by threads 2, here 1")
+    assert _apart(lines, 4, now) == ("by threads 2, here 1",)
+    difference = _compared(line(), line(losses=["0x1.8p+1"] * 4), 6)
+    said = told(Found(4, 1, difference, apart), plan(), 2)
+    assert "  computed   by torch 2.12.0, here 2.13.0; by threads 2, here 1" in said
+    assert "  computed" not in text(difference)
 
 
 def test_another_number_of_micro_batches_is_an_error() -> None:

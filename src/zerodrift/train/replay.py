@@ -72,6 +72,8 @@ class Found:
     compared: int
     """Recorded steps."""
     difference: OtherBits | None
+    computed_by: tuple[str, ...] = ()
+    """What bits depend on beside the job, where it is not as in the run."""
 
 
 # --- in the process of the command --------------------------------------------------------------------------
@@ -128,6 +130,17 @@ def _threads(lines: Sequence[dict[str, Any]]) -> int | None:
     """Of each rank of the run, on which the bits of some operations depend."""
     starts = [line for line in lines if metrics.kind_of(line, "start")]
     return starts[-1].get("threads") if starts else None
+
+
+def _apart(lines: Sequence[dict[str, Any]], step: int, now: Mapping[str, Any]) -> tuple[str, ...]:
+    """What those who took the step after `step` computed with, where it is not what is used now."""
+    starts = [line for line in lines if metrics.kind_of(line, "start") and line["step"] <= step]
+    before = starts[-1] if starts else {}
+    return tuple(
+        f"by {what} {before[what]}, here {now[what]}"
+        for what in now
+        if what in before and before[what] != now[what]
+    )
 
 
 def _code(launcher: Launcher) -> int:
@@ -220,6 +233,7 @@ def told(found: Found, plan: Plan, ranks: int) -> list[str]:
         f"  losses     {losses}",
         f"  gradients  {_units(difference.gradients, difference.units)}",
         f"  state      {_units(difference.state, difference.units)}",
+        *([f"  {'computed':10} {'; '.join(found.computed_by)}"] if found.computed_by else []),
         *_meaning(difference),
     ]
 
@@ -270,6 +284,7 @@ def _rank_of(plan: Plan, number: int) -> int:
 def replay_here(source: str, overrides: Sequence[str], request: Request) -> None:
     """One rank of a replay."""
     from zerodrift.comm.mesh import started
+    from zerodrift.engine.digest import computed_by
     from zerodrift.train.digests import DigestsOfStep
     from zerodrift.train.display import SilentDisplay, clock
     from zerodrift.train.read import read_job
@@ -279,7 +294,8 @@ def replay_here(source: str, overrides: Sequence[str], request: Request) -> None
     rank, _ = started()
     job, config = read_job(source, overrides)
     folder = RunFolder(Path(request.run))
-    recorded = _recorded(folder, metrics.read(folder.metrics))
+    lines = metrics.read(folder.metrics)
+    recorded = _recorded(folder, lines)
     session = assemble(job, config, SilentDisplay())
     try:
         first = session.resume()
@@ -301,7 +317,8 @@ def replay_here(source: str, overrides: Sequence[str], request: Request) -> None
                 break
             same = step + 1
         if rank == 0:
-            found = Found(first + 1, compared, difference)
+            apart = () if difference is None else _apart(lines, difference.step - 1, computed_by())
+            found = Found(first + 1, compared, difference, apart)
             Path(request.result).write_text(json.dumps(encode(found)), encoding="utf-8")
     finally:
         session.engine.destroy()
