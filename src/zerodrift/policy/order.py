@@ -174,6 +174,9 @@ RANKS = OrderRefusal(
 REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
 """Shown by `zerodrift support`."""
 
+GIVEN_UP = "the same bits at every stage, and in every run, are given up"
+"""By `order: native`."""
+
 
 def order(
     config: Config,
@@ -189,8 +192,7 @@ def order(
         if getattr(rule.reduce, "order", None) not in (None, asked):
             refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
     if asked == "native":
-        given_up = "the same bits at every stage, and in every run, are given up"
-        return (Decision("order of sums", "the carrier's", f"`{KEY}`: {given_up}"),)
+        return (Decision("order of sums", "the carrier's", f"`{KEY}`: {GIVEN_UP}"),)
     if asked != "tree":
         return ()
     for refusal, holds in (

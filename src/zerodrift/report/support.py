@@ -17,7 +17,7 @@ from rich.text import Text
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan.cost import block_bytes
 from zerodrift.policy.nouns import State
-from zerodrift.policy.order import REFUSED
+from zerodrift.policy.order import CARRIED, GIVEN_UP, REFUSED
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, StateCell, SupportCell
 from zerodrift.report.frame import WIDTH, grid, printed, section
 from zerodrift.report.rows import letter
@@ -79,6 +79,8 @@ def support_text(cells: Sequence[SupportCell], states: Sequence[StateCell], *, c
         grid(list(_states(states)), (15,), ("bold",)),
         section("reduce.order: tree", "is refused with"),
         grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",)),
+        section("reduce.order: native", GIVEN_UP),
+        grid([(CARRIED.what, f"refused: {CARRIED.reason}")], (32,), ("bold",)),
     ]
     return printed(parts, color)
 
@@ -162,6 +164,8 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
         "",
     ]
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
+    lines += ["", f"With `order: native` {GIVEN_UP}. It is refused with", ""]
+    lines += [f"- **{CARRIED.what}**: {CARRIED.reason}. {CARRIED.do}."]
     return "\n".join(lines) + "\n"
 
 
