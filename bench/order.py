@@ -4,9 +4,10 @@
     python bench/order.py --rounds 9 --micro-batches 8
 
 Both orders have an engine in the same two processes, and take turns in rounds; what is printed is the median
-of the ratios within a round, and the middle half of them. torch's deterministic operations are on in turns
-too: only the tree asks for them. One thread each, fused AdamW, fp32. Bytes are counted by the loopback
-device, both ranks together. Needs Linux.
+of the ratios within a round, and the middle half of them; and the same median of processor time on rank 0,
+in which no other work on the machine is. torch's deterministic operations are on in turns too: only the tree
+asks for them. One thread each, fused AdamW, fp32. Bytes are counted by the loopback device, both ranks
+together. Needs Linux.
 """
 
 from __future__ import annotations
@@ -58,19 +59,25 @@ def timed(rank: int, folder: str, options: argparse.Namespace, stage: int, count
     for order in ORDERS:
         step(order), step(order)
     times: dict[str, list[float]] = {order: [] for order in ORDERS}
+    spent: dict[str, list[float]] = {order: [] for order in ORDERS}
     wires: dict[str, list[int]] = {order: [] for order in ORDERS}
     for turn in range(options.rounds):
         for order in ORDERS if turn % 2 else reversed(ORDERS):
             dist.barrier()
-            wire, start = sent_bytes(), time.perf_counter()
+            wire, start, own = sent_bytes(), time.perf_counter(), time.process_time()
             for _ in range(options.steps):
                 step(order)
+            spent[order].append(time.process_time() - own)
             dist.barrier()
             times[order].append((time.perf_counter() - start) / options.steps)
             wires[order].append((sent_bytes() - wire) // options.steps)
     if rank == 0:
-        queue.put({"times": times, "wires": wires})
+        queue.put({"times": times, "spent": spent, "wires": wires})
     dist.barrier()
+
+
+def _ratios(of: dict[str, list[float]]) -> list[float]:
+    return [tree / rank for rank, tree in zip(of["rank"], of["tree"], strict=True)]
 
 
 def main() -> None:
@@ -88,17 +95,20 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(about())
-    print("\nstage  micro-batches    rank ms    tree ms  tree / rank       (half)    rank MB    tree MB")
+    print(
+        "\nstage  micro-batches    rank ms    tree ms  tree / rank       (half)  processor"
+        "    rank MB    tree MB"
+    )
     for stage in map(int, options.stages.split(",")):
         for count in map(int, options.micro_batches.split(",")):
             found = launch(timed, options, stage, count)
             times, wires = found["times"], found["wires"]
-            ratios = [tree / rank for rank, tree in zip(times["rank"], times["tree"], strict=True)]
+            ratios, own = (_ratios(found[key]) for key in ("times", "spent"))
             low, _, high = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
             spread = f"{low:.3f}-{high:.3f}"
             cells = [f"{stage:5}{count:15}"]
             cells += [f"{statistics.median(times[order]) * 1e3:11.1f}" for order in ORDERS]
-            cells += [f"{statistics.median(ratios):13.3f}{spread:>13}"]
+            cells += [f"{statistics.median(ratios):13.3f}{spread:>13}{statistics.median(own):11.3f}"]
             cells += [f"{statistics.median(wires[order]) / 1e6:11.1f}" for order in ORDERS]
             print("".join(cells), flush=True)
 
