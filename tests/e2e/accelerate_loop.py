@@ -27,7 +27,7 @@ else:
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 (which the first step imports: once, for both ranks)
-import transformers.integrations.deepspeed  # noqa: E402 (so does accelerate)
+import transformers.integrations.deepspeed  # noqa: E402, F401 (so does accelerate)
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, set_seed  # noqa: E402
 
