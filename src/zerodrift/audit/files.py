@@ -22,14 +22,19 @@ class Exports:
     def __init__(self) -> None:
         self._written: dict[str, tuple[tuple[int, ...], str, str, str]] = {}
         """Name -> shape, dtype, what wrote it, line."""
+        self._patches = Patches()
 
-    def begin(self, patches: Patches) -> None:
+    def begin(self) -> None:
+        patches = self._patches
         patches.replace(torch, "save", self._saves("torch.save"))
 
         def safetensors(module: Any) -> None:
             patches.replace(module, "save_file", self._saves("safetensors"))
 
         patches.undo(when_imported("safetensors.torch", safetensors))
+
+    def end(self) -> None:
+        self._patches.restore()
 
     def _saves(self, by: str) -> Callable[..., Any]:
         def save(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,6 +54,7 @@ class Exports:
                         same = written == name or written.endswith("." + name) or name.endswith("." + written)
                         if same and shape == parameter.seen.shape:
                             parameter.seen.see("export", dtype, by, "", line)
+                            parameter.seen.unseen.pop("export", None)
 
 
 def _named(value: Any, deep: int) -> Iterator[tuple[str, torch.Tensor]]:

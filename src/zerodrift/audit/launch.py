@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerodrift.audit.process import END
 from zerodrift.audit.seen import SeenProcess
 from zerodrift.errors import ZerodriftError
+
+END = "end"
+"""File that says that every process may end."""
 
 _STRAGGLING = 60.0
 """Seconds between the first rank that has seen its steps and the last."""

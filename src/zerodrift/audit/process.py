@@ -13,12 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+from zerodrift.audit.launch import END
 from zerodrift.audit.libraries import adapters
 from zerodrift.audit.seen import SeenProcess
 from zerodrift.audit.watch import Watcher
-
-END = "end"
-"""File that says that every process may end."""
 
 _LONGEST_WAIT = 120.0
 """Seconds that a process waits for that file."""
@@ -39,15 +37,18 @@ def begin(folder: str, steps: int, keep_going: bool) -> None:
             sys.stderr.flush()
             os._exit(0)
 
-    watcher = Watcher(steps, finished, adapters())
+    watcher = Watcher(steps, finished, adapters(), files_after=keep_going)
     watcher.begin()
     atexit.register(_at_exit, watcher, os.getpid())
     os.register_at_fork(after_in_child=watcher.end)
 
 
 def _at_exit(watcher: Watcher, pid: int) -> None:
-    if os.getpid() == pid:
+    if os.getpid() != pid:
+        return
+    if not watcher.ended:
         watcher.finish("crash" if getattr(sys, "last_value", None) is not None else "exit")
+    watcher.files_end()
 
 
 def _wait(end: Path) -> None:

@@ -99,8 +99,13 @@ class Watcher:
     """The hooks on torch in this process. One at a time."""
 
     def __init__(
-        self, steps: int, finished: Callable[[SeenProcess], None], adapters: Iterable[Adapter] = ()
+        self,
+        steps: int,
+        finished: Callable[[SeenProcess], None],
+        adapters: Iterable[Adapter] = (),
+        files_after: bool = False,
     ) -> None:
+        """`files_after`: see the files that are written after these steps too, until `files_end`."""
         self.models: list[WatchedModel] = []
         self.patches = Patches()
         self.process = SeenProcess(rank=0, world=1, steps=0, models=[])
@@ -109,6 +114,7 @@ class Watcher:
         self.packed: list[list[WatchedParameter]] = []
         """Whose collectives these are, as an adapter says; the innermost last."""
         self._steps, self._finished = steps, finished
+        self._files_after, self.ended = files_after, False
         self._adapters = tuple(adapters)
         self._mode = every_operation(self._called, compiled=False)
         self._compiles = False
@@ -160,15 +166,23 @@ class Watcher:
             for name in _SENDING:
                 for module in (torch.distributed, torch.distributed.distributed_c10d):
                     patch(module, name, self._watched_send)
-        self._exports.begin(self.patches)
+        self._exports.begin()
         for adapter in self._adapters:
             adapter.begin(self)
 
     def end(self) -> None:
         """Remove every hook."""
+        self._exports.end()
         if self.active:
             self.active = False
             self.patches.restore()
+
+    def files_end(self) -> None:
+        """Hand over once more what was seen, with the files that were written since."""
+        if self._files_after and self.ended:
+            self._exports.see(self.models)
+            self._exports.end()
+            self._finished(self.process)
 
     def finish(self, ended: str) -> None:
         """Look at what rests, end, and hand over what was seen."""
@@ -194,6 +208,9 @@ class Watcher:
                 f"{times} {name} in the observed steps carried what no adapter could tell the parameters of."
             )
         self._exports.see(self.models)
+        if not self._files_after:
+            self._exports.end()
+        self.ended = True
         process.models = [model.seen(self.process.world) for model in self.models]
         process.models += [model for adapter in self._adapters for model in adapter.models()]
         self._finished(process)
@@ -397,8 +414,10 @@ class Watcher:
         self._backward_begins()
         self._in_backward += 1
         forward, self._in_forward = self._in_forward, False
+        # Of operations of a backward, only collectives say anything.
+        sends = torch.distributed.is_available() and torch.distributed.is_initialized()
         try:
-            with self.watching():
+            with self.watching() if sends else contextlib.nullcontext():
                 return original(*args, **kwargs)
         finally:
             self._in_forward = forward

@@ -1,0 +1,138 @@
+"""`check` and `diff` over commands, each a process of its own as a person would start it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/check/bf16.py"
+PAGE = (ROOT / "docs/check.md").read_text()
+
+
+def zerodrift(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zerodrift", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+
+
+def script(folder: Path, text: str) -> list[str | Path]:
+    (folder / "train.py").write_text(text)
+    return ["check", "--", sys.executable, "train.py"]
+
+
+def plain(text: str) -> str:
+    """Without versions, which are of the machine."""
+    return re.sub(r"libraries .*", "libraries", text)
+
+
+def test_the_page_shows_what_is_printed_saved_expected_and_compared(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("bf16.json", "fp32.json", "bf16.html")]
+    run = [sys.executable, EXAMPLE]
+    done = zerodrift("check", "--save", files[0], "--html", files[2], "--", *run, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (shown,) = re.findall(r"bf16\.py\n(zerodrift check\n.*?)```", PAGE, re.DOTALL)
+    assert plain(done.stdout) == plain(shown)
+    assert "<html" in files[2].read_text() and "no-master" in files[2].read_text()
+    wider = tmp_path / "fp32.py"
+    wider.write_text(EXAMPLE.read_text().replace(".to(torch.bfloat16)", "") + "raise SystemExit(5)\n")
+    run = [sys.executable, wider]
+    done = zerodrift("check", "--json", "--expect", files[0], "--save", files[1], "--", *run, folder=tmp_path)
+    assert done.returncode == 3, done.stderr
+    kinds = {(item["kind"], item["column"]) for item in json.loads(done.stdout)["findings"]}
+    assert ("not-as-expected", "master") not in kinds and ("not-as-expected", "state") in kinds
+    done = zerodrift("diff", *files[:2], folder=tmp_path)
+    assert done.returncode == 3 and "storage was bf16, is fp32" in done.stdout
+    done = zerodrift("diff", files[0], files[0], folder=tmp_path)
+    assert done.returncode == 0 and "the same" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_command_goes_on_where_it_is_asked_to(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text().replace("range(100)", "range(5)")
+    run = script(tmp_path, text + "torch.save(model.state_dict(), 'm.pt')\nprint('to the end')\n")
+    done = zerodrift("check", "--keep-going", *run[1:], folder=tmp_path)
+    assert done.returncode == 0 and "to the end" in done.stdout and (tmp_path / "m.pt").exists()
+    assert re.search(r"^export +bf16 +torch\.save", done.stdout, re.MULTILINE)
+
+
+def test_two_ranks_are_one_table(tmp_path: Path) -> None:
+    text = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.Linear(8, 8)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+while True:
+    ddp(torch.randn(4, 8)).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    (tmp_path / "train.py").write_text(text)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = zerodrift("check", "--steps", "2", "--", *launcher, "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Linear in DistributedDataParallel" in done.stdout and "ranks: 2" in done.stdout
+    assert re.search(r"^reduce +fp32 +all_reduce, train\.py:\d+$", done.stdout, re.MULTILINE)
+    assert "findings   none" in done.stdout
+
+
+LOOP = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(9):
+    model(torch.randn(1, 2)).sum().backward()
+    optimizer.step()
+    {then}
+"""
+
+BAD = {
+    "crash": (LOOP.format(then="1 / (1 - step)"), 2, "Rank 0 crashed after 2 of 3 steps"),
+    "ends early": (LOOP.format(then="step and exit()"), 0, "Rank 0 ended after 2 of 3 steps"),
+    "trains nothing": ("import torch\n", 2, "nothing was trained"),
+    "no torch": ("print('hello')\n", 2, "no Python process that imports torch"),
+    "never steps": (LOOP.format(then="").replace("optimizer.step()", ""), 2, "no step of a torch optimizer"),
+    "killed": (LOOP.format(then="").replace("for", "import os; os.kill(os.getpid(), 9)\nfor"), 2, "signal 9"),
+    "forks": (LOOP.format(then="import os; os.fork() or os._exit(0)"), 0, "3 optimizer steps"),
+}
+"""A script, the exit code, and what is said."""
+
+
+OFTEN = ("crash", "no torch")
+"""Those that are not slow: each starts a Python that imports torch."""
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.slow) for case in BAD]
+)
+def test_a_command_that_cannot_be_seen_to_the_end_says_why(case: str, tmp_path: Path) -> None:
+    text, code, said = BAD[case]
+    done = zerodrift(*script(tmp_path, text), folder=tmp_path)
+    words = re.sub(r"\s+", " ", done.stdout + done.stderr)
+    assert done.returncode == code and said in words, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr or case == "crash"
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    done = zerodrift("check", "--", "no-such-program", folder=tmp_path)
+    assert done.returncode == 2 and "`no-such-program`: must be a command" in done.stderr
+
+
+@pytest.mark.slow
+def test_python_that_ignores_its_environment_is_named(tmp_path: Path) -> None:
+    run = script(tmp_path, LOOP.format(then=""))
+    done = zerodrift(*run[:3], "-I", run[3], folder=tmp_path)
+    assert done.returncode == 2 and "PYTHONPATH" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "zerodrift check", "version": 99}'])
+def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    done = zerodrift("diff", "a.json", "a.json", folder=tmp_path)
+    assert done.returncode == 2 and "a.json" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,226 @@
+"""`zerodrift.observe` around a loop of one's own: what it tells, and that it changes nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+import zerodrift
+from zerodrift.audit.models import WatchedParameter
+from zerodrift.audit.seen import COLUMNS
+from zerodrift.errors import ModelError, ZerodriftError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False)
+        return self.head(self.drop(x))
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, autocast: bool = False) -> None:
+    for step in range(steps):
+        for micro in range(2):
+            torch.manual_seed(10 * step + micro)
+            tokens = torch.randint(16, (4, 3))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = model(tokens)
+            nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def watched(model: nn.Module, **how: Any) -> zerodrift.Observation:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with zerodrift.observe(model, optimizer) as seen:
+        train(model, optimizer, **how)
+    return seen
+
+
+CASES = {
+    "fp32": (torch.float32, False, ("float32", "float32", "float32", "float32")),
+    "bf16": (torch.bfloat16, False, ("bfloat16", "bfloat16", "bfloat16", "bfloat16")),
+    "autocast": (torch.float32, True, ("float32", "bfloat16", "float32", "float32")),
+}
+"""Dtype of the model, whether under autocast; storage, compute, accumulate, state of the head."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cells_are_what_the_loop_does(case: str) -> None:
+    dtype, autocast, expected = CASES[case]
+    seen = watched(net(dtype), autocast=autocast)
+    (model,) = seen.models
+    head = model.parameter("head.weight")
+    assert head is not None and model.name == "Net"
+    columns = ("storage", "compute", "accumulate", "state")
+    assert tuple(head.whats(column) for column in columns) == tuple((word,) for word in expected)
+    assert head.whats("master") == ("same",)
+    assert head.facts["gradients"] == 4 and head.facts["changed"]
+    (compute,) = head.cells["compute"]
+    assert compute.module == "head" and compute.line.startswith("test_observation.py:")
+    for parameter in model.parameters:  # every cell was seen, or says why not
+        assert all(bool(parameter.cells.get(c)) != bool(parameter.unseen.get(c)) for c in COLUMNS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_the_loop_alone(case: str) -> None:
+    dtype, autocast, _ = CASES[case]
+    mine, alone = net(dtype), net(dtype)
+    watched(mine, autocast=autocast)
+    train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-3), autocast=autocast)
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), alone.parameters(), strict=True))
+
+
+def doors() -> list[Any]:
+    """Everything that is hooked or replaced."""
+    return [
+        *(torch.autograd.backward, torch.autograd.grad, torch.optim.Optimizer.__init__, torch.compile),
+        *(
+            torch.nn.utils.clip_grad_norm_,
+            torch.amp.GradScaler.scale,
+            torch.save,
+            torch.distributed.all_reduce,
+        ),
+        dict(modules._global_forward_hooks),
+        dict(modules._global_forward_pre_hooks),
+        dict(optimizers._global_optimizer_pre_hooks),
+        torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+    ]
+
+
+def test_nothing_is_left_behind() -> None:
+    before, model = doors(), net()
+    watched(model)
+    assert doors() == before
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not any(hasattr(p, "_zerodrift_watched") for p in model.parameters())
+
+
+def test_an_error_of_the_loop_is_its_own_and_leaves_nothing() -> None:
+    before, model = doors(), net()
+    with pytest.raises(IndexError), zerodrift.observe(model):
+        model(torch.tensor([99]))
+    assert doors() == before
+
+
+def test_a_defect_of_the_observer_ends_it_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(WatchedParameter, "arrives", fails)
+    mine, alone, before = net(), net(), doors()
+    seen = watched(mine)
+    train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-3))
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), alone.parameters(), strict=True))
+    assert any("planted" in note for note in seen.process.notes) and seen.process.ended == "broken"
+    assert doors() == before
+
+
+def test_models_that_train_together_have_a_table_each() -> None:
+    torch.manual_seed(0)
+    maker, judge = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(8, 1).to(torch.bfloat16))
+    first, second = (torch.optim.SGD(model.parameters(), 0.1) for model in (maker, judge))
+    with zerodrift.observe() as seen:
+        for optimizer in (first, second):
+            judge(maker(torch.randn(2, 4)).bfloat16()).sum().backward()
+            optimizer.step()
+            first.zero_grad()
+            second.zero_grad()
+    assert [model.parameters[0].whats("storage") for model in seen.models] == [("float32",), ("bfloat16",)]
+    assert all(model.trained for model in seen.models)
+
+
+def test_only_the_model_that_is_asked_for_is_watched() -> None:
+    student, teacher = net(), net()
+    optimizer = torch.optim.SGD(student.parameters(), 0.1)
+    with zerodrift.observe(student, optimizer) as seen:
+        tokens = torch.randint(16, (4, 3))
+        (student(tokens) - teacher(tokens).detach()).pow(2).mean().backward()
+        optimizer.step()
+    assert len(seen.models) == 1
+
+
+def test_masters_of_ones_own_are_told_by_their_values() -> None:
+    model = net(torch.bfloat16)
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    with zerodrift.observe(model, optimizer) as seen:
+        tokens = torch.randint(16, (4, 3))
+        model(tokens).float().sum().backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+    head = seen.models[0].parameter("head.weight")
+    assert head is not None and head.whats("master") == ("float32",) and head.facts["master_rounded"]
+    assert "no-master" not in {finding.kind for finding in seen.findings()}
+
+
+def test_one_tensor_under_two_names_is_one_line() -> None:
+    model = net()
+    model.head.weight = model.embed.weight
+    (seen,) = watched(model).models
+    tied = seen.parameter("head.weight")
+    assert tied is not None and tied.name == "embed.weight" and tied.also == ("head.weight",)
+
+
+def test_a_file_shows_what_was_exported(tmp_path: Any) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with zerodrift.observe(model) as seen:
+        train(model, optimizer, steps=1)
+        torch.save({"model": {k: v.bfloat16() for k, v in model.state_dict().items()}}, tmp_path / "m.pt")
+    head = seen.models[0].parameter("head.weight")
+    assert head is not None and head.whats("export") == ("bfloat16",)
+    assert "narrow-export" in {finding.kind for finding in seen.findings()}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial])
+def test_compiled_code_is_not_watched_and_said(wrap: Callable[..., Any]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with zerodrift.observe(model) as seen:
+        compiled = torch.compile(wrap(model.forward), backend="eager", disable=True)
+        compiled(torch.randint(16, (4, 3)))
+        train(model, optimizer, steps=1)
+    head = seen.models[0].parameter("head.weight")
+    assert head is not None and not head.whats("compute") and head.whats("accumulate") == ("float32",)
+    assert any("TORCH_COMPILE_DISABLE" in note for note in seen.process.notes)
+
+
+def test_what_never_ran_is_refused() -> None:
+    with pytest.raises(ModelError, match="forward"), zerodrift.observe(net()):
+        pass
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(ZerodriftError, match=r"torch\.optim\.Optimizer"), zerodrift.observe(net(), object()):
+        pass
+
+
+def test_what_was_seen_is_read_after_the_end() -> None:
+    with pytest.raises(ZerodriftError, match="after the `with`"), zerodrift.observe(net()) as seen:
+        seen.table()
