@@ -426,6 +426,8 @@ class _OperationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for at every step of torch's own code
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = _name(func)
         if given and all(map(self._is_known, given)):
@@ -445,7 +447,8 @@ class _OperationRecorder(TorchDispatchMode):
         lifts = name in ("lift_fresh", "lift_fresh_copy")
         if "index" in name and len(args) > 1 and isinstance(args[1], (list, tuple)):
             args = (args[0], self._indices(args[1]), *args[2:])
-        instead = (args, kwargs) if lifts else tree_map(self._faked, (args, kwargs))
+        plain = lifts or all(isinstance(tensor, FakeTensor) for tensor in given)
+        instead = (args, kwargs) if plain else tree_map(self._faked, (args, kwargs))
         try:
             with self._fake:
                 out = _shaped(func, *instead)
@@ -460,8 +463,8 @@ class _OperationRecorder(TorchDispatchMode):
             raise
         if func._schema.is_mutable:
             self._written(func, args, kwargs)
-        stands_for = {id(new): old for old, new in self._instead.values()}
-        out = tree_map(lambda leaf: stands_for.get(id(leaf), leaf), out) if stands_for else out
+            stands_for = {id(new): old for old, new in self._instead.values()}
+            out = tree_map(lambda leaf: stands_for.get(id(leaf), leaf), out)
         if not given and isinstance(out, FakeTensor) and _keeps_values(out) and out.numel() <= SMALL:
             return func(*args, **kwargs)
         return out
