@@ -66,7 +66,9 @@ PINS: dict[str, list[str]] = {
 }
 
 
-def both(names: list[str], mode: str, pinned: bool) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def both(
+    names: list[str], mode: str, pinned: bool, backend: str
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Per model what was observed in a step, and what a trace of the same plan says."""
     warnings.simplefilter("ignore")
     found = {}
@@ -74,7 +76,7 @@ def both(names: list[str], mode: str, pinned: bool) -> dict[str, tuple[dict[str,
         model = MODELS[name]()
         rules = [{"match": glob, "pin": "fp32"} for glob in PINS.get(name, ())] if pinned else []
         twin = copy.deepcopy(model).train()
-        engine = make(config(1, mode, precision={"rules": rules}), model)
+        engine = make(config(3, mode, precision={"rules": rules}, backend=backend), model)
         ids = tokens(0)
         with observe(engine) as seen:
             engine.backward(engine(input_ids=ids, labels=ids)["loss"])
@@ -101,7 +103,17 @@ MORE = [("fp32", False), ("fp16", True), ("autocast-bf16", False), ("autocast-fp
     ("mode", "pinned"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_every_parameter_computes_in_what_a_real_step_shows(mode: str, pinned: bool) -> None:
-    (found,) = run_ranks(both, 1, list(MODELS), mode, pinned, timeout=240.0)
+    check(list(MODELS), mode, pinned, "native")
+
+
+@since("5.20")
+@pytest.mark.slow
+def test_the_same_on_the_other_backend() -> None:
+    check(["llama", "qwen3-moe", "gemma3"], "bf16", True, "fsdp2")
+
+
+def check(names: list[str], mode: str, pinned: bool, backend: str) -> None:
+    (found,) = run_ranks(both, 1, names, mode, pinned, backend, timeout=240.0)
     for name, (observed, told) in found.items():
         assert told == observed, name
         assert all(observed.values()), name

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerodrift.audit.compare import verdict
+from zerodrift.audit.operations import CASTS
 from zerodrift.dtypes import DType
 from zerodrift.plan.table import Plan
 from zerodrift.plan.traced import Hidden, Trace, TracedOperation, TracedTensor
-
-CASTS = frozenset(("_to_copy", "clone", "to"))
-"""What gives a tensor of the same values again, perhaps rounded."""
 
 
 def hidden(plan: Plan, trace: Trace) -> list[Hidden]:

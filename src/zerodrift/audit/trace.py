@@ -49,6 +49,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zerodrift.audit.operations import VIEWS
 from zerodrift.dtypes import from_torch
 from zerodrift.engine import compute, pins
 from zerodrift.engine.nested import tensors_in
@@ -57,6 +58,7 @@ from zerodrift.errors import ModelError, said
 from zerodrift.model.inputs import Inputs
 from zerodrift.plan.table import Plan, Row
 from zerodrift.plan.traced import CastBy, Refusal, Trace, TracedOperation, TracedTensor
+from zerodrift.policy.nouns import Mode
 
 DEVICE = "cpu"
 """Which of torch's lists autocast goes by; those of other devices differ in a few operations."""
@@ -77,15 +79,12 @@ ONE_DTYPE = frozenset((
 NORMS = frozenset(("native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"))
 """Whose parameters may be wider than what they norm, and not narrower."""
 
-VIEWS = frozenset((
-    "alias", "as_strided", "chunk", "contiguous", "detach", "diagonal", "expand", "lift_fresh", "movedim",
-    "permute", "real", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose",
-    "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real", "_reshape_alias",
-    "_unsafe_view", "_conj", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
-    "is_same_size", "_local_scalar_dense", "equal", "set_", "resize_", "detach_", "t_", "transpose_",
-    "squeeze_", "unsqueeze_",
+COMPUTES_NOTHING = VIEWS | frozenset((
+    "diagonal", "movedim", "real", "unfold", "view_as_complex", "view_as_real", "_conj", "empty",
+    "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size", "_local_scalar_dense", "equal", "set_",
+    "resize_", "detach_", "t_", "transpose_", "squeeze_", "unsqueeze_",
 ))  # fmt: skip
-"""What computes nothing."""
+"""What is not written down."""
 
 SAYS_CAST = frozenset((
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "cfloat", "copy_", "__setitem__",
@@ -138,7 +137,8 @@ class _Run:
             must, do = "must be a parameter of the model, as planned", "Plan from the module that is traced."
             raise ModelError(missing[0], must, got="no such parameter", do=do)
         tie(self._plan, self._model, parameters)
-        pinning = str(self._plan.policy.mode) != "fp32"
+        policy = self._plan.policy
+        holds = policy.backend == "native" and policy.mode is not Mode.FP32  # as its engine has it
         for row in self._plan.rows:
             parameter: Any = parameters[row.name]
             trained = row.trained and row.columns.compute.is_floating
@@ -153,7 +153,7 @@ class _Run:
             else:
                 torch.utils.swap_tensors(parameter, instead)
             self._parameters[self._recorder.memory(parameter)] = row.name
-            if row.columns.pinned and pinning and parameter.is_floating_point():
+            if row.columns.pinned and holds and parameter.is_floating_point():
                 parameter.__class__ = pins.class_for(row, FakeTensor)
         dtypes = {row.name: row.storage.torch for row in self._plan.buffers}
         for path, module in self._model.named_modules():
@@ -437,7 +437,7 @@ class _OperationRecorder(TorchDispatchMode):
         else:
             self._require_one_dtype(name, given)
             out = self._run(func, args, kwargs, given)
-        if name not in VIEWS and func.namespace != "prim":
+        if name not in COMPUTES_NOTHING and func.namespace != "prim":
             self._write_down(name, given, out)
         return out
 
