@@ -7,15 +7,15 @@ answers in the tests never change, because a resumed run depends on them.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 
 import torch
+
+from zerodrift.optim.rounding import parameter_key
 
 
 def seed_of(seed: int, step: int, micro_batch: int) -> int:
     """64 bits."""
-    text = f"{seed}:{step}:{micro_batch}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return parameter_key(f"{step}:{micro_batch}", seed)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
