@@ -50,6 +50,11 @@ def release(asker: object) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
+def workspace() -> str:
+    """What cuBLAS is told of it; nothing where nobody has said."""
+    return os.environ.get(WORKSPACE, "")
+
+
 def refused(error: BaseException) -> UnsupportedError | None:
     """What torch refuses in this mode, in our words; None for anything else."""
     found = _REFUSED.match(str(error)) if isinstance(error, RuntimeError) else None

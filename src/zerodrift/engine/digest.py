@@ -21,6 +21,7 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import BLOCK
+from zerodrift.engine.deterministic import workspace
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.errors import RankError
 from zerodrift.kernels import native
@@ -127,15 +128,19 @@ def _digest_of(kind: str, what: str, flat: torch.Tensor, span: Span) -> torch.Te
     return (sums * (block_keys(key, start // BLOCK, len(sums), flat.device) | 1)).sum()
 
 
-def computed_by() -> dict[str, Any]:
+def computed_by(device: torch.device) -> dict[str, Any]:
     """What bits depend on beside the plan, the model and the data."""
     compiled = native.library() is not None
-    return {
+    found: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "processor": native.processor().partition("\n")[0].partition(":")[2].strip() or native.processor(),
         "kernels": "compiled" if compiled else "plain",
     }
+    if device.type == "cuda":
+        name, cuda = torch.cuda.get_device_name(device), str(torch.version.cuda)
+        found |= {"device": name, "cuda": cuda, "workspace": workspace()}
+    return found
 
 
 # --- copies -----------------------------------------------------------------------------------------------

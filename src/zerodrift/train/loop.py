@@ -101,7 +101,7 @@ class Loop:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
                 self._display.say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
             ranks = {"step": step, "ranks": session.seat.ranks, "steps": session.steps}
-            self._write("start", {**ranks, **computed_by()})
+            self._write("start", {**ranks, **computed_by(self._engine.mesh.device)})
         try:
             self._display.start(step, session.steps)
             step = self._train(step)

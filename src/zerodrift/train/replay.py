@@ -317,7 +317,8 @@ def replay_here(source: str, overrides: Sequence[str], request: Request) -> None
                 break
             same = step + 1
         if rank == 0:
-            apart = () if difference is None else _apart(lines, difference.step - 1, computed_by())
+            now = computed_by(session.engine.mesh.device)
+            apart = () if difference is None else _apart(lines, difference.step - 1, now)
             found = Found(first + 1, compared, difference, apart)
             Path(request.result).write_text(json.dumps(encode(found)), encoding="utf-8")
     finally:
