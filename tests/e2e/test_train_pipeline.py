@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests import commands
 from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.replay import replay
 from zerodrift.train.start import run_here, train
 
 PARTS = "tests.e2e.small_models:parts"
@@ -143,7 +143,8 @@ def test_by_the_tree_a_run_is_replayed_without_its_pipeline(tmp_path: Path) -> N
     file = staged(tmp_path, "dropping", 4, ranks=4, config=tree, run={"digest_every": 1})
     assert run_ranks(run, 4, str(file)) == [""] * 4
     assert len(kinds(tmp_path, "digest")) == 4
-    assert replay(tmp_path / "run", 0, None, 1, False) == 0
+    done = commands.run("replay", tmp_path / "run", "--from", "0", "--nproc", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("model", "nan"), [("poisoned", True), ("bad_gradient", False)])
