@@ -14,6 +14,7 @@ import pytest
 import typer
 from typer.main import get_command
 
+from tests import commands
 from zerodrift import __version__, cli
 from zerodrift.cli import planning, streams
 from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError
@@ -202,7 +203,7 @@ def test_version() -> None:
     ids=" ".join,
 )
 def test_wrong_usage_exits_2_without_a_traceback(arguments: Sequence[str]) -> None:
-    done = run(*arguments)
+    done = commands.run(*arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
