@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from zerodrift.audit.ranks import same_model
 from zerodrift.audit.seen import COLUMNS, Column, SeenModel, SeenParameter, SeenProcess
 
 Kind = Literal[
@@ -25,6 +26,7 @@ Kind = Literal[
     "buffer-rounded",
     "never-updated",
     "not-averaged",
+    "not-accumulated",
     "norm-of-scaled-gradients",
     "untied",
     "ranks-differ",
@@ -72,9 +74,11 @@ def run_findings(processes: Sequence[SeenProcess]) -> list[RunFinding]:
     first = processes[0]
     found: list[RunFinding] = []
     for model in first.models:
-        if not model.trained:
-            continue
         library = _library(first, model)
+        if not model.trained:
+            if not any(other.trained for other in first.models):
+                found += _never_updated(first, model, library)
+            continue
         for rule in _RULES:
             found += rule(first, model, library)
         found += _not_averaged(processes, model, library)
@@ -276,7 +280,10 @@ def _not_averaged(processes: Sequence[SeenProcess], model: SeenModel, library: s
     """A rank's optimizer was given its own gradient, where ranks had different ones."""
     if len(processes) < 2:
         return
-    alone = [p for p in model.parameters if _is_own(p.name, model, processes)]
+    made = {p.name: _made_of(p.name, model, processes) for p in model.parameters}
+    alone, summed, lost = (
+        [p for p in model.parameters if made[p.name] == what] for what in ("own", "sum", "neither")
+    )
     if alone:
         yield RunFinding(
             "not-averaged",
@@ -286,15 +293,35 @@ def _not_averaged(processes: Sequence[SeenProcess], model: SeenModel, library: s
             "on its part of the batch.",
             _AVERAGES.get(library, _AVERAGES[""]),
         )
+    if summed:
+        yield RunFinding(
+            "not-averaged",
+            "reduce",
+            _names(summed),
+            f"What the optimizer was given is the sum of the gradients of {len(processes)} ranks, not their "
+            f"mean: steps are {len(processes)} times as long, or clipped as often.",
+            "Divide by the number of ranks, unless the loss was divided by it.",
+        )
+    if library == "deepspeed" and processes[0].micro_batches > 1 and 2 * len(lost) > len(made):
+        yield RunFinding(
+            "not-accumulated",
+            "accumulate",
+            _names(lost),
+            f"What the optimizer was given is no sum of the gradients of {processes[0].micro_batches} "
+            "micro-batches: some were dropped.",
+            "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` after "
+            "each, or mark the last with `engine.set_gradient_accumulation_boundary`.",
+        )
 
 
-def _is_own(name: str, model: SeenModel, processes: Sequence[SeenProcess]) -> bool:
-    """Whether sampled elements are a multiple of this rank's gradient, and none of the mean over ranks."""
-    alike = [_same(process, model) for process in processes]
+def _made_of(name: str, model: SeenModel, processes: Sequence[SeenProcess]) -> str:
+    """What sampled elements that optimizers were given are a multiple of: a rank's `own` gradient, the `mean`
+    or the `sum` over ranks, or `neither`; empty where they do not say."""
+    alike = [same_model(process, model, processes[0]) for process in processes]
     parameters = [one.parameter(name) if one is not None else None for one in alike]
     owns = [p.facts.get("own") for p in parameters if p is not None and p.facts.get("own")]
     if len(owns) < len(processes):
-        return False
+        return ""
     by_own, by_mean = [], []
     for rank, parameter in enumerate(parameters):
         assert parameter is not None
@@ -304,7 +331,13 @@ def _is_own(name: str, model: SeenModel, processes: Sequence[SeenProcess]) -> bo
             if value and own and mean:
                 by_own.append(value / own)
                 by_mean.append(value / mean)
-    return len(by_own) >= _LEAST and _spread(by_own) < _ALIKE and _spread(by_mean) > 5 * _ALIKE
+    if len(by_own) < _LEAST:
+        return ""
+    if _spread(by_mean) < _ALIKE:
+        return "sum" if abs(median(by_mean) / len(processes) - 1) < _ALIKE else "mean"
+    if _spread(by_mean) > 5 * _ALIKE and _spread(by_own) < _ALIKE:
+        return "own"
+    return "neither" if min(map(_usual_spread, (by_mean, by_own))) > _UNLIKE else ""
 
 
 _LEAST = 3
@@ -313,15 +346,23 @@ _LEAST = 3
 _ALIKE = 0.02
 """Relative spread that rounding explains."""
 
+_UNLIKE = 0.2
+"""Relative spread of half of the elements that rounding does not explain."""
+
 
 def _spread(ratios: Sequence[float]) -> float:
     middle = median(ratios)
     return max(abs(ratio - middle) for ratio in ratios) / abs(middle) if middle else float("inf")
 
 
+def _usual_spread(ratios: Sequence[float]) -> float:
+    middle = median(ratios)
+    return median(abs(ratio - middle) for ratio in ratios) / abs(middle) if middle else float("inf")
+
+
 def _ranks_differ(processes: Sequence[SeenProcess], model: SeenModel) -> Iterator[RunFinding]:
     for other in processes[1:]:
-        same = _same(other, model)
+        same = same_model(other, model, processes[0])
         if same is None:
             continue
         for column in COLUMNS:
@@ -363,12 +404,6 @@ def _ranks_differ(processes: Sequence[SeenProcess], model: SeenModel) -> Iterato
                 "broadcast), and average gradients.",
             )
             return
-
-
-def _same(process: SeenProcess, model: SeenModel) -> SeenModel | None:
-    """The model on another rank."""
-    named = [other for other in process.models if other.name == model.name]
-    return named[0] if named else None
 
 
 # --- words --------------------------------------------------------------------------------------------

@@ -133,9 +133,12 @@ class WatchedParameter:
         flat = flat[:length] if length >= 0 else flat
         self.seen.facts["master_rounded"] = bool(torch.equal(flat.to(storage).to(flat.dtype), flat))
 
-    def stepped(self) -> None:
-        """An optimizer has taken a step: what it was given belongs to what had arrived."""
-        if any(value is not None for value in self._used):
+    def stepped(self, since: bool) -> None:
+        """What an optimizer was given belongs to what had arrived. Where only other ranks are given it, what
+        had arrived here belongs to theirs, once there was a step `since`."""
+        given = any(value is not None for value in self._used)
+        never = all(value is None for value in self.seen.facts.get("used", ()))
+        if given or (since and never):
             self.seen.facts |= {"own": self._own, "used": self._used}
             self._own = [0.0] * len(self.samples)
             self._used = [None] * len(self.samples)
@@ -256,9 +259,9 @@ class WatchedModel:
             if tensor is not None and parameter.seen.trained:
                 hook(parameter, tensor)
 
-    def stepped(self) -> None:
+    def stepped(self, since: bool) -> None:
         for parameter in self.parameters:
-            parameter.stepped()
+            parameter.stepped(since)
 
     def seen(self, world: int) -> SeenModel:
         inner = self.root

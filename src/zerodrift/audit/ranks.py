@@ -16,10 +16,17 @@ def completed(processes: Sequence[SeenProcess]) -> list[SeenProcess]:
     first, *others = processes
     for model in first.models:
         for other in others:
-            same = next((one for one in other.models if one.name == model.name), None)
+            same = same_model(other, model, first)
             if same is not None:
                 _complete(model, same, other.rank)
     return [first, *others]
+
+
+def same_model(process: SeenProcess, model: SeenModel, among: SeenProcess) -> SeenModel | None:
+    """A model of one process, in another: of those with its name, as many came before."""
+    place = [id(one) for one in among.models if one.name == model.name].index(id(model))
+    named = [one for one in process.models if one.name == model.name]
+    return named[place] if place < len(named) else None
 
 
 def _complete(model: SeenModel, other: SeenModel, rank: int) -> None:

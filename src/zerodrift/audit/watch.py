@@ -131,6 +131,8 @@ class Watcher:
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The backward passes there had been at its last step."""
         self._backwards = 0
+        self._settled = 0
+        """Steps that there had been when a backward last began."""
         self._in_backward = 0
         self._scaled = False
         self._unknown: dict[str, int] = {}
@@ -376,6 +378,8 @@ class Watcher:
         rests in it."""
         if not leaf.requires_grad or not leaf.is_leaf or getattr(leaf, "_zerodrift_watched", False):
             return
+        if hasattr(leaf, "_shard_param_infos"):
+            return  # FSDP's adapter sees the gradients of what is packed in it
         leaf._zerodrift_watched = True  # type: ignore[attr-defined]
         holder = weakref.ref(leaf)
 
@@ -585,9 +589,10 @@ class Watcher:
             self.process.events.append(event)
 
     def _settle(self) -> None:
-        """A step is over: what its optimizer was given belongs to what had arrived."""
+        """A step may be over: what its optimizer was given belongs to what had arrived."""
+        since, self._settled = self.process.steps > self._settled, self.process.steps
         for model in self.models:
-            model.stepped()
+            model.stepped(since)
 
     def _see_place(self) -> None:
         """The rank and the world, before a program leaves them."""

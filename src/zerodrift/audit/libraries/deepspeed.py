@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zerodrift.audit.imports import when_imported
+from zerodrift.audit.lines import line_of_script
 from zerodrift.audit.models import WatchedParameter, word
 from zerodrift.audit.seen import Column, SeenModel
 from zerodrift.audit.watch import OptimizedPart, Watcher
@@ -64,6 +65,8 @@ class DeepSpeed:
 
     def _step(self, optimizer: Any) -> None:
         self._map(optimizer)
+        if getattr(optimizer, "torch_autocast_gradscaler", None) is not None and optimizer.clip_grad > 0:
+            self._watcher.event("clipped_scaled", line_of_script())  # it unscales after it clips
         for parameter, tensor, what in _sums(self._watcher, optimizer):
             parameter.seen.see("accumulate", word(tensor.dtype), what)
 

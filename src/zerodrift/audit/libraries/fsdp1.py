@@ -1,8 +1,9 @@
 """`FullyShardedDataParallel` of torch: parameters packed into flat ones, one to a wrapped module.
 
 Tried with torch 2.13 to 2.15. Private names: `FlatParamHandle._all_gather_flat_param`; `_post_backward_hook`,
-`_reduce_grad` and `_reduce_grad_no_shard` of its runtime; of a flat parameter `_param_infos`, `_shapes`,
-`_shard_param_infos`, `_numels_with_padding`, `_is_padding_mask`, `_params`, `_saved_grad_shard`.
+`_reduce_grad` and `_reduce_grad_no_shard` of its runtime; `_sync_gradients` of a wrapper; of a flat parameter
+`_param_infos`, `_shapes`, `_shard_param_infos`, `_numels_with_padding`, `_is_padding_mask`, `_params`,
+`_saved_grad_shard`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Fsdp1:
 
     def begin(self, watcher: Watcher) -> None:
         self._watcher = watcher
+        self._sums: dict[int, torch.Tensor] = {}
+        """By the id of a flat parameter: its gradient of the micro-batches that were not reduced yet."""
 
         def named(handle: Any) -> list[WatchedParameter]:
             return watcher.safely(lambda: [member for member, *_ in self._members(handle.flat_param)], [])
@@ -45,7 +48,7 @@ class Fsdp1:
                 watcher.safely(lambda: _kept(handle.flat_param, members), None)
 
         def arrive(original: Callable[..., Any], state: Any, handle: Any, *args: Any) -> Any:
-            watcher.safely(lambda: self._arrives(handle.flat_param), None)
+            watcher.safely(lambda: self._arrives(handle.flat_param, state._sync_gradients), None)
             return original(state, handle, *args)
 
         def flat(module: Any) -> None:
@@ -68,15 +71,22 @@ class Fsdp1:
                 if parameter is not None:
                     yield parameter, place, begin
 
-    def _arrives(self, flat: Any) -> None:
-        """The gradient of all of it, before it is reduced."""
+    def _arrives(self, flat: Any, reduces: bool) -> None:
+        """The gradient of all of it, before it is reduced; under `no_sync`, with those before."""
         if flat.grad is None:
             return
-        gradient = flat.grad.detach().reshape(-1)
+        total = flat.grad.detach().reshape(-1)
+        before = self._sums.pop(id(flat), None)
+        if not reduces:
+            self._sums[id(flat)] = total.clone()
+        gradient = total if before is None else total - before
+        line = line_of_script()
         for parameter, _, begin in self._members(flat):
             part = gradient[begin : begin + parameter.seen.numel]
             path = parameter.seen.name.rpartition(".")[0]
             parameter.arrives(part, path, line_of_script)
+            if before is not None or not reduces:
+                parameter.seen.see("accumulate", word(total.dtype), "FSDP's whole gradient", "", line)
 
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
         if hasattr(tensor, "_shard_param_infos"):

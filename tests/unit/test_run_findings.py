@@ -1,0 +1,82 @@
+"""What is found in what ranks saw: whose gradient an optimizer was given, and models of one name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zerodrift.audit.findings import run_findings
+from zerodrift.audit.ranks import completed
+from zerodrift.audit.seen import SeenModel, SeenParameter, SeenProcess, Sighting
+
+OWNS = ([1.0, -2.0, 0.5, 4.0], [3.0, 2.0, -1.5, 1.0])
+"""Of two ranks."""
+
+MEAN = [2.0, 0.0, -0.5, 2.5]
+
+
+def parameter(name: str = "w", **facts: Any) -> SeenParameter:
+    seen = SeenParameter(name, (4,), "torch.nn.Linear", True)
+    seen.facts |= {"optimized": True, "gradients": 2, "changed": True, **facts}
+    return seen
+
+
+def process(rank: int, *models: SeenModel, micro_batches: int = 1) -> SeenProcess:
+    return SeenProcess(rank, 2, 2, list(models), micro_batches)
+
+
+def found(used: list[list[float | None]], wrapper: str = "", micro_batches: int = 1) -> list[str]:
+    """Kinds, of two ranks that were given this."""
+    processes = [
+        process(
+            rank,
+            SeenModel("M", [parameter(own=OWNS[rank], used=used[rank])], wrappers=(wrapper,)),
+            micro_batches=micro_batches,
+        )
+        for rank in range(2)
+    ]
+    return [finding.kind for finding in run_findings(processes)]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 65536])
+def test_the_mean_or_a_part_of_it_is_right(factor: float) -> None:
+    assert found([[factor * value for value in MEAN]] * 2) == []
+
+
+def test_the_sum_over_ranks_is_no_mean() -> None:
+    assert found([[2 * value for value in MEAN]] * 2) == ["not-averaged"]
+
+
+def test_the_own_gradient_is_no_mean() -> None:
+    assert found([list(OWNS[0]), list(OWNS[1])]) == ["not-averaged"]
+
+
+def test_a_rank_that_is_given_nothing_still_says_what_arrived() -> None:
+    nothing: list[float | None] = [None] * 4
+    assert found([list(OWNS[0]), nothing]) == ["not-averaged"]
+    assert found([list(MEAN), nothing]) == []
+
+
+def test_gradients_that_are_neither_were_dropped() -> None:
+    last = [[0.3, 5.0, -0.1, -1.0]] * 2
+    assert found(last, "DeepSpeedEngine", micro_batches=4) == ["not-accumulated"]
+    assert found(last, "DeepSpeedEngine", micro_batches=1) == []
+
+
+def test_models_of_one_name_are_told_apart() -> None:
+    def models() -> tuple[SeenModel, ...]:
+        return tuple(SeenModel("Sequential", [parameter(digest=digest)]) for digest in (1, 2))
+
+    assert run_findings([process(0, *models()), process(1, *models())]) == []
+    first, second = process(0, *models()), process(1, *models())
+    second.models[1].parameters[0].cells["gather"] = [Sighting("float32", "all_gather")]
+    completed([first, second])
+    assert [model.parameters[0].whats("gather") for model in first.models] == [(), ("float32",)]
+
+
+def test_nothing_that_is_trained_is_updated() -> None:
+    left_out = SeenModel("M", [parameter(optimized=False)], trained=False)
+    assert [finding.kind for finding in run_findings([process(0, left_out)])] == ["never-updated"]
+    updated = SeenModel("N", [parameter()])
+    assert run_findings([process(0, left_out, updated)]) == []
