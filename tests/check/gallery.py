@@ -294,7 +294,7 @@ HEALTHY: tuple[Script, ...] = (
     Script("accelerate", "accelerate", "healthy/accelerate_bf16.py", needs=("accelerate",)),
     Script("hf-trainer", "torchrun", "healthy/hf_trainer.py", needs=TRAINER),
     Script(
-        "hf-trainer-bf16",
+        "hf-trainer-autocast",
         "torchrun",
         "healthy/hf_trainer.py",
         ("bf16",),
@@ -308,7 +308,9 @@ HEALTHY: tuple[Script, ...] = (
         needs=TRAINER,
     ),
     Script("lightning", "torchrun", "healthy/lightning_run.py", ("32-true",), needs=("lightning",)),
-    Script("lightning-bf16", "torchrun", "healthy/lightning_run.py", ("bf16-mixed",), needs=("lightning",)),
+    Script(
+        "lightning-autocast", "torchrun", "healthy/lightning_run.py", ("bf16-mixed",), needs=("lightning",)
+    ),
     Script("zerodrift", "torchrun", "healthy/with_zerodrift.py"),
 )
 

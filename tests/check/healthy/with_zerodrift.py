@@ -1,4 +1,4 @@
-"""zerodrift's own engine, stage 3 in bf16: what the plan says."""
+"""zerodrift's own engine, stage 3 in bf16, the router pinned to fp32."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tiny import Tiny, batch, loss_of
 
 torch.manual_seed(0)
 config = {
-    "precision": {"mode": "bf16"},
+    "precision": {"mode": "bf16", "rules": [{"match": "router.weight", "pin": "fp32", "output": "keep"}]},
     "zero_optimization": {"stage": 3},
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
