@@ -209,6 +209,36 @@ class Unlike(Tokens):
         return y
 
 
+class Catches(Tokens):
+    """Tries a product that torch refuses, and goes on without it."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.second(x * torch.ones(WIDTH))
+        except RuntimeError:
+            return self.first(x)
+
+
+class Scripted(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.jit.script(nn.GELU())
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(super().middle(x))
+
+
+class Sparse(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, WIDTH, sparse=True)
+
+
+class Leaves(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(3)
+
+
 class Looks(Tokens):
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) if x.mean() > 0 else x
@@ -342,6 +372,7 @@ def test_what_a_backward_cannot_follow_is_said_of_the_forward_that_it_is_of() ->
         (Item, "part (Item)", "one number of a tensor"),
         (Masks, "part (Masks)", "which elements are not zero"),
         (Raises, "part (Raises)", "KeyError: 'nothing there'"),
+        (Leaves, "part (Leaves)", "SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_followed_is_one_error_with_module_and_line(
@@ -359,7 +390,8 @@ def test_control_flow_in_the_models_own_forward_names_the_model() -> None:
         traced(Looks())
 
 
-@pytest.mark.parametrize("model", [Tuple, Recurrent, Recomputed])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("model", [Tuple, Recurrent, Recomputed, Catches, Scripted, Sparse])
 def test_other_shapes_of_models(model: type[Tokens]) -> None:
     shown = traced(model())
     assert shown.refused is None and any(each.backward for each in shown.operations)

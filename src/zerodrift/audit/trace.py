@@ -81,8 +81,8 @@ NORMS = frozenset(("native_layer_norm", "native_batch_norm", "native_group_norm"
 
 COMPUTES_NOTHING = VIEWS | frozenset((
     "diagonal", "movedim", "real", "unfold", "view_as_complex", "view_as_real", "_conj", "empty",
-    "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size", "_local_scalar_dense", "equal", "set_",
-    "resize_", "detach_", "t_", "transpose_", "squeeze_", "unsqueeze_",
+    "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size", "_local_scalar_dense",
+    "equal", "set_", "resize_", "detach_", "t_", "transpose_", "squeeze_", "unsqueeze_",
 ))  # fmt: skip
 """What is not written down."""
 
@@ -101,8 +101,8 @@ def trace(plan: Plan, model: nn.Module, inputs: Inputs) -> Trace:
         return run.step(inputs)
 
 
-class _RefusedError(Exception):
-    """An operation that torch would refuse."""
+class _RefusedError(RuntimeError):
+    """An operation that torch would refuse, with an error of this kind."""
 
 
 class _Run:
@@ -200,7 +200,7 @@ class _Run:
                         root.backward()
         except _RefusedError:
             refused = recorder.refused
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._error(error) from error
         return Trace(
             device=DEVICE,
@@ -218,7 +218,7 @@ class _Run:
         with self._precision.forward(), self._precision.cast((inputs.args, inputs.kwargs)) as (args, kwargs):
             return self._model(*args, **kwargs)
 
-    def _error(self, error: Exception) -> ModelError:
+    def _error(self, error: BaseException) -> ModelError:
         """Whatever went wrong, at the module and the line where it did."""
         path, line = self._paths.failed or self._paths.current[0], _line_of(error)
         if self._recorder.backward and self._recorder.failed is not None:
@@ -275,7 +275,8 @@ class _Paths:
     """Which module's forward is under way, by hooks on every module."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.named_modules())
+        scripted = torch.jit.ScriptModule  # which take no hooks: they are part of what calls them
+        self._modules = [each for each in model.named_modules() if not isinstance(each[1], scripted)]
         self._stack: list[tuple[str, int]] = []
         self._calls: dict[str, int] = {}
         self.failed = ""
@@ -368,6 +369,8 @@ class _FunctionCalls(TorchFunctionMode):
         before, recorder.call = recorder.call, _FunctionCall(name, torch.is_autocast_enabled(DEVICE))
         try:
             return func(*args, **(kwargs or {}))
+        except _RefusedError:
+            raise
         except RuntimeError as error:  # what a function looks at before it runs an operation
             dtypes = _floating(
                 [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -394,7 +397,7 @@ class _OperationRecorder(TorchDispatchMode):
         self.refused: Refusal | None = None
         self.failed: tuple[tuple[str, int], str, CastBy] | None = None
         """Where an operation was that raised."""
-        self._storages: list[torch.UntypedStorage] = []
+        self._storages: list[Any] = []
         """Held, so that no number comes again; they have no memory."""
         self._numbers: dict[int, int] = {}
         self._unknown: set[int] = set()
@@ -409,11 +412,12 @@ class _OperationRecorder(TorchDispatchMode):
         return False  # as in `observe.py`
 
     def memory(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self._storages)
-            self._storages.append(storage)
-        return self._numbers[storage._cdata]
+        whole: Any = tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+        key = whole._cdata
+        if key not in self._numbers:
+            self._numbers[key] = len(self._storages)
+            self._storages.append(whole)
+        return self._numbers[key]
 
     def held(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of that dtype: with its values where they are whole numbers, else without."""
