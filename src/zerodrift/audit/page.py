@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from zerodrift.audit.findings import RunFinding
 from zerodrift.audit.grouping import cell, groups
 from zerodrift.audit.seen import COLUMNS, Column, SeenModel, SeenParameter, SeenProcess
-from zerodrift.audit.text import facts
+from zerodrift.audit.text import facts, named
 from zerodrift.report import figures
 from zerodrift.report.markup import Markup, join, tag
 from zerodrift.report.page import breaking, document, heads, section, tint
@@ -24,41 +24,55 @@ def run_page(
     head = tag(
         "header",
         tag("h1", "zerodrift check"),
-        tag("dl", [tag("div", tag("dt", label), tag("dd", value)) for label, value in pairs]),
+        tag("dl", [tag("div", tag("dt", label), tag("dd", value)) for label, value in pairs], class_="facts"),
     )
+    trained = [p.name for model in first.models for p in model.parameters if p.trained]
     told = [*notes, *first.notes]
     body = [
         head,
         tag("ul", [tag("li", note) for note in told], class_="notes") if told else Markup(""),
-        section("Findings", _findings(findings), id="findings"),
+        section("Findings", _findings(findings, trained), id="findings"),
         *(
             section(_title(model), _table(model), id=f"model-{number}")
             for number, model in enumerate(first.models)
         ),
     ]
-    return document(f"zerodrift check: {command}", body)
+    return document(f"zerodrift check: {command}", body, _STYLE)
 
 
 def _title(model: SeenModel) -> str:
     return " in ".join([model.name, *reversed(model.wrappers)])
 
 
-def _findings(findings: Sequence[RunFinding]) -> Markup:
+def _findings(findings: Sequence[RunFinding], trained: Sequence[str]) -> Markup:
     if not findings:
         return tag("p", "None.")
-    rows = [
-        (
-            finding.kind,
-            finding.column or "",
-            ", ".join(finding.names),
-            " ".join(filter(None, (finding.line, finding.what))),
-            finding.do,
-        )
-        for finding in findings
-    ]
-    lines = [tag("tr", [tag("td", breaking(text)) for text in row]) for row in rows]
-    head = tag("thead", tag("tr", heads(("finding", "column", "parameters", "what was seen", "what to do"))))
-    return tag("div", tag("table", head, tag("tbody", lines), class_="listing"), class_="scroll")
+    return tag(
+        "dl",
+        [
+            tag(
+                "div",
+                tag("dt", finding.kind, tag("div", finding.column or "", class_="quiet")),
+                tag(
+                    "dd",
+                    tag("div", breaking(named(finding, trained))),
+                    tag("div", " ".join(filter(None, (finding.line, finding.what)))),
+                    tag("div", finding.do, class_="quiet"),
+                ),
+            )
+            for finding in findings
+        ],
+        class_="findings",
+    )
+
+
+_STYLE = """
+dl.findings > div { display: grid; grid-template-columns: 11rem 1fr; padding: .6rem 0;
+  border-top: 1px solid var(--line, #e2e4e8); }
+dl.findings dt { font-weight: 600; }
+dl.findings dd { margin: 0; max-width: 46rem; }
+@media (max-width: 40rem) { dl.findings > div { display: block; } }
+"""
 
 
 def _table(model: SeenModel) -> Markup:
@@ -68,7 +82,7 @@ def _table(model: SeenModel) -> Markup:
 
 
 def _line(parameter: SeenParameter) -> Markup:
-    badge = tag("span", "" if parameter.trained else "frozen", class_="badge")
+    badge = "" if parameter.trained else tag("span", "frozen", class_="badge")
     also = [tag("div", "= ", breaking(name), class_="quiet") for name in parameter.also]
     layout = [tag("div", parameter.layout, class_="quiet")] if parameter.layout else []
     return tag(

@@ -14,11 +14,15 @@ from rich.text import Text
 from zerodrift.audit.findings import RunFinding
 from zerodrift.audit.grouping import SHORT, SeenGroup, folded, groups
 from zerodrift.audit.seen import COLUMNS, SeenModel, SeenProcess
+from zerodrift.report import figures
 from zerodrift.report.frame import elide, grid, pairs, printed, section, shown, title
 
 WIDTH = 80
 _NAMES = 6
 """Names of a group that are told."""
+
+_FOUND = 3
+"""Names of a finding."""
 
 _STYLES = {"fp32": "green", "fp64": "green", "same": "", "bf16": "cyan", "fp16": "magenta"}
 
@@ -31,7 +35,10 @@ def run_text(
     parts: list[RenderableType] = [title("check", "", WIDTH), pairs(facts(processes), width=WIDTH)]
     for model in first.models:
         parts += _model(model)
-    parts += [section("findings", "" if findings else "none"), *map(_finding, findings)]
+    trained = [p.name for model in first.models for p in model.parameters if p.trained]
+    parts.append(section("findings", "" if findings else "none"))
+    for finding in findings:
+        parts += [_finding(finding, trained), Text()]
     told = [*notes, *first.notes]
     if told:
         parts += [section("notes"), grid([("!", note) for note in told], (1,), ("bold yellow",), WIDTH)]
@@ -53,9 +60,11 @@ def facts(processes: Sequence[SeenProcess]) -> list[tuple[str, str]]:
 def _model(model: SeenModel) -> list[RenderableType]:
     numel = sum(parameter.numel for parameter in model.parameters)
     around = f" in {' in '.join(reversed(model.wrappers))}" if model.wrappers else ""
-    counted = f"{len(model.parameters):,} parameters, {numel:,} elements"
+    counted = f"{len(model.parameters):,} parameters, {figures.elements(numel)} elements"
     parts: list[RenderableType] = [
-        section(model.name + around, counted + ("" if model.trained else ", none of them updated"))
+        section(model.name + around),
+        Text(counted + ("" if model.trained else ", none of them updated"), style="dim"),
+        Text(),
     ]
     if not model.parameters:
         return parts
@@ -109,7 +118,7 @@ def _group_names(group: SeenGroup) -> RenderableType:
     told = [elide(name, WIDTH - 4) for name in names[:_NAMES]]
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     frozen = "" if group.parameters[0].trained else ", frozen"
-    text = Text(f"{group.numel:,} elements{frozen}: ", style="dim")
+    text = Text(f"{figures.elements(group.numel)} elements{frozen}: ", style="dim")
     return Padding(text.append_text(shown(", ".join(told) + more)), (0, 0, 0, 2))
 
 
@@ -138,9 +147,16 @@ def _evidence(made: Sequence[SeenGroup]) -> list[RenderableType]:
     ]
 
 
-def _finding(finding: RunFinding) -> RenderableType:
+def named(finding: RunFinding, trained: Sequence[str]) -> str:
+    """Whose it is, in a line or two."""
+    if list(finding.names) == trained:
+        return "every parameter that is trained"
     names = folded(finding.names)
-    told = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
+    return ", ".join(names[:_FOUND]) + (f" and {len(names) - _FOUND} more" if len(names) > _FOUND else "")
+
+
+def _finding(finding: RunFinding, trained: Sequence[str]) -> RenderableType:
+    told = named(finding, trained)
     head = finding.kind + (f", {finding.column}" if finding.column else "")
     line = f"{finding.line}: " if finding.line else ""
     rows = [("!", head)]
