@@ -73,6 +73,10 @@ def _fresh_block(found: re.Match[str]) -> str:
     versions = {name: metadata.version(name).partition("+")[0] for name in TRACED_WITH}
     if "--trace" in found["command"] and versions != TRACED_WITH:
         return found[0]
+    if found["command"].startswith(
+        "zerodrift check "
+    ):  # starts a training: tests/e2e/test_check.py compares it
+        return found[0]
     return f"{found['head']}{part(output(found['command']), found['part'] or '')}```\n"
 
 
@@ -145,6 +149,7 @@ API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "",
         ("config.load", "policy.resolve", "model.sources", "plan.build", "plan.cost", "plan.table"),
     ),
+    ("Observing", "", ("audit.observation",)),
     ("What a plan is made of", "", ("mesh", "model.spec", "policy.nouns")),
     ("Configs", CONFIG_INTRO, ("config.schema",)),
     ("Errors", "", ("errors",)),

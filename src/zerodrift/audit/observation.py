@@ -35,6 +35,7 @@ class Observation:
 
     @property
     def models(self) -> list[SeenModel]:
+        """Every model that was seen, with its parameters."""
         return self.process.models
 
     def findings(self) -> list[RunFinding]:
