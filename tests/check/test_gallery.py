@@ -20,21 +20,18 @@ from tests.check.gallery import ANY, BAD, BUGS, ENVIRONMENT, HEALTHY, HERE, Bad,
 SECONDS = 280
 SOURCE = HERE.parents[1] / "src"
 
-ALWAYS = ("bf16-adamw", "not-averaged", "ddp_autocast", "zerodrift")
+ALWAYS = ("bf16-adamw", "zerodrift")
 """Those that are not slow: each starts a launcher and two processes."""
-
-UNSEEN = {"untied": "no fact says that two parameters began as one"}
-"""Bugs that are not named yet, and why."""
 
 pytestmark = pytest.mark.long
 
 
 def cells(scripts: Iterable[Script]) -> list[Any]:
-    def marks(name: str) -> list[pytest.MarkDecorator]:
-        unseen = [pytest.mark.xfail(reason=UNSEEN[name])] if name in UNSEEN else []
-        return [*unseen, *([] if name in ALWAYS else [pytest.mark.slow])]
-
-    return [pytest.param(script, id=script.name, marks=marks(script.name)) for script in scripts]
+    slow = pytest.mark.slow
+    return [
+        pytest.param(script, id=script.name, marks=() if script.name in ALWAYS else slow)
+        for script in scripts
+    ]
 
 
 def check(script: Script, folder: Path, *more: str) -> tuple[int, str, dict[str, Any]]:

@@ -60,6 +60,7 @@ def test_a_command_goes_on_where_it_is_asked_to(tmp_path: Path) -> None:
     assert re.search(r"^export +bf16 +torch\.save", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_table(tmp_path: Path) -> None:
     text = """
 import torch, torch.distributed as dist

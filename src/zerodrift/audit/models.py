@@ -97,6 +97,8 @@ class WatchedParameter:
         self.seen.layout = "a flat slice on each rank" if self.sliced else _layout(tensor)
         if self._first_digest is None and self.seen.trained:
             self._first_digest = _digest(local(rests))
+            if not self.sliced and _varies(local(rests)):
+                self.seen.facts["began"] = self._first_digest
 
     def gathered(self, dtype: torch.dtype) -> str:
         return (self.gather_word or word(dtype)) if dtype is torch.uint8 else word(dtype)
@@ -438,6 +440,14 @@ def _is_copy(tensor: torch.Tensor, parameter: torch.Tensor | None) -> bool:
     if tensor.device != parameter.device or tensor.dtype == parameter.dtype:
         return False
     return bool(torch.equal(tensor.detach().to(parameter.dtype), parameter.detach()))
+
+
+def _varies(tensor: torch.Tensor) -> bool:
+    """Whether it has values that say whose they are: no vector, no constant."""
+    if tensor.dim() < 2 or not tensor.numel() or tensor.device.type == "meta":
+        return False
+    least, greatest = tensor.detach().aminmax()
+    return bool(least < greatest)
 
 
 _AS_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

@@ -83,6 +83,7 @@ Fact = Literal[
     "gradients",  # int: gradients that arrived at it
     "reductions",  # int: reductions that carried its gradient
     "master_rounded",  # bool: whether its master began as values that storage holds exactly
+    "began",  # int: of its first values, where they are of this tensor alone
     "digest",  # int: of its values after the observed steps, where this rank holds all of it
     "own",  # list[float]: sampled elements of the gradients of this rank, added in fp64
     "used",  # list[float | None]: the same elements of what the optimizer was given
