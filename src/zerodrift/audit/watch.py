@@ -404,8 +404,11 @@ class Watcher:
     ) -> None:
         path = parameter.seen.name.rpartition(".")[0]
         parameter.arrives(gradient, path, line_of_script)
-        if leaf is not None and leaf.grad is not None:
-            parameter.seen.see("accumulate", word(leaf.grad.dtype), ".grad", "", line_of_script())
+        held = None if leaf is None else leaf.grad
+        if held is None or word(held.dtype) in parameter.seen.whats("accumulate"):
+            return
+        if local(held).any():  # and not zeros, as DeepSpeed's BF16_Optimizer leaves them
+            parameter.seen.see("accumulate", word(held.dtype), ".grad", "", line_of_script())
 
     @_guarded
     def _accumulated(self, parameter: WatchedParameter, gradient: torch.Tensor | None) -> None:
