@@ -20,7 +20,7 @@ from tests.check.gallery import ANY, BAD, BUGS, ENVIRONMENT, HEALTHY, HERE, Bad,
 SECONDS = 280
 SOURCE = HERE.parents[1] / "src"
 
-ALWAYS = ("bf16-adamw", "zerodrift")
+ALWAYS = ("bf16-adamw",)
 """Those that are not slow: each starts a launcher and two processes."""
 
 pytestmark = pytest.mark.long
@@ -105,6 +105,7 @@ def test_a_healthy_run_has_no_finding(script: Script, tmp_path: Path) -> None:
     assert code == 0, printed
 
 
+@pytest.mark.slow  # tests/e2e/test_check.py has the likes of these
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_a_run_that_cannot_be_observed_says_why(bad: Bad, tmp_path: Path) -> None:
     code, printed, _ = check(bad.script, tmp_path)

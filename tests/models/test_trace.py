@@ -94,8 +94,8 @@ def both(
     return found
 
 
-CASES = [("bf16", False), ("bf16", True), ("autocast-bf16", True)]
-MORE = [("fp32", False), ("fp16", True), ("autocast-bf16", False), ("autocast-fp16", True)]
+CASES = [("bf16", True), ("autocast-bf16", False)]
+MORE = [("bf16", False), ("autocast-bf16", True), ("fp32", False), ("fp16", True), ("autocast-fp16", True)]
 
 
 @since("5.20")  # older ones loop over experts by what they were given

@@ -219,7 +219,9 @@ def trained_all(names: list[str], meshes: dict[int, tuple[int, str]]) -> list[An
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("meshes", [MESHES, OTHERS], ids=["sliced", "whole"])
+@pytest.mark.parametrize(
+    "meshes", [pytest.param(MESHES, id="sliced"), pytest.param(OTHERS, id="whole", marks=pytest.mark.slow)]
+)
 def test_what_people_do_has_the_same_bits_on_any_number_of_ranks(meshes: dict[int, tuple[int, str]]) -> None:
     names = list(FAMILIES)
     first, *others = (run_ranks(trained_all, ranks, names, meshes, timeout=200)[0] for ranks in meshes)

@@ -13,7 +13,8 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 import zerodrift
-from zerodrift.audit.models import WatchedParameter
+from zerodrift.audit.models import WatchedModel, WatchedParameter
+from zerodrift.audit.owners import Owners
 from zerodrift.audit.seen import COLUMNS
 from zerodrift.errors import ModelError, ZerodriftError
 
@@ -116,6 +117,22 @@ def test_nothing_is_left_behind() -> None:
     assert not any(hasattr(p, "_zerodrift_watched") for p in model.parameters())
 
 
+class Stopped(BaseException):
+    """As an interrupt is: torch calls no hook for it."""
+
+
+def test_an_interrupt_in_a_forward_leaves_nothing() -> None:
+    before, model = doors(), net()
+
+    def interrupt(*args: Any) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped), zerodrift.observe(model):
+        model.head.register_forward_pre_hook(interrupt)
+        model(torch.tensor([1]))
+    assert doors() == before
+
+
 def test_an_error_of_the_loop_is_its_own_and_leaves_nothing() -> None:
     before, model = doors(), net()
     with pytest.raises(IndexError), zerodrift.observe(model):
@@ -123,11 +140,23 @@ def test_an_error_of_the_loop_is_its_own_and_leaves_nothing() -> None:
     assert doors() == before
 
 
-def test_a_defect_of_the_observer_ends_it_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+PLACES = [
+    (WatchedParameter, "arrives"),
+    (WatchedParameter, "used"),
+    (WatchedModel, "look_at"),
+    (Owners, "of"),
+]
+"""Where a defect is planted: in a backward, in a step, in a forward."""
+
+
+@pytest.mark.parametrize(("holder", "name"), PLACES)
+def test_a_defect_of_the_observer_ends_it_and_not_the_loop(
+    holder: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(WatchedParameter, "arrives", fails)
+    monkeypatch.setattr(holder, name, fails)
     mine, alone, before = net(), net(), doors()
     seen = watched(mine)
     train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-3))

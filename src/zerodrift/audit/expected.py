@@ -1,7 +1,8 @@
 """What a file says that a run should be, held against what was seen of it.
 
-The file is a table that `check --save` wrote, a plan as JSON, or a config, ours or DeepSpeed's: a config is
-planned on the model that was seen, and a column is held to it where one of its keys decided the column.
+The file is a table that `check --save` wrote, a plan that `plan --json` wrote, or a config, ours or
+DeepSpeed's. A config is planned on the model that was seen, and a column is held to it where one of its keys
+decided the column; a plan is held to in every column that another library has too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from zerodrift.policy.resolve import mesh_for, resolve
 
 def unexpected(path: Path, processes: Sequence[SeenProcess]) -> list[RunFinding]:
     """Every cell that is not as the file says."""
-    if tables.is_table(_json(path)):
+    data = _json(path)
+    if tables.is_table(data):
         return [_differs(item) for item in tables.differences(tables.read(path), processes)]
     trained = [model for model in processes[0].models if model.trained]
     if len(trained) != 1:
@@ -37,9 +39,10 @@ def unexpected(path: Path, processes: Sequence[SeenProcess]) -> list[RunFinding]
             "must be a table that `check --save` wrote, where several models are trained",
             got=f"{len(trained)} models: {', '.join(model.name for model in trained)}",
         )
-    plan = _planned(path, trained[0], processes[0].world)
+    whole = _is_plan(data)
+    plan = _read_plan(path, data) if whole else _planned(path, trained[0], processes[0].world)
     alike: dict[tuple[str, str, str, str], list[str]] = {}
-    for name, column, said, why, seen in _cells(plan, trained[0], processes[0].micro_batches):
+    for name, column, said, why, seen in _cells(plan, trained[0], processes[0].micro_batches, whole):
         alike.setdefault((column, said, why, seen), []).append(name)
     return [_declared(*key, tuple(names)) for key, names in alike.items()]
 
@@ -49,6 +52,17 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return None  # the reader of configs says what is wrong with it
+
+
+def _is_plan(data: Any) -> bool:
+    return isinstance(data, dict) and {"rows", "segments", "digest"} <= data.keys()
+
+
+def _read_plan(path: Path, data: Any) -> Plan:
+    try:
+        return Plan.from_json(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(path.name, "must be a plan that `plan --json` wrote", got=repr(error)) from None
 
 
 def _differs(item: tables.CellDifference) -> RunFinding:
@@ -102,23 +116,33 @@ def _parameter(seen: SeenParameter) -> ParameterSpec:
 # --- cells --------------------------------------------------------------------------------------------
 
 
-def _cells(plan: Plan, model: SeenModel, micro_batches: int) -> Iterator[tuple[str, str, str, str, str]]:
-    """Name, column, what is declared, why, what was seen: where they differ."""
+def _cells(
+    plan: Plan, model: SeenModel, micro_batches: int, whole: bool
+) -> Iterator[tuple[str, str, str, str, str]]:
+    """Name, column, what is declared, why, what was seen: where they differ. `whole` is also of columns that
+    no key decided."""
     for row in plan.rows:
         parameter = model.parameter(row.name)
         if parameter is None:
+            yield row.name, "storage", "a parameter", "in the plan", "none of that name"
             continue
         why = row.columns.reasons()
         for column, said in _said(row, parameter).items():
             reason = why.get(column, "")
-            if not parameter.whats(column) or "default" in reason:  # type: ignore[arg-type]
+            if not parameter.whats(column):  # type: ignore[arg-type]
                 continue
-            if column == "reduce" and not _KEY.search(reason):
-                continue
-            if column == "accumulate" and micro_batches == 1 and not _KEY.search(reason):
+            if not whole and not _is_decided(column, reason, micro_batches):
                 continue
             if not _holds(plan, row, column, said, parameter):
                 yield row.name, column, SHORT.get(said, said), reason, cell(parameter, column)
+
+
+def _is_decided(column: str, reason: str, micro_batches: int) -> bool:
+    """Whether a config says it, and a library need not have a default of ours."""
+    if "default" in reason:
+        return False
+    once = column == "accumulate" and micro_batches == 1
+    return bool(_KEY.search(reason)) or not (column == "reduce" or once)
 
 
 def _said(row: Row, parameter: SeenParameter) -> dict[str, str]:

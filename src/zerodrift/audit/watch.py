@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import sys
 import threading
 import traceback
@@ -36,10 +35,11 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zerodrift.audit.calls import LEAST_PACKED, PAYLOAD, SENDING, floating, kind_of, moments, optimized
 from zerodrift.audit.files import Exports
 from zerodrift.audit.lines import line_of_script
 from zerodrift.audit.models import WatchedModel, WatchedParameter, word
-from zerodrift.audit.operations import CASTS, VIEWS, anything_compiled, every_operation
+from zerodrift.audit.operations import CASTS, anything_compiled, every_operation
 from zerodrift.audit.owners import Owners, local
 from zerodrift.audit.patches import Patches
 from zerodrift.audit.seen import Column, SeenModel, SeenProcess
@@ -165,7 +165,7 @@ class Watcher:
         for name in ("unscale_", "update"):
             patch(torch.amp.GradScaler, name, self._watched_unscale)
         if torch.distributed.is_available():
-            for name in _SENDING:
+            for name in SENDING:
                 for module in (torch.distributed, torch.distributed.distributed_c10d):
                     patch(module, name, self._watched_send)
         self._exports.begin()
@@ -192,14 +192,16 @@ class Watcher:
         if not self.active and not broken:
             return
         self.active = False
-        if not broken:
-            try:
+        try:
+            if not broken:
                 self._settle()
                 self._rest()
-            except Exception as error:
-                self.broken(error)
-            finally:
-                self.patches.restore()
+        except Exception as error:
+            self.broken(error)
+        finally:
+            while self._depth:
+                self._leave()
+            self.patches.restore()
         process = self.process
         if process.ended != "broken":
             process.ended = ended
@@ -234,8 +236,7 @@ class Watcher:
             f"The observer stopped, a defect of zerodrift's: {type(error).__name__}: {error} "
             f"({where.name}, line {where.lineno} of {where.filename.rpartition('/')[2]})."
         )
-        self.active = False
-        self.patches.restore()
+        self.active = False  # hooks stay, and do nothing: one of them may be running
         self.process.ended = "broken"
 
     def may_finish(self) -> None:
@@ -251,7 +252,7 @@ class Watcher:
         if max(counts) >= 4 * self._steps:
             return True
         waiting = (
-            any(self.resting(tensor) is not None for tensor in _optimized(made))
+            any(self.resting(tensor) is not None for tensor in optimized(made))
             for made in self._made
             if made not in self._optimizers
         )
@@ -342,7 +343,7 @@ class Watcher:
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = _kind(func)
+            kind = self._kinds[func] = kind_of(func)
         computes, sends, name = kind
         if computes:
             if self._in_forward:
@@ -359,7 +360,7 @@ class Watcher:
         if module is not None:
             for model in self.models:
                 model.look_at(module, self.memory, self._hook)
-        for tensor in _floating(args, kwargs):
+        for tensor in floating(args, kwargs):
             parameter = self.memory.of(tensor)
             if parameter is None:
                 continue
@@ -449,18 +450,13 @@ class Watcher:
     @_guarded
     def _sent(self, operation: str, args: Any) -> None:
         """A collective that was issued."""
-        place = _PAYLOAD.get(operation)
+        place = PAYLOAD.get(operation)
         if place is None:
             return
         column: Column = "reduce" if "reduce" in operation else "gather"
-        name = (
-            "reduce_scatter"
-            if "scatter" in operation
-            else "all_gather"
-            if column == "gather"
-            else "all_reduce"
-        )
-        for tensor in _floating((args[place],), None, also_bytes=column == "gather"):
+        summed = "reduce_scatter" if "scatter" in operation else "all_reduce"
+        name = "all_gather" if column == "gather" else summed
+        for tensor in floating((args[place],), None, also_bytes=column == "gather"):
             for parameter in self._carried(column, tensor):
                 wire = parameter.gathered(tensor.dtype) if column == "gather" else word(tensor.dtype)
                 if column == "reduce":
@@ -485,7 +481,7 @@ class Watcher:
             carried = adapter.carried(column, tensor)
             if carried:
                 return carried
-        if tensor.dtype.is_floating_point and tensor.numel() >= _LEAST_PACKED:
+        if tensor.dtype.is_floating_point and tensor.numel() >= LEAST_PACKED:
             name = "reductions" if column == "reduce" else "gathers"
             self._unknown[name] = self._unknown.get(name, 0) + 1
         return ()
@@ -530,7 +526,7 @@ class Watcher:
 
     @_guarded
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        for tensor in _optimized(optimizer):
+        for tensor in optimized(optimizer):
             gradient = tensor.grad
             for part in self.parts(optimizer, tensor):
                 part.parameter.optimized = True
@@ -552,9 +548,9 @@ class Watcher:
     @_guarded
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         name = type(optimizer).__name__
-        for tensor in _optimized(optimizer):
+        for tensor in optimized(optimizer):
             state = optimizer.state.get(tensor) if hasattr(optimizer, "state") else None
-            kept = _moments(state, tensor)
+            kept = moments(state, tensor)
             for part in self.parts(optimizer, tensor):
                 for key, moment in kept:
                     part.parameter.seen.see("state", word(moment.dtype), f"{name} {key}")
@@ -614,71 +610,6 @@ def _is_part(module: torch.nn.Module, whole: Any) -> bool:
     """Whether a module is in the other, or the other way around."""
     modules = whole.modules() if isinstance(whole, torch.nn.Module) else ()
     return any(module is part for part in modules) or any(whole is part for part in module.modules())
-
-
-def _kind(func: Any) -> tuple[bool, bool, str]:
-    namespace, name = func.namespace, func.overloadpacket.__name__
-    return (
-        namespace == "aten" and name not in VIEWS and not _UNREAD.match(name),
-        namespace in ("c10d", "_c10d_functional"),
-        name,
-    )
-
-
-_UNREAD = re.compile(r"copy_$|_foreach_copy|new_|.*_like$")
-"""Operations that copy, or take a shape and no values."""
-
-_PAYLOAD = {
-    "allreduce_": 0,
-    "allreduce_coalesced_": 0,
-    "reduce_": 0,
-    "_reduce_scatter_base_": 1,
-    "reduce_scatter_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "_allgather_base_": 1,
-    "allgather_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "all_reduce": 0,
-    "reduce_scatter_tensor": 0,
-    "all_gather_into_tensor": 0,
-}
-"""Collective of c10d -> the argument that has what is sent."""
-
-_LEAST_PACKED = 64
-"""Elements of a collective that may be of parameters; norms, losses and flags are fewer."""
-
-_SENDING = (
-    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather"),
-    *("all_gather_into_tensor",),
-)
-
-
-def _floating(args: Any, kwargs: Any, also_bytes: bool = False) -> Iterator[torch.Tensor]:
-    """Floating tensors among arguments, in lists too."""
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            if item.is_floating_point() or (also_bytes and item.dtype is torch.uint8):
-                yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _floating(item, None, also_bytes)
-    if kwargs:
-        yield from _floating(kwargs.values(), None, also_bytes)
-
-
-def _optimized(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if isinstance(tensor, torch.Tensor):
-                yield tensor
-
-
-def _moments(state: Any, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """What an optimizer keeps of every element, or of every block of them: no counters."""
-    if not isinstance(state, dict):
-        return []
-    kept = [(str(key), local(value)) for key, value in state.items() if isinstance(value, torch.Tensor)]
-    least = max(2, local(tensor).numel() // 4096)
-    return [(key, value) for key, value in kept if value.numel() >= min(least, local(tensor).numel())]
 
 
 _LIBRARIES = (

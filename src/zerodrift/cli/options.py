@@ -82,7 +82,7 @@ Expect = Annotated[
     typer.Option(
         "--expect",
         metavar="FILE",
-        help="A saved table or a config, ours or DeepSpeed's: exit with code 3 where the run is otherwise.",
+        help="A saved table, a plan, or a config, also DeepSpeed's: exit code 3 where the run differs.",
     ),
 ]
 SaveTable = Annotated[

@@ -103,7 +103,10 @@ class _Made(torch.Tensor):
 
 
 def _class_for(
-    name: str, output: Output | None, kind: type[torch.Tensor], others: tuple[type, ...]
+    name: str,
+    output: Output | None,
+    kind: type[torch.Tensor] = torch.Tensor,
+    others: tuple[type, ...] = (),
 ) -> type[Pinned]:
     warned: list[str] = []
 

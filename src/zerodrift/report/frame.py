@@ -27,11 +27,11 @@ DIGEST_SHOWN = 12
 """Hex digits of the digest in a title; JSON and the foot of the page have all of them."""
 
 
-def title(verb: str, digest: str = "", width: int = WIDTH) -> RenderableType:
+def title(verb: str, digest: str = "", width: int | None = None) -> RenderableType:
     left = Text().append("zerodrift", style="bold").append(f" {verb}")
     if digest:
         right = Text().append("digest ", style="dim").append(digest[:DIGEST_SHOWN])
-        left.append(" " * (width - len(left) - len(right))).append_text(right)
+        left.append(" " * ((width or WIDTH) - len(left) - len(right))).append_text(right)
     return Group(left, Rule(style="dim"))
 
 
@@ -40,12 +40,14 @@ def section(name: str, detail: str = "") -> Text:
     return text.append(f"   {detail}", style="dim") if detail else text
 
 
-def pairs(facts: Iterable[tuple[str, str]], *, bold: bool = False, width: int = WIDTH) -> RenderableType:
+def pairs(
+    facts: Iterable[tuple[str, str]], *, bold: bool = False, width: int | None = None
+) -> RenderableType:
     return grid(list(facts), most=(12,), styles=("bold" if bold else "dim",), width=width)
 
 
 def grid(
-    rows: Sequence[Sequence[str]], most: Sequence[int], styles: Sequence[str], width: int = WIDTH
+    rows: Sequence[Sequence[str]], most: Sequence[int], styles: Sequence[str], width: int | None = None
 ) -> RenderableType:
     """Columns as wide as they need and at most `most`; the last takes the rest of the line and wraps."""
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
@@ -54,7 +56,7 @@ def grid(
         needed = min(limit, max((cell_len(legible(row[index])) for row in rows), default=0))
         table.add_column(width=needed, overflow="fold", style=styles[index])
         used += needed + 2
-    table.add_column(width=width - used, overflow="fold")
+    table.add_column(width=(width or WIDTH) - used, overflow="fold")
     for row in rows:
         table.add_row(*map(shown, row))
     return table
@@ -98,12 +100,12 @@ def _fitting(text: str, width: int) -> str:
     return set_cell_size(text, width).rstrip() if cell_len(text) > width else text
 
 
-def printed(parts: Iterable[RenderableType], color: bool, width: int = WIDTH) -> str:
+def printed(parts: Iterable[RenderableType], color: bool, width: int | None = None) -> str:
     """The parts as one text; plain text carries no blanks at line ends."""
     out = io.StringIO()
     console = Console(
         file=out,
-        width=width,
+        width=width or WIDTH,
         force_terminal=color,
         color_system="standard" if color else None,
         no_color=not color,
