@@ -28,6 +28,7 @@ _WRAPPED = {
 """Class -> the child that it stands around, whose name says nothing."""
 
 
+@functools.cache
 def word(dtype: torch.dtype) -> str:
     """`bfloat16`."""
     return str(dtype).removeprefix("torch.")
@@ -47,11 +48,13 @@ class WatchedParameter:
         self._tensor = weakref.ref(tensor)
         self._place = (0, 0)
         self._arrived = 0
+        self._arrived_in: set[torch.dtype] = set()
+        self._numel = seen.numel
         self._first_digest: int | None = None
         self._own = [0.0] * len(self.samples)
         self._used: list[float | None] = [None] * len(self.samples)
 
-    @property
+    @functools.cached_property
     def samples(self) -> range:
         """Flat indices of the elements that are kept."""
         numel = max(self.seen.numel, 1)
@@ -103,15 +106,17 @@ class WatchedParameter:
     def gathered(self, dtype: torch.dtype) -> str:
         return (self.gather_word or word(dtype)) if dtype is torch.uint8 else word(dtype)
 
-    def arrives(self, gradient: torch.Tensor, path: str, line: Callable[[], str]) -> None:
+    def arrives(self, gradient: torch.Tensor, line: Callable[[], str]) -> None:
         """A gradient, at the leaf."""
         self._arrived += 1
-        dtype = word(gradient.dtype)
-        if dtype not in self.seen.whats("grad"):
-            self.seen.see("grad", dtype, "the gradient at the leaf", path, line())
-        if gradient.numel() == self.seen.numel and gradient.numel() and not gradient.is_sparse:
-            for place, value in enumerate(_elements(local(gradient), self.samples)):
-                self._own[place] += value
+        if gradient.dtype not in self._arrived_in:
+            self._arrived_in.add(gradient.dtype)
+            path = self.seen.name.rpartition(".")[0]
+            self.seen.see("grad", word(gradient.dtype), "the gradient at the leaf", path, line())
+        numel = gradient.numel()
+        if numel and numel == self._numel and not gradient.is_sparse:
+            values = _elements(local(gradient), self.samples)
+            self._own = [own + value for own, value in zip(self._own, values, strict=True)]
 
     def used(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
         """What an optimizer was given of it: elements from `begin`, at `at` of a flat gradient."""
@@ -418,13 +423,15 @@ def _layout(tensor: torch.Tensor) -> str:
 
 def _elements(tensor: torch.Tensor, flat: Sequence[int]) -> list[float]:
     """Some elements by flat index, without a copy of one that is not contiguous."""
-    where = _where(tuple(tensor.shape), tuple(flat), tensor.device)
-    values: list[float] = tensor.detach()[where].reshape(-1).tolist()
+    where = _where(tensor.shape, flat if isinstance(flat, range) else tuple(flat), tensor.device)
+    values: list[float] = tensor.detach()[where].tolist()
     return values
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _where(shape: tuple[int, ...], flat: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+def _where(
+    shape: torch.Size, flat: range | tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, ...]:
     """Flat indices as one index per dimension."""
     index, rest = [], list(flat)
     for length in reversed(shape):

@@ -403,8 +403,7 @@ class Watcher:
     def _arrives(
         self, parameter: WatchedParameter, leaf: torch.Tensor | None, gradient: torch.Tensor
     ) -> None:
-        path = parameter.seen.name.rpartition(".")[0]
-        parameter.arrives(gradient, path, line_of_script)
+        parameter.arrives(gradient, line_of_script)
         held = None if leaf is None else leaf.grad
         if held is None or word(held.dtype) in parameter.seen.whats("accumulate"):
             return

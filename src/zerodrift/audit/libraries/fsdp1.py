@@ -83,8 +83,7 @@ class Fsdp1:
         line = line_of_script()
         for parameter, _, begin in self._members(flat):
             part = gradient[begin : begin + parameter.seen.numel]
-            path = parameter.seen.name.rpartition(".")[0]
-            parameter.arrives(part, path, line_of_script)
+            parameter.arrives(part, line_of_script)
             if before is not None or not reduces:
                 parameter.seen.see("accumulate", word(total.dtype), "FSDP's whole gradient", "", line)
 
