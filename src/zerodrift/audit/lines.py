@@ -16,6 +16,14 @@ _LIBRARIES = tuple(
 )
 
 
+def is_from_script() -> bool:
+    """Whether the call that is under way was made by a person's code, and by no library for itself."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(("<", _HERE)):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
 def line_of_script() -> str:
     """`file:line` of the innermost frame that is in no library; empty where there is none."""
     frame = sys._getframe(1)

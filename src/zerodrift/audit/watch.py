@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zerodrift.audit.calls import LEAST_PACKED, PAYLOAD, SENDING, floating, kind_of, moments, optimized
 from zerodrift.audit.files import Exports
-from zerodrift.audit.lines import line_of_script
+from zerodrift.audit.lines import is_from_script, line_of_script
 from zerodrift.audit.models import WatchedModel, WatchedParameter, word
 from zerodrift.audit.operations import CASTS, anything_compiled, every_operation
 from zerodrift.audit.owners import Owners, local
@@ -329,7 +329,8 @@ class Watcher:
         return True
 
     def _watched_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._compiles = True
+        # Libraries decorate functions with it that may never run; what has run is asked for by itself.
+        self._compiles |= is_from_script()
         return original(*args, **kwargs)
 
     @contextlib.contextmanager
