@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 import zerodrift
+from zerodrift.audit.imports import when_imported
 from zerodrift.audit.models import WatchedModel, WatchedParameter
 from zerodrift.audit.owners import Owners
 from zerodrift.audit.seen import COLUMNS
@@ -253,3 +257,17 @@ def test_what_is_no_optimizer_is_refused() -> None:
 def test_what_was_seen_is_read_after_the_end() -> None:
     with pytest.raises(ZerodriftError, match="after the `with`"), zerodrift.observe(net()) as seen:
         seen.table()
+
+
+def test_a_module_that_is_only_asked_for_is_still_waited_for(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asked_for_first.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[Any] = []
+    for _ in range(2):
+        when_imported("asked_for_first", seen.append)
+    before = len(sys.meta_path)
+    assert importlib.util.find_spec("asked_for_first") is not None and seen == []
+    module = importlib.import_module("asked_for_first")
+    assert seen == [module, module] and len(sys.meta_path) == before - 2 and module.VALUE == 1

@@ -36,15 +36,24 @@ class _ImportFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
-        self.leave()
-        for finder in sys.meta_path:
+        # A module that is only asked for, and not imported, will be asked for again.
+        for finder in [finder for finder in sys.meta_path if not isinstance(finder, _ImportFinder)]:
             spec = finder.find_spec(name, path, target)
             if spec is None:
                 continue
             if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                spec.loader = _Loader(spec.loader, self._call)
+                spec.loader = _Loader(spec.loader, self._imported)
             return spec
         return None
+
+    def _imported(self, module: ModuleType) -> None:
+        """Of all who wait for this module."""
+        waiting = [
+            each for each in sys.meta_path if isinstance(each, _ImportFinder) and each._name == self._name
+        ]
+        for each in waiting:
+            each.leave()
+            each._call(module)
 
 
 class _Loader(importlib.abc.Loader):

@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def begin(folder: str, steps: int, keep_going: bool) -> None:
             os._exit(0)
 
     watcher = Watcher(steps, finished, adapters(), files_after=keep_going)
+    watcher.thread = threading.main_thread().ident or watcher.thread  # torch may be imported by another
     watcher.begin()
     atexit.register(_at_exit, watcher, os.getpid())
     os.register_at_fork(after_in_child=watcher.end)
