@@ -9,7 +9,8 @@ import torch
 
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
-from zerodrift.audit.models import WatchedModel, word
+from zerodrift.audit.models import WatchedModel
+from zerodrift.audit.observed import name as word
 from zerodrift.audit.patches import Patches
 
 _DEEP = 4

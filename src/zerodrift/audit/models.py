@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zerodrift.audit.observed import name as word
 from zerodrift.audit.owners import Owners, local
 from zerodrift.audit.seen import Column, SeenModel, SeenParameter
 
@@ -26,12 +27,6 @@ _WRAPPED = {
     "_FabricModule": "_forward_module",
 }
 """Class -> the child that it stands around, whose name says nothing."""
-
-
-@functools.cache
-def word(dtype: torch.dtype) -> str:
-    """`bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 class WatchedParameter:

@@ -8,6 +8,7 @@ Invariant: what was not seen is absent. Nothing here is taken from the plan.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,7 @@ Column = Literal["storage", "gather", "compute", "grad", "accumulate", "reduce",
 """Those of the plan that a step shows; `export` is seen in the exported file."""
 
 
+@functools.cache
 def name(dtype: torch.dtype) -> str:
     """`bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -29,7 +29,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -38,7 +38,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerodrift.audit.calls import LEAST_PACKED, PAYLOAD, SENDING, floating, kind_of, moments, optimized
 from zerodrift.audit.files import Exports
 from zerodrift.audit.lines import is_from_script, line_of_script
-from zerodrift.audit.models import WatchedModel, WatchedParameter, word
+from zerodrift.audit.models import WatchedModel, WatchedParameter
+from zerodrift.audit.observed import name as word
 from zerodrift.audit.operations import CASTS, anything_compiled, every_operation
 from zerodrift.audit.owners import Owners, local
 from zerodrift.audit.patches import Patches
@@ -60,25 +61,28 @@ class OptimizedPart:
     """Whether the tensor's `.grad` is what micro-batches were added in, and no copy of it."""
 
 
-class Adapter(Protocol):
-    """What is known of one library: where it keeps what it has packed."""
-
-    name: str
+class Adapter:
+    """What is known of one library: where it keeps what it has packed. Most have only some of it to say."""
 
     def begin(self, watcher: Watcher) -> None:
         """Called before any model was seen; a library that is not imported yet may be asked for later."""
+        raise NotImplementedError
 
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
         """The parameters in a tensor that an optimizer updates; None where it is not this library's."""
+        return None
 
     def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
         """Whose a collective is that no memory tells."""
+        return ()
 
     def claims(self, module: torch.nn.Module) -> bool:
         """Whether the library sees this module in its own terms."""
+        return False
 
     def models(self) -> Iterable[SeenModel]:
         """The models that it has seen so."""
+        return ()
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

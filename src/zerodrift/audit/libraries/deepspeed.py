@@ -18,9 +18,10 @@ import torch
 
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
-from zerodrift.audit.models import WatchedParameter, word
-from zerodrift.audit.seen import Column, SeenModel
-from zerodrift.audit.watch import OptimizedPart, Watcher
+from zerodrift.audit.models import WatchedParameter
+from zerodrift.audit.observed import name as word
+from zerodrift.audit.seen import Column
+from zerodrift.audit.watch import Adapter, OptimizedPart, Watcher
 
 _STEPS = (
     ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
@@ -34,9 +35,7 @@ _STEPS = (
 TRIED = ("0.19.6", "0.19.7", "0.19.8")
 
 
-class DeepSpeed:
-    name = "deepspeed"
-
+class DeepSpeed(Adapter):
     def __init__(self) -> None:
         self._parts: dict[int, list[OptimizedPart]] = {}
         """By the id of a flat master."""
@@ -92,12 +91,6 @@ class DeepSpeed:
         if not carried or tensor.numel() < min(p.seen.numel for p in carried) // 2:
             return ()  # a norm, or a flag
         return carried
-
-    def claims(self, module: torch.nn.Module) -> bool:
-        return False
-
-    def models(self) -> Sequence[SeenModel]:
-        return ()
 
 
 def _sent_in(parameter: WatchedParameter) -> torch.dtype | None:

@@ -15,14 +15,12 @@ import torch
 
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
-from zerodrift.audit.models import WatchedParameter, word
-from zerodrift.audit.seen import Column, SeenModel
-from zerodrift.audit.watch import OptimizedPart, Watcher
+from zerodrift.audit.models import WatchedParameter
+from zerodrift.audit.observed import name as word
+from zerodrift.audit.watch import Adapter, OptimizedPart, Watcher
 
 
-class Fsdp1:
-    name = "FullyShardedDataParallel"
-
+class Fsdp1(Adapter):
     def begin(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._sums: dict[int, torch.Tensor] = {}
@@ -91,15 +89,6 @@ class Fsdp1:
         if hasattr(tensor, "_shard_param_infos"):
             return [_part(parameter, place) for parameter, place, _ in self._members(tensor)]
         return None
-
-    def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
-        return ()
-
-    def claims(self, module: torch.nn.Module) -> bool:
-        return False
-
-    def models(self) -> Sequence[SeenModel]:
-        return ()
 
 
 def _kept(flat: Any, members: Sequence[WatchedParameter]) -> None:

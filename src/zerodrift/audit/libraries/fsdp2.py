@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
-from zerodrift.audit.models import WatchedParameter, word
-from zerodrift.audit.seen import Column, SeenModel
-from zerodrift.audit.watch import OptimizedPart, Watcher
+from zerodrift.audit.models import WatchedParameter
+from zerodrift.audit.observed import name as word
+from zerodrift.audit.watch import Adapter, Watcher
 
 _HOME = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _NEEDED = ("unshard", "post_backward")
 
 
-class Fsdp2:
-    name = "fully_shard"
-
+class Fsdp2(Adapter):
     def begin(self, watcher: Watcher) -> None:
         def imported(module: Any) -> None:
             groups = module.FSDPParamGroup
@@ -39,18 +35,6 @@ class Fsdp2:
             watcher.patches.replace(groups, "post_backward", _reducing(watcher))
 
         watcher.patches.undo(when_imported(_HOME, imported))
-
-    def parts(self, optimizer: Any, tensor: Any) -> Sequence[OptimizedPart] | None:
-        return None
-
-    def carried(self, column: Column, tensor: Any) -> Sequence[WatchedParameter]:
-        return ()
-
-    def claims(self, module: torch.nn.Module) -> bool:
-        return False
-
-    def models(self) -> Sequence[SeenModel]:
-        return ()
 
 
 def _members(watcher: Watcher, group: Any) -> list[tuple[Any, WatchedParameter]]:

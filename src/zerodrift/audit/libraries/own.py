@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from zerodrift.audit.imports import when_imported
-from zerodrift.audit.models import WatchedParameter
 from zerodrift.audit.observed import Observed, merged
-from zerodrift.audit.seen import Column, SeenModel, SeenParameter
-from zerodrift.audit.watch import OptimizedPart, Watcher
+from zerodrift.audit.seen import SeenModel, SeenParameter
+from zerodrift.audit.watch import Adapter, OptimizedPart, Watcher
 
 
 @dataclass
@@ -39,9 +38,7 @@ class _OwnRun:
             step.close()
 
 
-class Own:
-    name = "zerodrift"
-
+class Own(Adapter):
     def begin(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._runs: list[_OwnRun] = []
@@ -96,9 +93,6 @@ class Own:
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
         own = any(optimizer is run.engine.optimizer for run in self._runs)
         return () if own else None
-
-    def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
-        return ()
 
     def models(self) -> Iterator[SeenModel]:
         for run in self._runs:
