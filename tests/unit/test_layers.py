@@ -39,6 +39,10 @@ ROOMS: dict[str, set[str]] = {
         *{"backends", "engine", "comm", "config", "model", "plan", "policy", "report"},
         *{"dtypes", "errors"},
     },
+    "drift": {
+        *{"audit", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
+        *{"dtypes", "errors", "files", "legible", "mesh", "record"},
+    },
     "api": {
         *{"backends", "io", "config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim"},
         *{"pipeline", "dtypes", "errors", "versions"},
@@ -53,6 +57,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "cli": {
         "audit",
+        "drift",
         "train",
         "api",
         "pipeline",

@@ -1,0 +1,168 @@
+"""A policy with other dtypes for some parameters: what a replay runs, and what a person pastes.
+
+A parameter's forward is narrowed in two steps: what it is stored and gathered in rounds its values once, and
+what it is computed in rounds every operation with it. Each is a cell that can be widened alone, but for one:
+values that are not rounded are of use only where they are computed with as they are, so a wide `storage`
+takes `compute` with it.
+
+Invariant: pure, and a variant is a policy like any other: `build` judges it, and the engine runs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zerodrift.dtypes import DType
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import Batch, Columns, Mode, Policy, ResolvedRule
+from zerodrift.policy.rules import PIN
+
+Cell = Literal["storage", "compute", "accumulate", "reduce", "master", "state", "export"]
+"""A column, or several that are widened together: `storage` is `storage`, `gather` and `compute`."""
+
+FORWARD: tuple[Cell, ...] = ("storage", "compute")
+"""Cells that change what a forward computes."""
+
+_WIDE = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Cells of parameters that a name or a pattern stands for."""
+
+    pattern: str
+    """A name, or a glob for names that differ in numbers alone."""
+    cell: Cell
+    names: tuple[str, ...]
+    """The first names of the parameters."""
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {self.cell}"
+
+
+def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
+    """What of a parameter is narrower than fp32, or is rounded on its way; in the order of COLUMNS."""
+    found: list[Cell] = []
+    if _narrow(columns.storage.dtype) or _narrow(columns.gather):
+        found.append("storage")
+    if _narrow(columns.compute):
+        found.append("compute")
+    update = columns.update
+    if update is not None:
+        if _narrow(update.accumulate.dtype):
+            found.append("accumulate")
+        if _narrow(update.reduce.wire) or _narrow(update.reduce.sum):
+            found.append("reduce")
+        if str(update.master) == "same" and _narrow(columns.storage.dtype):
+            found.append("master")
+        if str(update.state) != _WIDE:
+            found.append("state")
+    if _narrow(columns.export):
+        found.append("export")
+    return tuple(found)
+
+
+def _narrow(dtype: DType) -> bool:
+    return dtype.is_floating and not dtype.holds(DType.FP32)
+
+
+def reference(policy: Policy) -> Policy:
+    """The same run in fp32: nothing is rounded but by fp32 itself."""
+    order = tuple(demand for demand in policy.demands if demand[0] in ("reduce.order", "reduce.when"))
+    kept = ("placement", "optimizer", "reduce.when", "reduce.order")
+    rules = (_only_columns(rule, kept) for rule in policy.rules)
+    return replace(
+        policy,
+        mode=Mode.FP32,
+        demands=order,
+        rules=tuple(rule for rule in rules if rule.sets),
+        safe=(),
+        buffers=None,
+        buffers_why="the reference keeps every buffer as the model has it",
+        loss_scale=None,
+    )
+
+
+def _only_columns(rule: ResolvedRule, kept: Sequence[str]) -> ResolvedRule:
+    return replace(rule, sets=tuple(pair for pair in rule.sets if pair[0] in kept), pin=False, output=None)
+
+
+def for_micro_batches(policy: Policy, count: int, ranks: int) -> Policy:
+    """The same, with one step over as many micro-batches on each rank."""
+    return replace(policy, batch=Batch(policy.batch.micro, count, policy.batch.micro * count * ranks))
+
+
+def without_update(policy: Policy) -> Policy:
+    """The same for whoever looks at forwards alone: no optimizer takes memory."""
+    return replace(policy, optimizer=None, schedule=None, statistics=False)
+
+
+# --- wider ---------------------------------------------------------------------------------------------
+
+
+def widened(policy: Policy, choices: Iterable[Choice]) -> Policy:
+    """The same, with these cells in fp32."""
+    rules = [rule for choice in choices for rule in _rules(choice, _sets_wide(choice.cell))]
+    return replace(policy, rules=(*policy.rules, *rules))
+
+
+def _sets_wide(cell: Cell) -> dict[str, str]:
+    if cell == "storage":
+        return {"storage": _WIDE, "compute": _WIDE}
+    if cell == "reduce":
+        return {"reduce.wire": _WIDE, "reduce.sum": _WIDE}
+    return {cell: _WIDE}
+
+
+def pinned(policy: Policy, names: Iterable[str]) -> Policy:
+    """The same, with all columns of these parameters in fp32."""
+    rules = [_rule(name, dict(PIN), pin=True) for name in names]
+    return replace(policy, rules=(*policy.rules, *rules))
+
+
+# --- nothing but some cells narrow ---------------------------------------------------------------------
+
+
+def only(plan: Plan, choices: Iterable[Choice]) -> Policy:
+    """The reference, with these cells as narrow as in the plan."""
+    rules = []
+    for choice in choices:
+        for name in choice.names:
+            row = plan.row(name)
+            if row is None:
+                raise AssertionError(f"{name} is not in the plan")
+            rules.append(_rule(name, _sets_as(row, choice.cell)))
+    wide = reference(plan.policy)
+    return replace(wide, rules=(*wide.rules, *rules))
+
+
+def _sets_as(row: Row, cell: Cell) -> dict[str, str]:
+    columns, update = row.columns, row.columns.update
+    if cell == "storage":
+        # What storage rounds is seen where it is computed with in fp32.
+        return {"storage": str(columns.storage.dtype), "compute": _WIDE}
+    if cell in ("compute", "export"):
+        return {cell: str(getattr(columns, cell))}
+    if update is None:
+        return {}
+    if cell == "reduce":
+        return {"reduce.wire": str(update.reduce.wire), "reduce.sum": str(update.reduce.sum)}
+    if cell == "accumulate":
+        return {cell: str(update.accumulate.dtype)}
+    return {cell: str(getattr(update, cell))}
+
+
+def _rules(choice: Choice, sets: dict[str, str]) -> list[ResolvedRule]:
+    return [_rule(name, sets) for name in choice.names]
+
+
+def _rule(name: str, sets: dict[str, str], *, pin: bool = False) -> ResolvedRule:
+    return ResolvedRule("glob", literal(name), "", tuple(sets.items()), pin, None, "the audit")
+
+
+def literal(name: str) -> str:
+    """A glob that matches this name alone."""
+    return re.sub(r"([*?[])", r"[\1]", name)
