@@ -173,7 +173,7 @@ def signals(engine: Engine, batches: Sequence[Batch], around: Around = plainly) 
     with path_in(engine.module) as path, torch.no_grad():
         for number, batch in enumerate(batches):
             with around(path):
-                _forward(engine, batch, number, path, seen)
+                forward(engine, batch, number, path, seen)
     return seen
 
 
@@ -184,12 +184,12 @@ def trained_signals(engine: Engine, batches: Sequence[Batch], around: Around = p
     with path_in(engine.module) as path:
         for number, batch in enumerate(batches):
             with around(path):
-                loss, _ = _forward(engine, batch, number, path, seen)
+                loss, _ = forward(engine, batch, number, path, seen)
             engine.backward(loss)
     return seen
 
 
-def _forward(
+def forward(
     engine: Engine, batch: Batch, number: int, path: Path, seen: Signals
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The loss, and what every target costs."""
@@ -217,3 +217,11 @@ def require_finite(seen: Signals, whose: str) -> None:
                 got=loss,
                 do="Look at the batch and at the weights.",
             )
+
+
+def signed_costs(negative: torch.Tensor, number: int) -> torch.Tensor:
+    """What every target costs, added up with random signs: squares of its gradients are, on average, sums of
+    squares over the targets."""
+    generator = torch.Generator().manual_seed(7_000_003 + number)
+    signs = torch.randint(0, 2, negative.shape, generator=generator, dtype=torch.int8) * 2 - 1
+    return (negative * signs.to(negative.device, negative.dtype)).sum() / len(negative)

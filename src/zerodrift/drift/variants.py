@@ -11,13 +11,13 @@ Invariant: pure, and a variant is a policy like any other: `build` judges it, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from zerodrift.dtypes import DType
 from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Batch, Columns, Mode, Policy, ResolvedRule
+from zerodrift.policy.nouns import Batch, Columns, Mode, Output, Policy, ResolvedRule
 from zerodrift.policy.rules import PIN
 
 Cell = Literal["storage", "compute", "accumulate", "reduce", "master", "state", "export"]
@@ -103,10 +103,15 @@ def without_update(policy: Policy) -> Policy:
 # --- wider ---------------------------------------------------------------------------------------------
 
 
-def widened(policy: Policy, choices: Iterable[Choice]) -> Policy:
-    """The same, with these cells in fp32."""
-    rules = [rule for choice in choices for rule in _rules(choice, _sets_wide(choice.cell))]
-    return replace(policy, rules=(*policy.rules, *rules))
+def widened(plan: Plan, choices: Iterable[Choice], output: Output | None = None) -> Policy:
+    """The policy of a plan, with these cells in fp32; `output` is what their modules return."""
+    rules = []
+    for choice in choices:
+        sets = _sets_wide(choice.cell)
+        beside = _beside(plan, choice) if "compute" in sets else []
+        rules += [_rule(name, sets, output=output) for name in choice.names]
+        rules += [_rule(name, {"compute": _WIDE}, output=output) for name in beside]
+    return replace(plan.policy, rules=(*plan.policy.rules, *rules))
 
 
 def _sets_wide(cell: Cell) -> dict[str, str]:
@@ -117,24 +122,39 @@ def _sets_wide(cell: Cell) -> dict[str, str]:
     return {cell: _WIDE}
 
 
-def pinned(policy: Policy, names: Iterable[str]) -> Policy:
-    """The same, with all columns of these parameters in fp32."""
-    rules = [_rule(name, dict(PIN), pin=True) for name in names]
-    return replace(policy, rules=(*policy.rules, *rules))
+def _beside(plan: Plan, choice: Choice) -> list[str]:
+    """Other parameters of the modules that own these: a module computes in one dtype."""
+    modules = {
+        name.rpartition(".")[0]
+        for chosen in choice.names
+        if (row := plan.row(chosen)) is not None
+        for name in row.names
+    }
+    beside = (row for row in plan.rows if any(name.rpartition(".")[0] in modules for name in row.names))
+    return [row.name for row in beside if row.name not in choice.names and row.columns.compute.is_floating]
+
+
+def pinned(plan: Plan, outputs: Mapping[str, Output | None]) -> Policy:
+    """The policy of a plan, with these parameters in fp32 everywhere; each with what its module returns."""
+    rules = [_rule(name, dict(PIN), pin=True, output=output) for name, output in outputs.items()]
+    return replace(plan.policy, rules=(*plan.policy.rules, *rules))
 
 
 # --- nothing but some cells narrow ---------------------------------------------------------------------
 
 
-def only(plan: Plan, choices: Iterable[Choice]) -> Policy:
-    """The reference, with these cells as narrow as in the plan."""
+def only(plan: Plan, choices: Iterable[Choice], output: Output | None = None) -> Policy:
+    """The reference, with these cells as narrow as in the plan; `output` is what their modules return."""
     rules = []
     for choice in choices:
         for name in choice.names:
             row = plan.row(name)
             if row is None:
                 raise AssertionError(f"{name} is not in the plan")
-            rules.append(_rule(name, _sets_as(row, choice.cell)))
+            rules.append(_rule(name, _sets_as(row, choice.cell), output=output))
+        if choice.cell == "compute":
+            narrow = next(iter(rules[-1].sets))[1]
+            rules += [_rule(name, {"compute": narrow}, output=output) for name in _beside(plan, choice)]
     wide = reference(plan.policy)
     return replace(wide, rules=(*wide.rules, *rules))
 
@@ -143,7 +163,8 @@ def _sets_as(row: Row, cell: Cell) -> dict[str, str]:
     columns, update = row.columns, row.columns.update
     if cell == "storage":
         # What storage rounds is seen where it is computed with in fp32.
-        return {"storage": str(columns.storage.dtype), "compute": _WIDE}
+        narrow = columns.storage.dtype if _narrow(columns.storage.dtype) else columns.gather
+        return {"storage": str(narrow), "compute": _WIDE}
     if cell in ("compute", "export"):
         return {cell: str(getattr(columns, cell))}
     if update is None:
@@ -155,12 +176,10 @@ def _sets_as(row: Row, cell: Cell) -> dict[str, str]:
     return {cell: str(getattr(update, cell))}
 
 
-def _rules(choice: Choice, sets: dict[str, str]) -> list[ResolvedRule]:
-    return [_rule(name, sets) for name in choice.names]
-
-
-def _rule(name: str, sets: dict[str, str], *, pin: bool = False) -> ResolvedRule:
-    return ResolvedRule("glob", literal(name), "", tuple(sets.items()), pin, None, "the audit")
+def _rule(
+    name: str, sets: dict[str, str], *, pin: bool = False, output: Output | None = None
+) -> ResolvedRule:
+    return ResolvedRule("glob", literal(name), "", tuple(sets.items()), pin, output, "the audit")
 
 
 def literal(name: str) -> str:
