@@ -19,6 +19,7 @@ import zerodrift
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.models import WatchedModel, WatchedParameter
 from zerodrift.audit.owners import Owners
+from zerodrift.audit.samples import Samples, read
 from zerodrift.audit.seen import COLUMNS
 from zerodrift.errors import ModelError, ZerodriftError
 
@@ -167,6 +168,53 @@ def test_a_defect_of_the_observer_ends_it_and_not_the_loop(
     assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), alone.parameters(), strict=True))
     assert any("planted" in note for note in seen.process.notes) and seen.process.ended == "broken"
     assert doors() == before
+
+
+CHANGES: dict[str, tuple[Callable[[Net], Any], bool, tuple[str, ...]]] = {
+    "cast": (lambda model: model.bfloat16(), False, ("storage", "compute", "grad", "accumulate", "state")),
+    "head": (
+        lambda model: setattr(model, "head", nn.Linear(8, 16, dtype=torch.bfloat16)),
+        True,
+        ("storage", "compute", "grad", "accumulate", "state"),
+    ),
+    "autocast": (lambda model: None, True, ("compute",)),
+}
+"""What is done before the third step, whether autocast is on from there, the columns that it changes."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_that_differs_from_those_before_is_seen(change: str) -> None:
+    done, autocast, columns = CHANGES[change]
+    model = net()
+    with zerodrift.observe(model) as seen:
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        done(model)
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), autocast=autocast)
+    head = seen.models[0].parameter("head.weight")
+    assert head is not None
+    for column in ("storage", "compute", "grad", "accumulate", "state"):
+        both = ("float32", "bfloat16") if column in columns else ("float32",)
+        assert head.whats(column) == both, column  # type: ignore[arg-type]
+
+
+def test_samples_are_elements_of_what_passes_by() -> None:
+    whole = torch.arange(60.0).reshape(6, 10)
+    one = Samples(60)
+    one.arrives(whole)
+    one.arrives(whole.t().contiguous().t())
+    for begin in range(0, 60, 20):
+        one.given(whole.view(-1).bfloat16(), begin, begin, 20)
+    read([one])
+    own, used = one.end()
+    assert own == [2.0 * place for place in one.places]
+    assert used == [float(torch.tensor(float(place)).bfloat16()) for place in one.places]
+    one.given(torch.arange(100.0), 13, 50, 20)  # elements 13 to 33, from place 50
+    one.arrives(whole)
+    one.misses()
+    read([one])
+    own, used = one.end()
+    assert own == []
+    assert used == [50.0 + place - 13 if 13 <= place < 33 else None for place in one.places]
 
 
 def test_models_that_train_together_have_a_table_each() -> None:

@@ -73,6 +73,7 @@ def moments(state: Any, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """What an optimizer keeps of every element, or of every block of them: no counters."""
     if not isinstance(state, dict):
         return []
+    numel = local(tensor).numel()
+    least = min(max(2, numel // 4096), numel)
     kept = [(str(key), local(value)) for key, value in state.items() if isinstance(value, torch.Tensor)]
-    least = max(2, local(tensor).numel() // 4096)
-    return [(key, value) for key, value in kept if value.numel() >= min(least, local(tensor).numel())]
+    return [(key, value) for key, value in kept if value.numel() >= least]

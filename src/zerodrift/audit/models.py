@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zerodrift.audit.lines import line_of_script
 from zerodrift.audit.observed import name as word
 from zerodrift.audit.owners import Owners, local
+from zerodrift.audit.samples import Samples, read
 from zerodrift.audit.seen import Column, SeenModel, SeenParameter
-
-SAMPLES = 8
-"""Elements of each gradient that are kept, to see what became of them."""
 
 _WRAPPED = {
     "DistributedDataParallel": "module",
@@ -40,20 +39,20 @@ class WatchedParameter:
         """Whether ranks have slices of it, though no type says so."""
         self.gather_word = ""
         """What it is gathered in, where its library packs several dtypes as bytes."""
-        self._tensor = weakref.ref(tensor)
-        self._place = (0, 0)
+        self.samples = Samples(seen.numel)
+        self.begin = 0
+        """The flat index of the first element that this rank has of it; -1 where it has no range of them."""
+        self.rests_in(tensor)
+        self._computed_with: Callable[[], torch.Tensor | None] = lambda: None
         self._arrived = 0
         self._arrived_in: set[torch.dtype] = set()
         self._numel = seen.numel
         self._first_digest: int | None = None
-        self._own = [0.0] * len(self.samples)
-        self._used: list[float | None] = [None] * len(self.samples)
 
-    @functools.cached_property
-    def samples(self) -> range:
-        """Flat indices of the elements that are kept."""
-        numel = max(self.seen.numel, 1)
-        return range(0, numel, max(1, -(-numel // SAMPLES)))
+    @property
+    def has_gradient(self) -> bool:
+        """Whether an optimizer was given a gradient of it that is not zero."""
+        return any(self.seen.facts.get("used", ()))
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -61,29 +60,17 @@ class WatchedParameter:
 
     def rests_in(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
+        self.begin = _begin(tensor, self.seen)
 
     def is_resting(self, tensor: torch.Tensor) -> bool:
         return self._tensor() is tensor
 
-    def begin(self, tensor: torch.Tensor) -> int:
-        """The flat index of the first element that this rank has of it."""
-        placements = getattr(tensor, "placements", None)
-        if placements is None:
-            return 0
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        mesh: Any = getattr(tensor, "device_mesh", None)
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        if any(offsets[1:]):
-            return -1  # no range of elements
-        return offsets[0] * (self.seen.numel // max(self.seen.shape[0], 1)) if offsets else 0
-
-    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        """Whether it is in other memory than when this was asked last, and in any."""
-        place = id(tensor), local(tensor).untyped_storage()._cdata
-        moved = place != self._place and local(tensor).numel() > 0
-        self._place = place
-        return moved
+    def is_computed_with(self, tensor: torch.Tensor) -> bool:
+        """A module's forward computes with this tensor; returns whether it was another before."""
+        if self._computed_with() is tensor:
+            return False
+        self._computed_with = weakref.ref(tensor)
+        return True
 
     def look(self) -> None:
         """What rests."""
@@ -101,28 +88,22 @@ class WatchedParameter:
     def gathered(self, dtype: torch.dtype) -> str:
         return (self.gather_word or word(dtype)) if dtype is torch.uint8 else word(dtype)
 
-    def arrives(self, gradient: torch.Tensor, line: Callable[[], str]) -> None:
-        """A gradient, at the leaf."""
+    def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
+        """A gradient, at the leaf. `sample` is whether other ranks have one too, to compare with."""
         self._arrived += 1
         if gradient.dtype not in self._arrived_in:
             self._arrived_in.add(gradient.dtype)
             path = self.seen.name.rpartition(".")[0]
-            self.seen.see("grad", word(gradient.dtype), "the gradient at the leaf", path, line())
-        numel = gradient.numel()
-        if numel and numel == self._numel and not gradient.is_sparse:
-            values = _elements(local(gradient), self.samples)
-            self._own = [own + value for own, value in zip(self._own, values, strict=True)]
+            self.seen.see("grad", word(gradient.dtype), "the gradient at the leaf", path, line_of_script)
+        if not sample:
+            self.samples.misses()
+        elif gradient.numel() == self._numel > 0 and not gradient.is_sparse:
+            self.samples.arrives(gradient)
 
     def used(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
         """What an optimizer was given of it: elements from `begin`, at `at` of a flat gradient."""
-        if gradient.is_sparse or begin < 0:
-            return
-        length = gradient.numel() - at if length < 0 else length
-        wanted = [(k, i) for k, i in enumerate(self.samples) if begin <= i < begin + length]
-        if wanted:
-            values = _elements(gradient, [i - begin + at for _, i in wanted])
-            for (place, _), value in zip(wanted, values, strict=True):
-                self._used[place] = value
+        if not gradient.is_sparse and begin >= 0:
+            self.samples.given(gradient, begin, at, gradient.numel() - at if length < 0 else length)
 
     def began(self, master: torch.Tensor, at: int, length: int) -> None:
         """Whether the master holds nothing that storage would not hold; asked once, before its first step."""
@@ -138,12 +119,9 @@ class WatchedParameter:
     def stepped(self, since: bool) -> None:
         """What an optimizer was given belongs to what had arrived. Where only other ranks are given it, what
         had arrived here belongs to theirs, once there was a step `since`."""
-        given = any(value is not None for value in self._used)
         never = all(value is None for value in self.seen.facts.get("used", ()))
-        if given or (since and never):
-            self.seen.facts |= {"own": self._own, "used": self._used}
-            self._own = [0.0] * len(self.samples)
-            self._used = [None] * len(self.samples)
+        if self.samples.was_given or (since and never):
+            self.seen.facts["own"], self.seen.facts["used"] = self.samples.end()
 
     def end(self, world: int) -> SeenParameter:
         """What was seen, with a reason for every cell that was not."""
@@ -176,7 +154,7 @@ class WatchedModel:
         self._leaves: dict[int, list[tuple[str, WatchedParameter]]] = {}
         self._by_tensor: dict[int, WatchedParameter] = {}
         self._copies: dict[int, tuple[Any, WatchedParameter | None]] = {}
-        self._scanned: tuple[int, ...] = ()
+        self._scanned: list[int] = []
         self._scan()
 
     def has(self, module: torch.nn.Module) -> bool:
@@ -200,10 +178,7 @@ class WatchedModel:
 
     @property
     def compiled(self) -> bool:
-        return any(
-            getattr(module, "_compiled_call_impl", None) is not None or "OptimizedModule" in _classes(module)
-            for module in self.root.modules()
-        )
+        return any(map(_is_compiled, _all_modules(self.root)))
 
     def become(self, larger: WatchedModel) -> None:
         """The same model, seen from a module around it."""
@@ -230,15 +205,17 @@ class WatchedModel:
         self._copies[id(tensor)] = (weakref.ref(tensor), parameter)
         return parameter
 
-    def look(self, memory: Owners[WatchedParameter]) -> None:
-        """What rests between steps."""
-        if tuple(id(leaf.tensor) for leaf in _leaves(self.root)) != self._scanned:
+    def look(self, memory: Owners[WatchedParameter]) -> bool:
+        """What rests between steps. Returns whether names had to be given anew."""
+        anew = _identities(self.root) != self._scanned
+        if anew:
             self._scan(self._by_tensor)
         for parameter in self.parameters:
             parameter.look()
             tensor = parameter.tensor
             if tensor is not None and local(tensor).numel():
                 memory.put(tensor, parameter)
+        return anew
 
     def look_at(
         self,
@@ -251,8 +228,10 @@ class WatchedModel:
             tensor = module.__dict__.get(leaf)
             if tensor is None:
                 tensor = module._parameters.get(leaf)
-            if isinstance(tensor, torch.Tensor) and parameter.is_elsewhere(tensor):
-                memory.put(tensor, parameter)
+            if not isinstance(tensor, torch.Tensor) or not local(tensor).numel():
+                continue
+            moved = memory.put(tensor, parameter)
+            if parameter.is_computed_with(tensor) or moved:
                 hook(parameter, tensor)
 
     def hook(self, hook: Callable[[WatchedParameter, torch.Tensor], None]) -> None:
@@ -262,6 +241,7 @@ class WatchedModel:
                 hook(parameter, tensor)
 
     def stepped(self, since: bool) -> None:
+        read([parameter.samples for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.stepped(since)
 
@@ -288,10 +268,8 @@ class WatchedModel:
         names = {parameter.seen.name: parameter for parameter in self.parameters}
         self.parameters, self._leaves, self._by_tensor = [], {}, {}
         self._paths = {id(module): path for path, module in _modules(self.root)}
-        scanned = []
         for leaf in _leaves(self.root):
             module, tensor = leaf.module, leaf.tensor
-            scanned.append(id(tensor))
             name = f"{leaf.path}.{leaf.name}" if leaf.path else leaf.name
             parameter = None if leaf.packed else self._by_tensor.get(id(tensor))
             if parameter is not None:
@@ -311,27 +289,55 @@ class WatchedModel:
                     self._by_tensor[id(tensor)] = parameter
                 self.parameters.append(parameter)
             self._leaves.setdefault(id(module), []).append((leaf.name, parameter))
-        self._scanned = tuple(scanned)
+        self._scanned = _identities(self.root)
 
 
 # --- what is inside what ------------------------------------------------------------------------------
 
 
-def _classes(module: torch.nn.Module) -> list[str]:
-    return [kind.__name__ for kind in type(module).__mro__]
+@functools.lru_cache(maxsize=1 << 12)
+def _classes(kind: Any) -> tuple[str, ...]:
+    return tuple(base.__name__ for base in kind.__mro__)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    called = module.__dict__.get("_compiled_call_impl")
+    return called is not None or "OptimizedModule" in _classes(type(module))
+
+
+def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """What `root.modules()` has, in an order of its own: this is asked before every forward."""
+    found, waiting, visited = [], [root], {id(root)}
+    while waiting:
+        module = waiting.pop()
+        found.append(module)
+        for child in module._modules.values():
+            if child is not None and id(child) not in visited:
+                visited.add(id(child))
+                waiting.append(child)
+    return found
+
+
+def _identities(root: torch.nn.Module) -> list[int]:
+    """Of every parameter and of where it is: others if a name may be another's."""
+    found = []
+    for module in _all_modules(root):
+        found.append(id(module))
+        found += map(id, module._parameters.values())
+    return found
 
 
 def _class(module: torch.nn.Module) -> type:
     """The class that the author wrote: `fully_shard` makes one of its own of it."""
     kinds = type(module).__mro__
-    if "FSDPModule" in _classes(module):
+    if "FSDPModule" in _classes(type(module)):
         kinds = tuple(kind for kind in kinds[1:] if kind.__name__ != "FSDPModule")
     return kinds[0]
 
 
 def _inner(module: torch.nn.Module) -> torch.nn.Module | None:
     """What a wrapper stands around."""
-    for kind in _classes(module):
+    for kind in _classes(type(module)):
         child = module._modules.get(_WRAPPED.get(kind, ""))
         if child is not None:
             return child
@@ -416,23 +422,18 @@ def _layout(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _elements(tensor: torch.Tensor, flat: Sequence[int]) -> list[float]:
-    """Some elements by flat index, without a copy of one that is not contiguous."""
-    where = _where(tensor.shape, flat if isinstance(flat, range) else tuple(flat), tensor.device)
-    values: list[float] = tensor.detach()[where].tolist()
-    return values
+def _begin(tensor: torch.Tensor, seen: SeenParameter) -> int:
+    """The flat index of the first element that this rank has of it; -1 where it has no range of them."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-
-@functools.lru_cache(maxsize=1 << 16)
-def _where(
-    shape: torch.Size, flat: range | tuple[int, ...], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Flat indices as one index per dimension."""
-    index, rest = [], list(flat)
-    for length in reversed(shape):
-        index.append(torch.tensor([place % length for place in rest], device=device))
-        rest = [place // length for place in rest]
-    return tuple(reversed(index))
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if any(offsets[1:]):
+        return -1
+    return offsets[0] * (seen.numel // max(seen.shape[0], 1)) if offsets else 0
 
 
 def _is_copy(tensor: torch.Tensor, parameter: torch.Tensor | None) -> bool:

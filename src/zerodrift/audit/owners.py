@@ -26,14 +26,17 @@ class _Held(Generic[Owner]):
     ends: list[int] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
 
-    def put(self, begin: int, end: int, owner: Owner) -> None:
+    def put(self, begin: int, end: int, owner: Owner) -> bool:
         place = bisect.bisect_left(self.begins, begin)
         if place < len(self.begins) and self.begins[place] == begin:
+            if self.ends[place] == end and self.owners[place] is owner:
+                return False
             self.ends[place], self.owners[place] = end, owner
-            return
+            return True
         self.begins.insert(place, begin)
         self.ends.insert(place, end)
         self.owners.insert(place, owner)
+        return True
 
     def at(self, begin: int) -> Owner | None:
         place = bisect.bisect_right(self.begins, begin) - 1
@@ -46,15 +49,15 @@ class Owners(Generic[Owner]):
     def __init__(self) -> None:
         self._held: dict[int, _Held[Owner]] = {}
 
-    def put(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor` is that owner's, as long as its memory is not freed."""
+    def put(self, tensor: torch.Tensor, owner: Owner) -> bool:
+        """`tensor` is that owner's, as long as its memory is not freed. Returns whether that is new."""
         tensor = local(tensor)
         storage = tensor.untyped_storage()
+        begin = int(tensor.storage_offset())
         held = self._held.get(storage._cdata)
         if held is None or held.memory.expired():
             held = self._held[storage._cdata] = _Held(StorageWeakRef(storage))
-        begin = int(tensor.storage_offset())
-        held.put(begin, begin + max(tensor.numel(), 1), owner)
+        return held.put(begin, begin + max(tensor.numel(), 1), owner)
 
     def of(self, tensor: torch.Tensor) -> Owner | None:
         tensor = local(tensor)
@@ -79,7 +82,12 @@ class Owners(Generic[Owner]):
             del self._held[key]
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
+    if type(tensor) in _PLAIN:
+        return tensor
     part = getattr(tensor, "_local_tensor", None)
     return part if isinstance(part, torch.Tensor) else tensor

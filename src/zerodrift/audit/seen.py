@@ -9,7 +9,7 @@ Invariant: what was not seen has no sighting. Nothing here is taken from a confi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +37,10 @@ class Sighting:
     """Path of the module whose forward ran; empty where none did."""
     line: str = ""
     """`file:line` of the script, or of the code that the script called."""
+
+
+Line = str | Callable[[], str]
+"""`file:line`, or what tells it where it is wanted."""
 
 
 @dataclass
@@ -70,11 +74,15 @@ class SeenParameter:
         """The dtypes that were seen, in order of sight."""
         return tuple(sighting.what for sighting in self.cells.get(column, ()))
 
-    def see(self, column: Column, what: str, by: str, module: str = "", line: str = "") -> None:
+    def has(self, column: Column, what: str) -> bool:
+        """Whether this dtype was seen in this cell."""
+        return any(sighting.what == what for sighting in self.cells.get(column, ()))
+
+    def see(self, column: Column, what: str, by: str, module: str = "", line: Line = "") -> None:
         """Add a sighting, unless this dtype was seen in this cell."""
-        sightings = self.cells.setdefault(column, [])
-        if all(sighting.what != what for sighting in sightings):
-            sightings.append(Sighting(what, by, module, line))
+        if not self.has(column, what):
+            line = line if isinstance(line, str) else line()
+            self.cells.setdefault(column, []).append(Sighting(what, by, module, line))
 
 
 Fact = Literal[

@@ -94,7 +94,12 @@ def _guarded(method: Method) -> Method:
 
     @functools.wraps(method)
     def call(watcher: Watcher, *args: Any) -> Any:
-        return watcher.safely(lambda: method(watcher, *args), None)
+        if watcher.active:
+            try:
+                return method(watcher, *args)
+            except Exception as error:
+                watcher.broken(error)
+        return None
 
     return cast(Method, call)
 
@@ -125,6 +130,13 @@ class Watcher:
         """Whether torch compiles code here: such code goes other ways under a mode, so it is not watched."""
         self._kinds: dict[Any, tuple[bool, bool, str]] = {}
         """Operation -> whether it computes, whether it sends, its name."""
+        self._parts: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[OptimizedPart]]] = {}
+        """By the id of a tensor that an optimizer updates."""
+        self._looked = False
+        """Whether the parameters of the innermost module were looked at since another's forward or a
+        collective: its own are where they were."""
+        self._several = False
+        """Whether there are other ranks."""
         self._in_forward = False
         self._depth = 0
         self._entered = False
@@ -278,18 +290,21 @@ class Watcher:
         elif not self._calls and any(adapter.claims(module) for adapter in self._adapters):
             return
         self._calls.append(module)
+        self._looked = False
 
     def _forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1] is not module or threading.get_ident() != self.thread:
             return
         self._calls.pop()
+        self._looked = False
         if not self._calls and self._in_forward:
             self._in_forward = False
             self._leave()
 
     def _root_begins(self, module: torch.nn.Module) -> None:
         model = self.model_of(module)
-        model.look(self.memory)
+        if model.look(self.memory):
+            self.forget_parts()
         self.memory.forget_freed()
         self.gradients.forget_freed()
         self._compiles |= model.compiled
@@ -305,6 +320,7 @@ class Watcher:
         for model in self.models:
             if made.has(model.root):  # a wrapper around it, or what it is a part of
                 model.become(made)
+                self.forget_parts()
                 return model
         self.models.append(made)
         return made
@@ -354,6 +370,7 @@ class Watcher:
             if self._in_forward:
                 self._computed(name, args, kwargs, out)
         elif sends:
+            self._looked = False
             self._sent(name, args)
 
     @_guarded
@@ -362,7 +379,8 @@ class Watcher:
         if self.packed:
             return  # a library packs and unpacks
         module = self._calls[-1] if self._calls else None
-        if module is not None:
+        if module is not None and not self._looked:
+            self._looked = True
             for model in self.models:
                 model.look_at(module, self.memory, self._hook)
         for tensor in floating(args, kwargs):
@@ -373,9 +391,9 @@ class Watcher:
                 self.memory.put(out, parameter)
                 continue
             dtype = word(tensor.dtype)
-            if dtype not in parameter.seen.whats("compute"):
+            if not parameter.seen.has("compute", dtype):
                 path = next((m.path(module) for m in self.models if module is not None and m.has(module)), "")
-                parameter.seen.see("compute", dtype, operation, path, line_of_script())
+                parameter.seen.see("compute", dtype, operation, path, line_of_script)
 
     # --- gradients ------------------------------------------------------------------------------------
 
@@ -393,7 +411,8 @@ class Watcher:
             self._arrives(parameter, holder(), gradient)
 
         def accumulated(tensor: torch.Tensor) -> None:
-            self._accumulated(parameter, tensor.grad)
+            if self._several:
+                self._accumulated(parameter, tensor.grad)
 
         def forget() -> None:
             tensor = holder()
@@ -408,12 +427,12 @@ class Watcher:
     def _arrives(
         self, parameter: WatchedParameter, leaf: torch.Tensor | None, gradient: torch.Tensor
     ) -> None:
-        parameter.arrives(gradient, line_of_script)
+        parameter.arrives(gradient, self._several)
         held = None if leaf is None else leaf.grad
-        if held is None or word(held.dtype) in parameter.seen.whats("accumulate"):
+        if held is None or parameter.seen.has("accumulate", word(held.dtype)):
             return
         if local(held).any():  # and not zeros, as DeepSpeed's BF16_Optimizer leaves them
-            parameter.seen.see("accumulate", word(held.dtype), ".grad", "", line_of_script())
+            parameter.seen.see("accumulate", word(held.dtype), ".grad", "", line_of_script)
 
     @_guarded
     def _accumulated(self, parameter: WatchedParameter, gradient: torch.Tensor | None) -> None:
@@ -440,6 +459,7 @@ class Watcher:
         if not self._in_backward:
             self._backwards += 1
             self._settle()
+            self._see_place()
             for model in self.models:
                 model.hook(self._hook)
 
@@ -465,7 +485,7 @@ class Watcher:
                 wire = parameter.gathered(tensor.dtype) if column == "gather" else word(tensor.dtype)
                 if column == "reduce":
                     parameter.reduced += 1
-                parameter.seen.see(column, wire, name, "", line_of_script())
+                parameter.seen.see(column, wire, name, "", line_of_script)
 
     def _carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
         """Whose it is that a collective carries."""
@@ -507,13 +527,26 @@ class Watcher:
 
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart]:
         """The parameters that an optimizer updates in a tensor."""
+        known = self._parts.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        parts = self._find_parts(optimizer, tensor)
+        if parts:
+            self._parts[id(tensor)] = weakref.ref(tensor), parts
+        return parts
+
+    def forget_parts(self) -> None:
+        """Names or packs are others than they were."""
+        self._parts.clear()
+
+    def _find_parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart]:
         for adapter in self._adapters:
             parts = adapter.parts(optimizer, tensor)
             if parts is not None:
                 return parts
         parameter = self.resting(tensor)
         if parameter is not None:
-            return (OptimizedPart(parameter, parameter.begin(tensor)),)
+            return (OptimizedPart(parameter, parameter.begin),)
         for model in self.models:
             parameter = model.copied(tensor)
             if parameter is not None:
@@ -538,8 +571,9 @@ class Watcher:
                 if gradient is not None:
                     if part.sums:
                         dtype = word(gradient.dtype)
-                        part.parameter.seen.see("accumulate", dtype, ".grad", "", line_of_script())
-                    part.parameter.used(local(gradient), part.begin, part.at, part.length)
+                        part.parameter.seen.see("accumulate", dtype, ".grad", "", line_of_script)
+                    if self._several or not part.parameter.has_gradient:
+                        part.parameter.used(local(gradient), part.begin, part.at, part.length)
 
     def _see_master(self, part: OptimizedPart, tensor: torch.Tensor) -> None:
         parameter = part.parameter
@@ -602,6 +636,7 @@ class Watcher:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.process.rank = torch.distributed.get_rank()
             self.process.world = torch.distributed.get_world_size()
+        self._several = self.process.world > 1
 
     # --- between steps --------------------------------------------------------------------------------
 

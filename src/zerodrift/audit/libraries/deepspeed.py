@@ -72,6 +72,7 @@ class DeepSpeed(Adapter):
     def _map(self, optimizer: Any) -> None:
         """Whose elements are where in the flat masters."""
         self._parts = {}
+        self._watcher.forget_parts()
         for flat, parameter, begin, at, length in _mapped(optimizer):
             watched = self._watcher.resting(parameter)
             if watched is not None:

@@ -81,7 +81,7 @@ class Fsdp1(Adapter):
         line = line_of_script()
         for parameter, _, begin in self._members(flat):
             part = gradient[begin : begin + parameter.seen.numel]
-            parameter.arrives(part, line_of_script)
+            parameter.arrives(part, sample=True)
             if before is not None or not reduces:
                 parameter.seen.see("accumulate", word(total.dtype), "FSDP's whole gradient", "", line)
 
