@@ -22,7 +22,7 @@ from torch import nn
 
 from zerodrift.comm.mesh import started
 from zerodrift.drift import findings, recommend, signals, updates, variants
-from zerodrift.drift.measure import Bench, Passes, gradient_apart, three_passes
+from zerodrift.drift.measure import Bench, ThreePasses, gradient_apart, three_passes
 from zerodrift.drift.nouns import Audit, Estimate, GradientLine, Replayed
 from zerodrift.drift.recommend import ByteKind
 from zerodrift.drift.runs import Batch, Subject, checked
@@ -133,7 +133,7 @@ def _audit(
     )
 
 
-def _columns_of_gradients(bench: Bench, plan: Plan, passes: Passes) -> list[GradientLine]:
+def _columns_of_gradients(bench: Bench, plan: Plan, passes: ThreePasses) -> list[GradientLine]:
     """What `accumulate` and `reduce` do to each gradient: one replay for all, as each does it to its own."""
     apart: dict[str, dict[str, float]] = {"accumulate": {}, "reduce": {}}
     for cell, found in apart.items():
@@ -152,7 +152,7 @@ def _columns_of_gradients(bench: Bench, plan: Plan, passes: Passes) -> list[Grad
     ]
 
 
-def _chosen(passes: Passes, plan: Plan, confirm: int) -> list[Choice]:
+def _chosen(passes: ThreePasses, plan: Plan, confirm: int) -> list[Choice]:
     """What is replayed: what is worth most, and every router, whose flips no estimate has."""
     chosen = [estimate.choice for estimate in passes.estimates[:confirm] if estimate.square > 0]
     if not confirm:
@@ -166,7 +166,7 @@ def _chosen(passes: Passes, plan: Plan, confirm: int) -> list[Choice]:
     return chosen
 
 
-def _replayed(bench: Bench, plan: Plan, passes: Passes, choice: Choice) -> Replayed | None:
+def _replayed(bench: Bench, plan: Plan, passes: ThreePasses, choice: Choice) -> Replayed | None:
     """None where the model cannot be run so, whatever the module returns."""
     alone = wide = None
     outputs: tuple[Output | None, ...] = (None, "input")

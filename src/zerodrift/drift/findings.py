@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from zerodrift.drift.measure import Passes
+from zerodrift.drift.measure import ThreePasses
 from zerodrift.drift.nouns import (
     AuditFinding,
     GradientLine,
@@ -51,7 +51,7 @@ ROUTED = 0.002
 def findings(
     plan: Plan,
     subject: Subject,
-    passes: Passes,
+    passes: ThreePasses,
     gradients: Sequence[GradientLine],
     updates: Sequence[UpdateCost],
     replayed: Sequence[Replayed],
@@ -87,7 +87,7 @@ def _first_of_each(found: Sequence[AuditFinding]) -> Iterator[AuditFinding]:
 # --- the model's own code ------------------------------------------------------------------------------
 
 
-def _overflow(passes: Passes) -> Iterator[AuditFinding]:
+def _overflow(passes: ThreePasses) -> Iterator[AuditFinding]:
     own = [place for place, _ in passes.own_places]
     for place in (*own, *passes.planned_places):
         if place.saturated:
@@ -102,7 +102,7 @@ def _overflow(passes: Passes) -> Iterator[AuditFinding]:
             )
 
 
-def _own(passes: Passes) -> Iterator[AuditFinding]:
+def _own(passes: ThreePasses) -> Iterator[AuditFinding]:
     """What the model's code narrows in the fp32 reference, where nothing else does."""
     if not passes.own_places:
         return
@@ -120,7 +120,7 @@ def _own(passes: Passes) -> Iterator[AuditFinding]:
         )
 
 
-def _by_line(passes: Passes) -> list[tuple[Rounding, float]]:
+def _by_line(passes: ThreePasses) -> list[tuple[Rounding, float]]:
     """The first place of every module that loses something: what comes after it works with what it left."""
     first: dict[str, tuple[Rounding, float]] = {}
     for place, rms in passes.own_places:
@@ -159,7 +159,9 @@ def _buffers(plan: Plan, subject: Subject) -> Iterator[AuditFinding]:
 # --- cells of a forward --------------------------------------------------------------------------------
 
 
-def _narrower_than_mode(plan: Plan, passes: Passes, replayed: Sequence[Replayed]) -> Iterator[AuditFinding]:
+def _narrower_than_mode(
+    plan: Plan, passes: ThreePasses, replayed: Sequence[Replayed]
+) -> Iterator[AuditFinding]:
     """Cells that a rule has made narrower than the mode has them."""
     mode = plan.policy.mode.dtype
     for row in plan.rows:
@@ -188,7 +190,7 @@ def _narrower_than_mode(plan: Plan, passes: Passes, replayed: Sequence[Replayed]
             )
 
 
-def _routing(plan: Plan, passes: Passes, replayed: Sequence[Replayed]) -> Iterator[AuditFinding]:
+def _routing(plan: Plan, passes: ThreePasses, replayed: Sequence[Replayed]) -> Iterator[AuditFinding]:
     """A router that is computed in 16 bits and chooses other experts for it."""
     routers = {key.rpartition("#")[0] for routes in passes.reference.routes for key in routes}
     for each in replayed:
@@ -208,7 +210,7 @@ def _routing(plan: Plan, passes: Passes, replayed: Sequence[Replayed]) -> Iterat
             )
 
 
-def _outliers(plan: Plan, passes: Passes, replayed: Sequence[Replayed]) -> Iterator[AuditFinding]:
+def _outliers(plan: Plan, passes: ThreePasses, replayed: Sequence[Replayed]) -> Iterator[AuditFinding]:
     """Small, and worth a large part of the drift."""
     whole = sum(row.whole_numel for row in plan.rows)
     for each in replayed:
@@ -273,7 +275,9 @@ def _updates(updates: Sequence[UpdateCost]) -> Iterator[AuditFinding]:
             )
 
 
-def _no_gradient(plan: Plan, gradients: Sequence[GradientLine], passes: Passes) -> Iterator[AuditFinding]:
+def _no_gradient(
+    plan: Plan, gradients: Sequence[GradientLine], passes: ThreePasses
+) -> Iterator[AuditFinding]:
     """What is trained and never gets a gradient, though it could: something else is used in its stead."""
     for line in gradients:
         if line.norm == 0 and math.isfinite(passes.total.rms):

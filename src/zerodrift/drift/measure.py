@@ -36,7 +36,7 @@ from zerodrift.policy.nouns import Policy
 
 
 @dataclass(slots=True)
-class Passes:
+class ThreePasses:
     """What the three passes left."""
 
     reference: Signals
@@ -90,7 +90,7 @@ def gathered(engine: Engine, mine: Signals) -> Signals:
     return whole
 
 
-def three_passes(bench: Bench) -> tuple[Passes, Plan]:
+def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
     """See above; also the plan that was run."""
     began = time.perf_counter()
     wide = variants.reference(bench.policy)
@@ -108,7 +108,7 @@ def three_passes(bench: Bench) -> tuple[Passes, Plan]:
         with running(bench.subject, bench.policy, bench.mesh) as engine:
             planned = gathered(engine, signals.trained_signals(engine, bench.batches))
             total = signals.drift(planned, true)
-            passes = Passes(true, signals.drift(plain, true), planned, total, narrowed)
+            passes = ThreePasses(true, signals.drift(plain, true), planned, total, narrowed)
             passes.gradients, passes.cosine = _gradients(engine, reference)
             engine.zero_grad()
             found = Roundings()
@@ -120,7 +120,7 @@ def three_passes(bench: Bench) -> tuple[Passes, Plan]:
                     got="other log-probabilities where the same forward was watched",
                     do="Does the model draw from generators of its own, or keep state in a forward?",
                 )
-            scale = _Scale(len(bench.batches), bench.mesh.data, count)
+            scale = _ToTargets(len(bench.batches), bench.mesh.data, count)
             _estimate(passes, engine, reference, found, scale)
             passes.own_places = [(place, scale.of_own(place)) for place in places]
             passes.seconds = time.perf_counter() - began
@@ -140,7 +140,7 @@ def _require_finite(seen: Signals, engine: Engine) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
+class _ToTargets:
     """From squares of gradients, as a backward leaves them, to squares of log-probabilities."""
 
     batches: int
@@ -240,7 +240,9 @@ def gradient_apart(bench: Bench, policy: Policy, other: Policy) -> dict[str, flo
 # --- estimates ------------------------------------------------------------------------------------------
 
 
-def _estimate(passes: Passes, engine: Engine, reference: Engine, found: Roundings, scale: _Scale) -> None:
+def _estimate(
+    passes: ThreePasses, engine: Engine, reference: Engine, found: Roundings, scale: _ToTargets
+) -> None:
     plan = engine.plan
     owners = _owners(engine.module, plan)
     computing: dict[str, float] = {}

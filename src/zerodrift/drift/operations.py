@@ -24,7 +24,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import zerodrift
 from zerodrift.drift.where import Path
 from zerodrift.engine import compute, pins
 
@@ -47,7 +46,7 @@ WRITES = frozenset((
 
 HALF = (torch.bfloat16, torch.float16)
 
-_OURS = os.path.dirname(zerodrift.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CASTING = (compute.__file__, pins.__file__)
