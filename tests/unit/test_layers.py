@@ -48,7 +48,20 @@ ROOMS: dict[str, set[str]] = {
         *{"pipeline", "dtypes", "errors", "versions"},
     },
     "train": {
-        *{"api", "audit", "pipeline", "config", "engine", "io", "comm", "plan", "policy", "report", "model"},
+        *{
+            "api",
+            "audit",
+            "drift",
+            "pipeline",
+            "config",
+            "engine",
+            "io",
+            "comm",
+            "plan",
+            "policy",
+            "report",
+            "model",
+        },
         *{"dtypes", "errors", "files", "legible", "mesh", "record"},
     },
     "deepspeed": {

@@ -98,6 +98,48 @@ KeepGoing = Annotated[
 TableA = Annotated[Path, typer.Argument(metavar="A", help="A table that `check --save` wrote.")]
 TableB = Annotated[Path, typer.Argument(metavar="B", help="Another one.")]
 
+# --- audit --------------------------------------------------------------------------------------------
+
+JobOrConfig = Annotated[
+    str, typer.Argument(metavar="JOB_OR_CONFIG", help="A job file, or a config with --model.")
+]
+ModelOfConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="X",
+        help="With a config: a transformers folder or config, or package.module:function.",
+    ),
+]
+WeightsOfModel = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights", metavar="PATH", help="Safetensors of the model. Default: those in --model's folder."
+    ),
+]
+TokensOfAudit = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokens",
+        metavar="FILE",
+        help="Token ids: .npy, .pt, .safetensors, .json or .jsonl. Default: drawn at random.",
+    ),
+]
+Batches = Annotated[int, typer.Option("--batches", metavar="N", min=1, help="Micro-batches on each rank.")]
+Budget = Annotated[
+    str, typer.Option("--budget", metavar="SHARE", help="More bytes that pins may cost: 1% or 0.01.")
+]
+BudgetOf = Annotated[
+    str, typer.Option("--of", metavar="BYTES", help="Which bytes: at rest, at peak or on the wire.")
+]
+Confirm = Annotated[
+    int, typer.Option("--confirm", metavar="K", min=0, help="Cells of the shortlist that are replayed.")
+]
+HtmlAudit = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Also write the audit as a single self-contained HTML page."),
+]
+
 # --- inspect and convert ------------------------------------------------------------------------------
 
 Checkpoint = Annotated[

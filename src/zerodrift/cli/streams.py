@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import typer
@@ -57,6 +58,29 @@ def progress(text: str) -> AbstractContextManager[object]:
     from rich.text import Text
 
     return Console(stderr=True).status(Text(legible(text)))
+
+
+def watched() -> bool:
+    """Whether somebody watches what is done."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[str, int, int], None]]:
+    """A line that says what is done, how much of it is, and how long the rest takes."""
+    from rich.console import Console
+    from rich.text import Text
+
+    began: dict[str, float] = {}
+    with Console(stderr=True).status("") as line:
+
+        def told(what: str, done: int, of: int) -> None:
+            now = time.monotonic()
+            since = now - began.setdefault(what, now)
+            left = f"  {since / done * (of - done):.0f} s left" if done and since > 1 else ""
+            line.update(Text(f"{what} {done} of {of}{left}" if of > 1 else what))
+
+        yield told
 
 
 def emit(text: str) -> None:

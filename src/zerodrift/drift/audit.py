@@ -56,10 +56,23 @@ def audit(
     pins may cost, `of` memory at `rest`, at `peak` or on the `wire`. `confirm` cells of the shortlist are
     replayed.
     """
+    return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told)
+
+
+def audit_subject(
+    plan: Plan,
+    subject: Subject,
+    batches: Sequence[Batch],
+    budget: float,
+    of: ByteKind,
+    confirm: int,
+    told: Told,
+) -> Audit:
+    """The same of a model that a command names."""
     _require(plan, budget, confirm)
     kept = torch.get_rng_state()
     try:
-        return _audit(plan, Subject.of(model, weights), checked(batches), budget, of, confirm, told)
+        return _audit(plan, subject, checked(batches), budget, of, confirm, told)
     finally:
         torch.set_rng_state(kept)
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.mesh import start
+from zerodrift.comm.mesh import start, started
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import ModelError, UnsupportedError
@@ -30,6 +30,12 @@ from zerodrift.model.empty import empty
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
+
+
+def place() -> tuple[int, int]:
+    """This rank, and how many were started."""
+    return started()
+
 
 Batch = Mapping[str, Any]
 """Keyword arguments of the model."""

@@ -143,13 +143,13 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
     folder = RunFolder(Path(job.run.folder).expanduser())
     letters = tokenizer(job.data.tokenizer, job.model.source)
     prepared = prepare(job.data, letters, folder.cache(job.data.cache))
-    policy, steps = _length(job, config, prepared)
+    policy, steps = length_of(job, config, prepared)
     _require_decided(policy)
     source = models.source_of(job.model)
     built = models.build(job.model, source)
     models.check_vocabulary(built, letters.vocabulary, letters.name)
     models.check_positions(built, job.data.block)
-    driver = _driver(job, config, built, source, _numbers(job, config, steps))
+    driver = _driver(job, config, built, source, numbers_of(job, config, steps))
     engine = driver.engine
     try:
         models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
@@ -204,11 +204,11 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
 # --- numbers ------------------------------------------------------------------------------------------
 
 
-def _length(job: Job, config: Config, prepared: Prepared) -> tuple[Policy, int]:
+def length_of(job: Job, config: Config, prepared: Prepared) -> tuple[Policy, int]:
     """What the config means on these ranks, and how many steps that makes."""
     _, world = started()
     mesh = mesh_for(config, world)
-    policy = resolve(config, mesh, _numbers(job, config, job.run.steps or 1))
+    policy = resolve(config, mesh, numbers_of(job, config, job.run.steps or 1))
     if job.run.steps is not None:
         return policy, job.run.steps
     samples = max(1, policy.batch.micro) * policy.batch.accumulation * mesh.data
@@ -234,7 +234,7 @@ def _require_decided(policy: Policy) -> None:
     problems.raise_as(ConfigError)
 
 
-def _numbers(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
+def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
     """What "auto" numbers stand for: the job's, and the number of steps."""
     scheduler = config.scheduler
     asked = scheduler is not None and scheduler.params.get("total_num_steps") == "auto"

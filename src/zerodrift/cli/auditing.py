@@ -1,0 +1,141 @@
+"""The verb over a model's numbers: `audit`.
+
+Invariant: nothing of a run is changed; what is printed as a fact was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from zerodrift.cli import options, streams
+from zerodrift.cli.planning import write_page
+from zerodrift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerodrift.drift.audit import Told
+    from zerodrift.drift.nouns import Audit
+    from zerodrift.drift.runs import Batch, Subject
+    from zerodrift.plan.table import Plan
+
+
+def audit(
+    source: options.JobOrConfig,
+    model: options.ModelOfConfig = None,
+    weights: options.WeightsOfModel = None,
+    tokens: options.TokensOfAudit = None,
+    batches: options.Batches = 4,
+    budget: options.Budget = "1%",
+    of: options.BudgetOf = "rest",
+    confirm: options.Confirm = 8,
+    set_: options.Set = None,
+    html: options.HtmlAudit = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure what every dtype of a model costs, and which pins pay for themselves."""
+    with streams.errors(debug):
+        if of not in ("rest", "peak", "wire"):
+            raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
+        share = _share(budget)
+        from zerodrift.drift.runs import place
+
+        rank, _ = place()
+        with _shown(rank) as told:
+            found = _audited(source, model, weights, tokens, batches, (share, of, confirm), set_ or [], told)
+        if rank:
+            return
+        if html is not None:
+            from zerodrift.drift.audit_page import audit_page
+
+            write_page(html, audit_page(found))
+        if json:
+            from zerodrift.drift.audit_text import audit_json
+
+            streams.emit(audit_json(found))
+        else:
+            from zerodrift.drift.audit_text import audit_text
+
+            streams.emit(audit_text(found, color=streams.color()))
+
+
+def _audited(
+    source: str,
+    model: str | None,
+    weights: Path | None,
+    tokens: Path | None,
+    count: int,
+    limits: tuple[float, Any, int],
+    overrides: list[str],
+    told: Told,
+) -> Audit:
+    from zerodrift.drift.audit import audit_subject
+    from zerodrift.drift.subjects import of_config
+
+    plan, subject, batches = (
+        _of_job(source, overrides, count, (model, weights, tokens))
+        if _is_job(source)
+        else of_config(source, _named(model), weights, tokens, count, overrides)
+    )
+    budget, of, confirm = limits
+    return audit_subject(plan, subject, batches, budget, of, confirm, told)
+
+
+def _share(text: str) -> float:
+    """`1%` or `0.01`."""
+    number = text.strip().removesuffix("%")
+    try:
+        value = float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError("--budget", "must be a share such as 1% or 0.01", got=repr(text))
+    return value
+
+
+def _shown(rank: int) -> AbstractContextManager[Told]:
+    """What is done, on a line of stderr where somebody watches."""
+    if rank or not streams.watched():
+        return nullcontext(lambda what, done, of: None)
+    return streams.counted()
+
+
+# --- what is audited -----------------------------------------------------------------------------------
+
+
+def _is_job(source: str) -> bool:
+    """Whether a file has a job's blocks."""
+    from zerodrift.config.tree import tree_of
+
+    try:
+        _, tree, _ = tree_of(source, "job")
+    except ConfigError:
+        return False
+    return isinstance(tree, Mapping) and "config" in tree and "model" in tree
+
+
+def _named(model: str | None) -> str:
+    if model is None:
+        raise ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
+    return model
+
+
+def _of_job(
+    source: str, overrides: list[str], count: int, others: tuple[Any, ...]
+) -> tuple[Plan, Subject, list[Batch]]:
+    from zerodrift.train.audited import job_to_audit
+    from zerodrift.train.read import read_job
+
+    if any(option is not None for option in others):
+        raise ConfigError(
+            "--model, --weights, --tokens",
+            "must be left out with a job, which names its model and data",
+            got="one of them",
+            do="Override the job's: `--set model.source=...`.",
+        )
+    made = job_to_audit(*read_job(source, overrides), count)
+    return made.plan, made.subject, made.batches
