@@ -280,7 +280,7 @@ def _no_gradient(
 ) -> Iterator[AuditFinding]:
     """What is trained and never gets a gradient, though it could: something else is used in its stead."""
     for line in gradients:
-        if line.norm == 0 and math.isfinite(passes.total.rms):
+        if line.norm == 0 and line.name not in passes.used and math.isfinite(passes.total.rms):
             yield AuditFinding(
                 "no gradient",
                 line.name,

@@ -54,6 +54,8 @@ class ThreePasses:
     gradients: list[GradientLine] = field(default_factory=list)
     cosine: float = 1.0
     seconds: float = 0.0
+    used: frozenset[str] = frozenset()
+    """Parameters that some operation of the reference was given, by first name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Bench:
 
     def signals(self, policy: Policy, widened: frozenset[tuple[str, str]] = frozenset()) -> Signals:
         """Of forwards under a policy, without what the model's own code narrows at some places."""
-        with running(self.subject, policy, self.mesh) as engine:
+        with running(self.subject.frozen(), policy, self.mesh) as engine:
             return gathered(engine, signals.signals(engine, self.batches, widening(widened)))
 
 
@@ -120,8 +122,10 @@ def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
                     got="other log-probabilities where the same forward was watched",
                     do="Does the model draw from generators of its own, or keep state in a forward?",
                 )
-            scale = _ToTargets(len(bench.batches), bench.mesh.data, count)
+            scale = _ToTargets(len(bench.batches), bench.mesh.data, count, engine.scaler.scale)
             _estimate(passes, engine, reference, found, scale)
+            everyone = reference.comm.all_gather_object(own.used, "data")
+            passes.used = frozenset().union(*everyone)
             passes.own_places = [(place, scale.of_own(place)) for place in places]
             passes.seconds = time.perf_counter() - began
             return passes, engine.plan
@@ -147,14 +151,20 @@ class _ToTargets:
     ranks: int
     count: int
     """Targets of all ranks."""
+    loss_scale: float
 
     @property
     def per_batch(self) -> float:
         return self.count / (self.batches * self.ranks)
 
     def of(self, square: float) -> float:
-        """Of a watched operation: every micro-batch's backward begins at a mean over its targets."""
+        """Of a gradient without a loss scale: every micro-batch's backward begins at a mean over its
+        targets."""
         return square * self.per_batch**2 / self.count
+
+    def of_place(self, place: Rounding) -> float:
+        """Of a watched operation of the plan."""
+        return self.of(place.square / self.loss_scale**2)
 
     def of_own(self, place: Rounding) -> float:
         return math.sqrt(self.of(place.square))
@@ -249,7 +259,7 @@ def _estimate(
     for place in _whole(engine, found):
         passes.planned_places.append(place)
         charged = place.parameter or owners.get(place.module, "")
-        square = scale.of(place.square)
+        square = scale.of_place(place)
         if charged and not place.constant:
             computing[charged] = computing.get(charged, 0.0) + square
         elif square:

@@ -99,6 +99,8 @@ class Roundings:
     """By place, over all micro-batches of a rank."""
 
     places: dict[Key, Rounding] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    """Parameters that some operation was given."""
 
     def at(self, module: str, operation: str, line: str, parameter: str) -> Rounding:
         key = (module, operation, line, parameter)
@@ -142,6 +144,7 @@ class Watch(TorchFunctionMode):
         floating = [tensor for tensor in given if tensor.is_floating_point()]
         if not floating and not _made(name):
             return func(*args, **kwargs)
+        self._found.used.update(self._names[id(tensor)] for tensor in given if id(tensor) in self._names)
         before = self._copies(name, (args, kwargs), floating)
         result = func(*args, **kwargs)
         for place, out in enumerate(_tensors(result)):

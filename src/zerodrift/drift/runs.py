@@ -64,6 +64,15 @@ class Subject:
             return Subject(lambda: copy.deepcopy(model), weights)
         return Subject(_built(model), weights)
 
+    def frozen(self) -> Subject:
+        """The same for whoever looks at forwards alone: nothing is held for gradients, and no dtype is
+        refused for what training would do with it."""
+
+        def made() -> nn.Module:
+            return self.make().requires_grad_(False)
+
+        return Subject(made, self.weights)
+
 
 def _built(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def built() -> nn.Module:
