@@ -17,8 +17,8 @@ from zerodrift.cli.planning import write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerodrift.drift.audit import Told
     from zerodrift.drift.nouns import Audit
+    from zerodrift.drift.recommend import Told
     from zerodrift.drift.runs import Batch, Subject
     from zerodrift.plan.table import Plan
 

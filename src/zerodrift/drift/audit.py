@@ -24,7 +24,7 @@ from zerodrift.comm.mesh import started
 from zerodrift.drift import findings, recommend, signals, updates, variants
 from zerodrift.drift.measure import Bench, ThreePasses, gradient_apart, three_passes
 from zerodrift.drift.nouns import Audit, Estimate, GradientLine, Replayed
-from zerodrift.drift.recommend import ByteKind
+from zerodrift.drift.recommend import ByteKind, Told
 from zerodrift.drift.runs import Batch, Subject, checked
 from zerodrift.drift.variants import Choice
 from zerodrift.errors import ConfigError, MeshError, ZerodriftError
@@ -33,9 +33,6 @@ from zerodrift.policy.nouns import Output
 
 CONFIRMED = 8
 """Cells of the shortlist that are replayed unless told otherwise."""
-
-Told = Callable[[str, int, int], None]
-"""(what is done, how many of it are, of how many)."""
 
 
 def audit(

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from zerodrift.drift.audit_text import BYTES, facts, pasted
+from zerodrift.drift.audit_text import BYTES, facts, pasted, telling
 from zerodrift.drift.nouns import Audit, AuditFinding, Point, Recommendation
 from zerodrift.report.figures import percent
 from zerodrift.report.markup import Markup, join, tag
@@ -140,7 +140,7 @@ def _heat(value: float) -> Markup:
 def _pins(audit: Audit, advice: Recommendation) -> list[Markup]:
     first, chosen = advice.points[0], advice.points[advice.taken]
     head = ("", "mode", "pins", "left", "flips", "rest", "peak", "wire", "compute")
-    rows = [_point(audit, point, first, chosen) for point in advice.points]
+    rows = [_point(audit, point, first, chosen) for point in telling(advice)]
     removed = percent(min(1.0, max(0.0, advice.removed)))
     words = (
         f"The marked line removes {removed} of the squared drift that fp32 everywhere removes, for at most "
@@ -200,7 +200,9 @@ def _curve(audit: Audit, advice: Recommendation) -> Markup:
         drawn.append(tag("text", f"{level:.0%}", x=EDGE - 8, y=y + 4, text_anchor="end"))
     modes = list(dict.fromkeys(point.mode for point in advice.points))
     for mode, color in zip(modes, _COLORS, strict=False):
-        own = [point for point in advice.points if point.mode == mode]
+        own = sorted(
+            (point for point in advice.points if point.mode == mode), key=lambda point: point.bytes.compute
+        )
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, own))
         drawn.append(tag("polyline", points=path, class_="line", stroke=color))
         for point in own:

@@ -176,16 +176,15 @@ def _recommendation(advice: Recommendation, drift: Drift) -> list[RenderableType
     first = advice.points[0]
     head = ("", "mode", "left", "flips", "rest", "peak", "wire", "compute", "pins")
     rows: list[tuple[str, ...]] = [head]
-    for number, point in enumerate(advice.points):
-        last = point.pins[-1][0] if point.pins else "none"
+    for point in telling(advice):
         rows.append(
             (
-                ">" if number == advice.taken else "",
+                ">" if point is chosen else "",
                 point.mode,
                 _share(point.drift.square, drift.square),
                 f"{point.drift.flips:,}" if point.drift.choices else "",
                 *_more(point, first),
-                last if len(point.pins) < 2 else f"+ {last}",
+                _pins(point),
             )
         )
     widths = (1, 13, 6, 5, 6, 6, 6, 7)
@@ -210,6 +209,28 @@ def _recommendation(advice: Recommendation, drift: Drift) -> list[RenderableType
         return parts
     parts += [grid([("", told)], (0,), ("",), WIDTH), Text(), Text(pasted(advice), style="green")]
     return parts
+
+
+def telling(advice: Recommendation) -> list[Point]:
+    """The points that say something new: the first of a mode, what takes a part away, the one that is
+    recommended, and everything."""
+    chosen, shown = advice.points[advice.taken], list(advice.points[:1])
+    for point in advice.points[1:-1]:
+        last = shown[-1]
+        less = point.drift.square < last.drift.square - 0.01 * advice.points[0].drift.square
+        if point is chosen or point.mode != last.mode or less:
+            shown.append(point)
+    return [*shown, advice.points[-1]] if len(advice.points) > 1 else shown
+
+
+def _pins(point: Point) -> str:
+    """`none`, `v_proj`, `3 + v_proj`: how many there were before the last one."""
+    if not point.pins:
+        return "none"
+    pattern = point.pins[-1][0]
+    kind = pattern.removesuffix(".*").removesuffix(".weight").removesuffix(".bias")
+    last = ".".join(kind.split(".")[-2:]) if pattern != "*" else "everything"
+    return last if len(point.pins) == 1 else f"{len(point.pins) - 1} + {last}"
 
 
 BYTES = {"rest": "at rest", "peak": "at peak", "wire": "on the wire"}

@@ -2,9 +2,9 @@
 
 Parameters are pinned by module, and modules whose paths differ in numbers alone are pinned together, so that
 a rule is one line. They are tried in the order of what they are worth for each element that computes in fp32:
-bytes at rest may cost nothing, but a product in fp32 is slower than one in 16 bits, on every device. A pin
-stays where the measured drift falls. In a mode without autocast the same is tried under autocast, where what
-meets no matrix stays in fp32.
+bytes at rest may cost nothing, but a product in fp32 is slower than one in 16 bits, on every device. More
+and more are taken until enough of the measured drift is gone, then those that it does not need are left out.
+In a mode without autocast the same is tried under autocast, where what meets no matrix stays in fp32.
 
 Invariant: every point of the curve is a run of the plan with these pins.
 """
@@ -31,11 +31,11 @@ from zerodrift.policy.rules import glob
 ENOUGH = 0.9
 """Of the squared drift that pinning everything removes: what a recommendation stops at."""
 
-WORTH_A_RULE = 0.005
-"""Of the squared drift: what a pin must remove to stay."""
-
 POINTS = 10
 """Steps in which candidates are tried, at most, in each mode."""
+
+Told = Callable[[str, int, int], None]
+"""(what is done, how many of it are, of how many)."""
 
 ByteKind = Literal["rest", "peak", "wire"]
 """Bytes of a plan that a budget is of."""
@@ -139,9 +139,7 @@ class Search:
         return getattr(point.bytes, self.of) <= getattr(first.bytes, self.of) * (1 + self.budget)
 
 
-def recommend(
-    search: Search, first: Signals, found: Sequence[Candidate], told: Callable[[str, int, int], None]
-) -> Recommendation:
+def recommend(search: Search, first: Signals, found: Sequence[Candidate], told: Told) -> Recommendation:
     """Measured points from the plan as it is to everything pinned, and the one to take."""
     own = search.plan.policy.mode
     modes = [own, *([AUTOCAST[own]] if own in AUTOCAST else [])]
@@ -153,34 +151,58 @@ def recommend(
     goal = start.drift.square - ENOUGH * (start.drift.square - widest.drift.square)
     points = [start]
     for mode in modes:
-        taken: list[Candidate] = []
         last = start if mode is own else search.point(mode, [])
         if last is None or not search.within(last, start):
             continue
         points += [last] * (mode is not own)
-        sizes = _steps(len(found), POINTS)
-        for number, (low, high) in enumerate(sizes):
-            told(f"pins, mode {mode}", number, len(sizes))
-            if last.drift.square <= goal:
-                break
-            point, added = _tried(search, mode, taken, found[low:high])
-            if point is None or not search.within(point, start):
-                continue
-            if last.drift.square - point.drift.square > WORTH_A_RULE * start.drift.square:
-                taken += added
-                points.append(point)
-                last = point
-    if search.within(widest, start):
-        points.append(widest)
+        taken, measured = _taken(search, mode, found, goal, start, told)
+        points += measured
+        if measured and measured[-1].drift.square <= goal:
+            points += _pruned(search, mode, taken, goal, start, told)
     enough = [point for point in points if point.drift.square <= goal]
     chosen = (
         min(enough, key=lambda point: point.bytes.compute)
         if enough
         else min(points, key=lambda point: point.drift.square)
     )
+    points.append(widest)
     return Recommendation(
         search.budget, search.of, tuple(points), widest, points.index(chosen), rules_for(chosen)
     )
+
+
+def _taken(
+    search: Search, mode: Mode, found: Sequence[Candidate], goal: float, start: Point, told: Told
+) -> tuple[list[Candidate], list[Point]]:
+    """More and more candidates until enough of the drift is gone."""
+    taken: list[Candidate] = []
+    points: list[Point] = []
+    steps = _steps(len(found), POINTS)
+    for number, (low, high) in enumerate(steps):
+        told(f"pins, mode {mode}", number, len(steps))
+        point, added = _tried(search, mode, taken, found[low:high])
+        if point is None or not search.within(point, start):
+            continue
+        taken += added
+        points.append(point)
+        if point.drift.square <= goal:
+            break
+    return taken, points
+
+
+def _pruned(
+    search: Search, mode: Mode, taken: Sequence[Candidate], goal: float, start: Point, told: Told
+) -> list[Point]:
+    """Without what is not needed for it, what computes most in fp32 first."""
+    kept, points = list(taken), []
+    for number, candidate in enumerate(sorted(taken, key=lambda one: -one.numel)[:POINTS]):
+        told(f"pins less, mode {mode}", number, min(len(taken), POINTS))
+        fewer = [one for one in kept if one is not candidate]
+        point = search.point(mode, fewer)
+        if point is not None and point.drift.square <= goal and search.within(point, start):
+            kept = fewer
+            points.append(point)
+    return points
 
 
 def _tried(
