@@ -1,5 +1,8 @@
 """Every habit at stages 0 and 3 and in fp32 and bf16, on two ranks; what a habit is, is in `__init__.py`.
 
+`make test` runs each at stage 3, where all that stage 0 does is done as well, and units are gathered and let
+go; those of `modules` and `values`, which lay hands on parameters, at stage 0 too.
+
 Habits of a stage and a mode run on one pair of ranks, dozens one after the other, and each is a test. After a
 habit that failed, or took its ranks with it, the others go on on a new pair.
 """
@@ -32,6 +35,7 @@ HABITS = {
     habit.name: habit for room in (objects, graphs, hooks, modules, values, loops) for habit in room.HABITS
 }
 CELLS = [(stage, mode) for stage in (0, 3) for mode in ("fp32", "bf16")]
+OF_PARAMETERS = {habit.name for room in (modules, values) for habit in room.HABITS}
 
 TOGETHER = 40
 """Habits on one pair of ranks: many, as a pair costs time, and few, so that workers can share a cell."""
@@ -139,22 +143,26 @@ class Cell:
         return self.wrong[name]
 
 
-@pytest.fixture(scope="module", params=CELLS, ids=lambda cell: f"stage{cell[0]}-{cell[1]}")
-def cell(request: pytest.FixtureRequest) -> Cell:
-    chosen = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.path == request.path and item.callspec.params.get("cell") == request.param
-    ]
-    return Cell(*request.param, chosen)
+@pytest.fixture(scope="module")
+def cells(request: pytest.FixtureRequest) -> dict[tuple[int, str], Cell]:
+    chosen: dict[tuple[int, str], list[str]] = {cell: [] for cell in CELLS}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.path == request.path:
+            chosen[item.callspec.params["cell"]].append(item.callspec.params["name"])
+    return {cell: Cell(*cell, names) for cell, names in chosen.items()}
 
 
-def named(habit: Habit) -> Any:
+def at(cell: tuple[int, str], habit: Habit) -> Any:
     """What it says of one stage in one mode is asked there."""
-    return pytest.param(habit.name, marks=[] if habit.split else pytest.mark.cells(2))
+    stage, mode = cell
+    if habit.name in OF_PARAMETERS:
+        marks = [] if habit.split else [pytest.mark.cells(2)]
+    else:
+        marks = [pytest.mark.cells(1) if stage else pytest.mark.slow]
+    return pytest.param(cell, habit.name, id=f"stage{stage}-{mode}-{habit.name}", marks=marks)
 
 
-@pytest.mark.parametrize("name", [named(habit) for habit in HABITS.values()])
-def test_habit(cell: Cell, name: str) -> None:
-    problem = cell.problem(name)
+@pytest.mark.parametrize(("cell", "name"), [at(cell, habit) for cell in CELLS for habit in HABITS.values()])
+def test_habit(cells: dict[tuple[int, str], Cell], cell: tuple[int, str], name: str) -> None:
+    problem = cells[cell].problem(name)
     assert not problem, problem
