@@ -46,6 +46,7 @@ class WatchedParameter:
         self._computed_with: Callable[[], torch.Tensor | None] = lambda: None
         self._arrived = 0
         self._arrived_in: set[torch.dtype] = set()
+        self.computed_in: set[torch.dtype] = set()
         self._numel = seen.numel
         self._first_digest: int | None = None
 
@@ -295,14 +296,19 @@ class WatchedModel:
 # --- what is inside what ------------------------------------------------------------------------------
 
 
+def _classes(module: torch.nn.Module) -> tuple[str, ...]:
+    kind: Any = type(module)
+    return _bases(kind)
+
+
 @functools.lru_cache(maxsize=1 << 12)
-def _classes(kind: Any) -> tuple[str, ...]:
+def _bases(kind: type) -> tuple[str, ...]:
     return tuple(base.__name__ for base in kind.__mro__)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
     called = module.__dict__.get("_compiled_call_impl")
-    return called is not None or "OptimizedModule" in _classes(type(module))
+    return called is not None or "OptimizedModule" in _classes(module)
 
 
 def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
@@ -330,14 +336,14 @@ def _identities(root: torch.nn.Module) -> list[int]:
 def _class(module: torch.nn.Module) -> type:
     """The class that the author wrote: `fully_shard` makes one of its own of it."""
     kinds = type(module).__mro__
-    if "FSDPModule" in _classes(type(module)):
+    if "FSDPModule" in _classes(module):
         kinds = tuple(kind for kind in kinds[1:] if kind.__name__ != "FSDPModule")
     return kinds[0]
 
 
 def _inner(module: torch.nn.Module) -> torch.nn.Module | None:
     """What a wrapper stands around."""
-    for kind in _classes(type(module)):
+    for kind in _classes(module):
         child = module._modules.get(_WRAPPED.get(kind, ""))
         if child is not None:
             return child

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Owner = TypeVar("Owner")
+
+
+_freed: Any = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` comes to
 
 
 @dataclass(slots=True)
@@ -38,6 +41,10 @@ class _Held(Generic[Owner]):
         self.owners.insert(place, owner)
         return True
 
+    @property
+    def freed(self) -> bool:
+        return bool(_freed(self.memory.cdata))
+
     def at(self, begin: int) -> Owner | None:
         place = bisect.bisect_right(self.begins, begin) - 1
         return self.owners[place] if place >= 0 and begin < self.ends[place] else None
@@ -55,14 +62,14 @@ class Owners(Generic[Owner]):
         storage = tensor.untyped_storage()
         begin = int(tensor.storage_offset())
         held = self._held.get(storage._cdata)
-        if held is None or held.memory.expired():
+        if held is None or held.freed:
             held = self._held[storage._cdata] = _Held(StorageWeakRef(storage))
         return held.put(begin, begin + max(tensor.numel(), 1), owner)
 
     def of(self, tensor: torch.Tensor) -> Owner | None:
         tensor = local(tensor)
         held = self._held.get(tensor.untyped_storage()._cdata)
-        if held is None or held.memory.expired():
+        if held is None or held.freed:
             return None
         return held.at(int(tensor.storage_offset()))
 
@@ -70,7 +77,7 @@ class Owners(Generic[Owner]):
         """Everyone who has any of its elements."""
         tensor = local(tensor)
         held = self._held.get(tensor.untyped_storage()._cdata)
-        if held is None or held.memory.expired():
+        if held is None or held.freed:
             return []
         begin = int(tensor.storage_offset())
         end = begin + tensor.numel()
@@ -78,7 +85,7 @@ class Owners(Generic[Owner]):
         return [owner for first, last, owner in parts if first < end and begin < last]
 
     def forget_freed(self) -> None:
-        for key in [key for key, held in self._held.items() if held.memory.expired()]:
+        for key in [key for key, held in self._held.items() if held.freed]:
             del self._held[key]
 
 

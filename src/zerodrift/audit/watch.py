@@ -367,7 +367,7 @@ class Watcher:
             kind = self._kinds[func] = kind_of(func)
         computes, sends, name = kind
         if computes:
-            if self._in_forward:
+            if self._in_forward and not self.packed:  # else a library packs and unpacks
                 self._computed(name, args, kwargs, out)
         elif sends:
             self._looked = False
@@ -376,24 +376,28 @@ class Watcher:
     @_guarded
     def _computed(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
         """An operation of a forward that is no view."""
-        if self.packed:
-            return  # a library packs and unpacks
-        module = self._calls[-1] if self._calls else None
-        if module is not None and not self._looked:
-            self._looked = True
-            for model in self.models:
-                model.look_at(module, self.memory, self._hook)
+        if not self._looked:
+            self._look_at(self._calls[-1])
         for tensor in floating(args, kwargs):
             parameter = self.memory.of(tensor)
             if parameter is None:
                 continue
             if operation in CASTS:
                 self.memory.put(out, parameter)
-                continue
-            dtype = word(tensor.dtype)
-            if not parameter.seen.has("compute", dtype):
-                path = next((m.path(module) for m in self.models if module is not None and m.has(module)), "")
-                parameter.seen.see("compute", dtype, operation, path, line_of_script)
+            elif tensor.dtype not in parameter.computed_in:
+                self._see_compute(parameter, tensor.dtype, operation)
+
+    def _look_at(self, module: torch.nn.Module) -> None:
+        """A library may have put other tensors in the place of a module's parameters for its forward."""
+        self._looked = True
+        for model in self.models:
+            model.look_at(module, self.memory, self._hook)
+
+    def _see_compute(self, parameter: WatchedParameter, dtype: torch.dtype, operation: str) -> None:
+        parameter.computed_in.add(dtype)
+        module = self._calls[-1]
+        path = next((model.path(module) for model in self.models if model.has(module)), "")
+        parameter.seen.see("compute", word(dtype), operation, path, line_of_script)
 
     # --- gradients ------------------------------------------------------------------------------------
 
