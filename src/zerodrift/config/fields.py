@@ -245,6 +245,8 @@ def _plural(item: Any) -> str:
         return "blocks of keys"
     if item is str:
         return "strings"
+    if admits(item) == "a whole number above 0":
+        return "whole numbers above 0"
     raise AssertionError(f"no words for a list of {item!r}")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
             passes.gradients, passes.cosine = _gradients(engine, reference)
             engine.zero_grad()
             found = Roundings()
-            again = gathered(engine, _signed(engine, bench.batches, found, _buffers(engine, reference)))
+            again = gathered(engine, signed(engine, bench.batches, found, _buffers(engine, reference)))
             if not _same(again, planned):
                 raise ZerodriftError(
                     "the audit",
@@ -122,8 +122,12 @@ def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
                     got="other log-probabilities where the same forward was watched",
                     do="Does the model draw from generators of its own, or keep state in a forward?",
                 )
-            scale = _ToTargets(len(bench.batches), bench.mesh.data, count, engine.scaler.scale)
-            _estimate(passes, engine, reference, found, scale)
+            scale = ToTargets(len(bench.batches), bench.mesh.data, count, engine.scaler.scale)
+
+            def true_of(name: str) -> torch.Tensor:
+                return reference.parameter(name).value.float()
+
+            estimate(passes, engine, true_of, found, scale)
             everyone = reference.comm.all_gather_object(own.used, "data")
             passes.used = frozenset().union(*everyone)
             passes.own_places = [(place, scale.of_own(place)) for place in places]
@@ -144,7 +148,7 @@ def _require_finite(seen: Signals, engine: Engine) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _ToTargets:
+class ToTargets:
     """From squares of gradients, as a backward leaves them, to squares of log-probabilities."""
 
     batches: int
@@ -198,7 +202,7 @@ def _buffers(engine: Engine, reference: Engine) -> dict[int, torch.Tensor]:
     }
 
 
-def _signed(
+def signed(
     engine: Engine, batches: Sequence[Batch], found: Roundings, constants: dict[int, torch.Tensor]
 ) -> Signals:
     """The third pass."""
@@ -250,9 +254,15 @@ def gradient_apart(bench: Bench, policy: Policy, other: Policy) -> dict[str, flo
 # --- estimates ------------------------------------------------------------------------------------------
 
 
-def _estimate(
-    passes: ThreePasses, engine: Engine, reference: Engine, found: Roundings, scale: _ToTargets
+def estimate(
+    passes: ThreePasses,
+    engine: Engine,
+    true_of: Callable[[str], torch.Tensor],
+    found: Roundings,
+    scale: ToTargets,
 ) -> None:
+    """What every cell and every place is worth; `true_of` has a parameter's values before they are
+    rounded."""
     plan = engine.plan
     owners = _owners(engine.module, plan)
     computing: dict[str, float] = {}
@@ -273,7 +283,7 @@ def _estimate(
     for row in plan.rows:
         cells = variants.narrow_cells(row.columns)
         if row.trained and {"storage", "compute"} & set(cells):
-            handle, true = engine.parameter(row.name), reference.parameter(row.name).value.float()
+            handle, true = engine.parameter(row.name), true_of(row.name)
             seen = handle.value if "storage" in cells else true.to(row.columns.compute.torch)
             effect = (handle.gradient * (seen.float() - true)).double()
             stored[row.name] = scale.of_parameter(float(effect.square().sum()))

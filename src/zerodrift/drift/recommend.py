@@ -161,7 +161,7 @@ def recommend(search: Search, first: Signals, found: Sequence[Candidate], told: 
             points += _pruned(search, mode, taken, goal, start, told)
     enough = [point for point in points if point.drift.square <= goal]
     chosen = (
-        min(enough, key=lambda point: point.bytes.compute)
+        min(enough, key=lambda point: (point.bytes.compute, len(point.pins)))
         if enough
         else min(points, key=lambda point: point.drift.square)
     )

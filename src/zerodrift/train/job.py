@@ -138,6 +138,14 @@ class Run(Block):
     """Weights & Biases project to log to; needs `wandb`."""
 
 
+class Audit(Block):
+    """When to look at what rounding costs."""
+
+    at: tuple[Positive, ...] = ()
+    """Steps after which one more forward and backward estimates what each dtype costs, for the report and the
+    metrics. The run keeps its bits."""
+
+
 class Job(Block):
     """A job file."""
 
@@ -147,6 +155,8 @@ class Job(Block):
     """What it is trained on."""
     run: Run = Run()
     """How long to train, and what to write when."""
+    audit: Audit = Audit()
+    """When to look at what rounding costs."""
     config: dict[str, Any] | str = Field(default_factory=dict)
     """The engine's config: keys from `docs/config.md`, or the path of a YAML or DeepSpeed JSON file."""
     auto: dict[str, Any] = Field(default_factory=dict)

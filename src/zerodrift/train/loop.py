@@ -14,13 +14,14 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from zerodrift.audit import compare
 from zerodrift.audit.observe import observe
 from zerodrift.audit.observed import merged
+from zerodrift.drift.during import look, require_lookable
 from zerodrift.engine.digest import computed_by
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
@@ -29,6 +30,7 @@ from zerodrift.legible import legible
 from zerodrift.train import nonfinite
 from zerodrift.train.digests import DigestsOfStep
 from zerodrift.train.display import Display
+from zerodrift.train.drivers import inputs
 from zerodrift.train.feed import Feed, MicroBatch, validation_batches
 from zerodrift.train.metrics import Metrics, StepMetrics, memory
 from zerodrift.train.run import Session
@@ -94,6 +96,8 @@ class Loop:
     def run(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
         session = self._session
+        if session.job.audit.at:
+            require_lookable(self._engine.plan)
         step = session.resume()
         if self._leads:
             self._metrics = Metrics(session.folder, self._run, step)
@@ -165,6 +169,9 @@ class Loop:
         self._loss = loss
         if self._leads:
             self._tell(step + 1, loss, result, clock.seconds, clock.seconds - before)
+        if step + 1 in self._session.job.audit.at:
+            seen = look(self._engine, [inputs(batch) for batch in taken.batches])
+            self._write("audit", {"step": step + 1, **asdict(seen)})
         return step + 1
 
     @contextlib.contextmanager

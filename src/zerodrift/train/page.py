@@ -18,7 +18,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.report import summary
 from zerodrift.report.figures import elements, significant, size
 from zerodrift.report.markup import Markup, join, tag
-from zerodrift.report.page import document, plan_sections, section
+from zerodrift.report.page import breaking, document, plan_sections, section
 from zerodrift.report.rows import grouped
 from zerodrift.train.curves import Chart, Point, Series, chart
 from zerodrift.train.display import clock
@@ -36,6 +36,7 @@ def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
         _tiles(lines, steps),
         section("Curves", tag("div", _charts(lines), class_="charts"), id="curves"),
         section("Precision, declared and observed", _precision(lines), id="precision"),
+        _rounding(lines),
         _skips(lines),
         section("Plan", _facts(plan), id="plan"),
         *plan_sections(plan, cost(plan), grouped(plan), timeline(plan)),
@@ -195,6 +196,42 @@ def _precision(lines: Lines) -> Markup:
     )
     table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="precision")
     return join([tag("p", note, class_="quiet"), table])
+
+
+def _rounding(lines: Lines) -> Markup:
+    """What dtypes were estimated to cost while it trained; nothing where nobody looked."""
+    looks = [line for line in lines if line["kind"] == "audit"]
+    if not looks:
+        return Markup("")
+    names = list(dict.fromkeys((name, cell) for line in looks for name, cell, _ in line["cells"][:_LOOKED]))
+    places = list(
+        dict.fromkeys(
+            (module, at, what) for line in looks for module, at, what, _ in line["places"][:_LOOKED]
+        )
+    )
+    rows = [_rounded("all together", "", [line["rms"] for line in looks])]
+    for name, cell in names:
+        values = [{(n, c): rms for n, c, rms in line["cells"]}.get((name, cell)) for line in looks]
+        rows.append(_rounded(name, cell, values))
+    for module, at, what in places:
+        values = [
+            {(m, a, w): rms for m, a, w, rms in line["places"]}.get((module, at, what)) for line in looks
+        ]
+        rows.append(_rounded(f"{module} {at}", what, values))
+    steps = [tag("th", f"step {line['step']}", scope="col", class_="number") for line in looks]
+    head = tag("thead", tag("tr", tag("th", "parameter or place"), tag("th", "cell"), steps))
+    words = "Estimated, as the root mean square of what it changes in a log-probability; not replayed."
+    table = tag("div", tag("table", head, tag("tbody", rows), class_="rows"), class_="scroll")
+    return section("What rounding costs", tag("p", words, class_="quiet"), table, id="rounding")
+
+
+_LOOKED = 6
+"""Cells and places of each look that are shown."""
+
+
+def _rounded(name: str, cell: str, values: Sequence[float | None]) -> Markup:
+    shown = [tag("td", "" if value is None else f"{value:.2g}", class_="number") for value in values]
+    return tag("tr", tag("td", breaking(name), class_="name"), tag("td", cell, class_="cell"), shown)
 
 
 _TINTS = {"bfloat16": "bf16", "float16": "fp16", "uint8": "fp8", "float32": "fp32", "split": "split"}
