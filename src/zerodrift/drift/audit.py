@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zerodrift.comm.mesh import started
-from zerodrift.drift import findings, recommend, signals, updates, variants
+from zerodrift.drift import findings, narrower, recommend, signals, updates, variants
 from zerodrift.drift.measure import Bench, ThreePasses, gradient_apart, three_passes
 from zerodrift.drift.nouns import Audit, Estimate, GradientLine, Replayed
 from zerodrift.drift.recommend import ByteKind, Told
@@ -139,6 +139,7 @@ def _audit(
         caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
         findings=tuple(findings.findings(ran, subject, passes, gradients, lost, replayed, advice)),
         recommendation=advice,
+        narrower=tuple(narrower.narrower(bench, ran, whole)) if confirm else (),
         seconds=passes.seconds,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from zerodrift.drift.nouns import Audit, AuditFinding, Point, Recommendation
+from zerodrift.drift.nouns import Audit, AuditFinding, Narrower, Point, Recommendation
 from zerodrift.drift.signals import Drift
 from zerodrift.report import figures
 from zerodrift.report.frame import elide, grid, pairs, printed, section, title
@@ -35,6 +35,8 @@ def audit_text(audit: Audit, *, color: bool = False) -> str:
     parts += _estimates(audit)
     if audit.recommendation is not None:
         parts += _recommendation(audit.recommendation, audit.drift)
+    if audit.narrower:
+        parts += _narrower(audit.narrower)
     parts += _gradients(audit)
     return printed(parts, color, WIDTH)
 
@@ -228,8 +230,7 @@ def _pins(point: Point) -> str:
     if not point.pins:
         return "none"
     pattern = point.pins[-1][0]
-    kind = pattern.removesuffix(".*").removesuffix(".weight").removesuffix(".bias")
-    last = ".".join(kind.split(".")[-2:]) if pattern != "*" else "everything"
+    last = _tail(pattern.removesuffix(".*").removesuffix(".bias")) if pattern != "*" else "everything"
     return last if len(point.pins) == 1 else f"{len(point.pins) - 1} + {last}"
 
 
@@ -261,6 +262,40 @@ def pasted(advice: Recommendation) -> str:
 
 def _quoted(key: str, value: str) -> str:
     return json.dumps(value, ensure_ascii=False) if key == "match" else value
+
+
+def _narrower(found: Sequence[Narrower]) -> list[RenderableType]:
+    """What may be narrower, and what it saves."""
+    rows: list[tuple[str, ...]] = [("column", "median", "worst", "", "rest", "peak", "wire")]
+    for one in found:
+        now, before = asdict(one.after), asdict(one.before)
+        more = (_change(now[key], before[key]) for key in ("rest", "peak", "wire"))
+        moved = "gradient" if one.column == "reduce" else "update"
+        rows.append(
+            (
+                f"{one.column} {one.value}",
+                figures.percent(one.middle),
+                figures.percent(one.most),
+                _tail(one.worst),
+                *more,
+            )
+        )
+        if one.many:
+            rows.append(("", "", "", f"{_count(one.many, moved)} by more than 5%", "", "", ""))
+    widths = (12, 7, 7, 24, 7, 7, 7)
+    text = Text()
+    for number, row in enumerate(rows):
+        cells = [
+            elide(cell, width).ljust(width) if place in (0, 3) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        text.append(" ".join(cells).rstrip() + "\n", style="dim" if not number else "")
+    return [section("narrower", "what it changes of a gradient's or an update's norm"), text]
+
+
+def _tail(name: str) -> str:
+    """The end of a name, which tells most."""
+    return ".".join(name.removesuffix(".weight").split(".")[-2:])
 
 
 # --- gradients -----------------------------------------------------------------------------------------

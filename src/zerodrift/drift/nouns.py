@@ -150,6 +150,23 @@ class Recommendation:
 
 
 @dataclass(frozen=True, slots=True)
+class Narrower:
+    """What a narrower column would do to the gradients, or to the updates, of real steps."""
+
+    column: str
+    value: str
+    middle: float
+    """Of the norm: the median over parameters."""
+    worst: str
+    """The parameter that it changes most."""
+    most: float
+    many: int
+    """Parameters that it changes by more than a twentieth."""
+    before: Bytes
+    after: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Audit:
     """All that an audit found."""
 
@@ -176,8 +193,7 @@ class Audit:
     """Flips that each replayed cell causes alone."""
     findings: tuple[AuditFinding, ...] = ()
     recommendation: Recommendation | None = None
-    narrower: tuple[tuple[str, str, float], ...] = ()
-    """(column, value, what it would cost): what may be narrower."""
+    narrower: tuple[Narrower, ...] = ()
     passes: int = 3
     """Forwards with a backward that the shortlist took."""
     seconds: float = 0.0
