@@ -60,7 +60,7 @@ def test_every_verb_and_option_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["`zerodrift bench` times", "  zerodrift plan c.yaml --loud", "`zerodrift audit`"]
+    "text", ["`zerodrift bench` times", "  zerodrift plan c.yaml --loud", "`zerodrift advise`"]
 )
 def test_what_does_not_exist_is_seen(text: str) -> None:
     assert wrong_verbs(text)

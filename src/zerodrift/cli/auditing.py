@@ -17,7 +17,7 @@ from zerodrift.cli.planning import write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerodrift.drift.nouns import Audit
+    from zerodrift.drift.audit_text import Audit
     from zerodrift.drift.recommend import Told
     from zerodrift.drift.runs import Batch, Subject
     from zerodrift.plan.table import Plan

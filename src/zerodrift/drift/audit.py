@@ -22,8 +22,9 @@ from torch import nn
 
 from zerodrift.comm.mesh import started
 from zerodrift.drift import findings, narrower, recommend, signals, updates, variants
+from zerodrift.drift.audit_text import Audit
 from zerodrift.drift.measure import Bench, ThreePasses, gradient_apart, three_passes
-from zerodrift.drift.nouns import Audit, Estimate, GradientLine, Replayed
+from zerodrift.drift.nouns import Estimate, GradientLine, Replayed
 from zerodrift.drift.recommend import ByteKind, Told
 from zerodrift.drift.runs import Batch, Subject, checked
 from zerodrift.drift.variants import Choice

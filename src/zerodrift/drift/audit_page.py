@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Sequence
 
-from zerodrift.drift.audit_text import BYTES, facts, pasted, telling
-from zerodrift.drift.nouns import Audit, AuditFinding, Point, Recommendation
+from zerodrift.drift.audit_text import BYTES, Audit, facts, pasted, telling
+from zerodrift.drift.nouns import AuditFinding, Point, Recommendation
 from zerodrift.report.figures import percent
 from zerodrift.report.markup import Markup, join, tag
 from zerodrift.report.page import breaking, document, heads, section

@@ -8,14 +8,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from zerodrift.drift.nouns import Audit, AuditFinding, Narrower, Point, Recommendation
+from zerodrift.drift.nouns import (
+    AuditFinding,
+    Estimate,
+    GradientLine,
+    Narrower,
+    Place,
+    Point,
+    Recommendation,
+    Replayed,
+    UpdateCost,
+)
 from zerodrift.drift.signals import Drift
+from zerodrift.drift.variants import Choice
 from zerodrift.report import figures
 from zerodrift.report.frame import elide, grid, pairs, printed, section, title
 
@@ -24,6 +35,51 @@ SHOWN = 10
 """Lines of a table."""
 
 _NAME = 38
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """All that an audit found."""
+
+    source: str
+    digest: str
+    mode: str
+    ranks: int
+    batches: int
+    drift: Drift
+    """Of the plan from the reference."""
+    own: Drift
+    """Of the model's own casts: the reference with them, from the reference without."""
+    gradient_cosine: float
+    """Of all gradients together, with those of the reference."""
+    shortlist: tuple[Estimate, ...]
+    """Every cell of a forward, what is worth most first."""
+    replayed: tuple[Replayed, ...]
+    places: tuple[Place, ...]
+    gradients: tuple[GradientLine, ...]
+    updates: tuple[UpdateCost, ...]
+    flips: Mapping[str, int] = field(default_factory=dict)
+    """Router -> how many of its choices are other than the reference's."""
+    caused: tuple[tuple[Choice, int], ...] = ()
+    """Flips that each replayed cell causes alone."""
+    findings: tuple[AuditFinding, ...] = ()
+    recommendation: Recommendation | None = None
+    narrower: tuple[Narrower, ...] = ()
+    passes: int = 3
+    """Forwards with a backward that the shortlist took."""
+    seconds: float = 0.0
+    """Of the shortlist."""
+
+    def text(self, *, color: bool = False) -> str:
+        """All of it, right at 80 columns."""
+        return audit_text(self, color=color)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every number of it."""
+        return audit_values(self)
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 def audit_text(audit: Audit, *, color: bool = False) -> str:
@@ -104,7 +160,7 @@ def _replayed(audit: Audit) -> Iterable[RenderableType]:
                 f"{each.alone.flips:,}" if each.alone.choices else "",
             )
         )
-    yield _table(rows, (_NAME, 8, 8, 8, 6))
+    yield _table(rows, (_NAME, 8, 8, 8, 6), 2)
     yield grid(
         [
             ("alone", "its part of the squared drift, with everything else in fp32"),
@@ -137,13 +193,13 @@ def _estimates(audit: Audit) -> list[RenderableType]:
     if rows:
         parts += [
             section("estimated", "not replayed"),
-            _table([("parameter", "cell", "alone"), *rows], (_NAME, 8, 8)),
+            _table([("parameter", "cell", "alone"), *rows], (_NAME, 8, 8), 2),
         ]
     if places:
         head = ("module and line", "operation", "alone")
         parts += [
             section("estimated", "operations with no parameter of their own"),
-            _table([head, *places], (_NAME, 20, 8)),
+            _table([head, *places], (_NAME, 20, 8), 2),
         ]
     return parts
 
@@ -157,16 +213,16 @@ def _share(square: float, whole: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def _table(rows: Sequence[tuple[str, ...]], widths: Sequence[int]) -> RenderableType:
+def _table(rows: Sequence[tuple[str, ...]], widths: Sequence[int], words: int = 1) -> RenderableType:
+    """Lines under a head; the first `words` columns are words and stand to the left, the others figures."""
     text = Text()
     for number, row in enumerate(rows):
-        line = ""
-        for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            line += cell.ljust(width) if place < 1 + (len(row) > 2) else cell.rjust(width)
-            line += "  "
-        text.append(
-            line.rstrip() + ("\n" if number < len(rows) - 1 else ""), style="dim" if not number else ""
-        )
+        cells = [
+            elide(cell, width).ljust(width) if place < words else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        end = "\n" if number < len(rows) - 1 else ""
+        text.append("  ".join(cells).rstrip() + end, style="dim" if not number else "")
     return text
 
 
@@ -337,11 +393,16 @@ def _or_dash(value: float) -> str:
 
 def audit_json(audit: Audit) -> str:
     """Every number of it."""
-    value = _plain(asdict(audit))
+    return json.dumps(audit_values(audit), indent=2) + "\n"
+
+
+def audit_values(audit: Audit) -> dict[str, Any]:
+    """The same as values."""
+    value: dict[str, Any] = _plain(asdict(audit))
     if audit.recommendation is not None:
         value["recommendation"]["removed"] = audit.recommendation.removed
         value["recommendation"]["config"] = pasted(audit.recommendation)
-    return json.dumps(value, indent=2) + "\n"
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.drift.signals import Drift
@@ -164,37 +164,3 @@ class Narrower:
     """Parameters that it changes by more than a twentieth."""
     before: Bytes
     after: Bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """All that an audit found."""
-
-    source: str
-    digest: str
-    mode: str
-    ranks: int
-    batches: int
-    drift: Drift
-    """Of the plan from the reference."""
-    own: Drift
-    """Of the model's own casts: the reference with them, from the reference without."""
-    gradient_cosine: float
-    """Of all gradients together, with those of the reference."""
-    shortlist: tuple[Estimate, ...]
-    """Every cell of a forward, what is worth most first."""
-    replayed: tuple[Replayed, ...]
-    places: tuple[Place, ...]
-    gradients: tuple[GradientLine, ...]
-    updates: tuple[UpdateCost, ...]
-    flips: Mapping[str, int] = field(default_factory=dict)
-    """Router -> how many of its choices are other than the reference's."""
-    caused: tuple[tuple[Choice, int], ...] = ()
-    """Flips that each replayed cell causes alone."""
-    findings: tuple[AuditFinding, ...] = ()
-    recommendation: Recommendation | None = None
-    narrower: tuple[Narrower, ...] = ()
-    passes: int = 3
-    """Forwards with a backward that the shortlist took."""
-    seconds: float = 0.0
-    """Of the shortlist."""

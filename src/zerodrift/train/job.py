@@ -138,7 +138,7 @@ class Run(Block):
     """Weights & Biases project to log to; needs `wandb`."""
 
 
-class Audit(Block):
+class AuditSteps(Block):
     """When to look at what rounding costs."""
 
     at: tuple[Positive, ...] = ()
@@ -155,7 +155,7 @@ class Job(Block):
     """What it is trained on."""
     run: Run = Run()
     """How long to train, and what to write when."""
-    audit: Audit = Audit()
+    audit: AuditSteps = AuditSteps()
     """When to look at what rounding costs."""
     config: dict[str, Any] | str = Field(default_factory=dict)
     """The engine's config: keys from `docs/config.md`, or the path of a YAML or DeepSpeed JSON file."""
