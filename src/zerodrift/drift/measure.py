@@ -208,7 +208,7 @@ def signed(
     """The third pass."""
     seen, names = Signals(), names_of(engine)
     with path_in(engine.module) as path:
-        for number, batch in enumerate(batches):
+        for number, batch in signals.numbered(engine, batches):
             with Watch(engine.module, names, path, found, constants):
                 loss, negative = signals.forward(engine, batch, number, path, seen)
                 judged = loss if negative is None else signals.signed_costs(negative, number)

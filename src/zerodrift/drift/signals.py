@@ -10,7 +10,7 @@ Invariant: looking changes nothing: what is recorded is computed beside the mode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,11 +167,16 @@ def plainly(path: Path) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def numbered(engine: Engine, batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
+    """Each with its number over all ranks."""
+    return enumerate(batches, engine.mesh.rank("data") * len(batches))
+
+
 def signals(engine: Engine, batches: Sequence[Batch], around: Around = plainly) -> Signals:
     """Of the forwards of some micro-batches, without gradients."""
     seen = Signals()
     with path_in(engine.module) as path, torch.no_grad():
-        for number, batch in enumerate(batches):
+        for number, batch in numbered(engine, batches):
             with around(path):
                 forward(engine, batch, number, path, seen)
     return seen
@@ -182,7 +187,7 @@ def trained_signals(engine: Engine, batches: Sequence[Batch], around: Around = p
     taken."""
     seen = Signals()
     with path_in(engine.module) as path:
-        for number, batch in enumerate(batches):
+        for number, batch in numbered(engine, batches):
             with around(path):
                 loss, _ = forward(engine, batch, number, path, seen)
             engine.backward(loss)

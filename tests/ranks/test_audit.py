@@ -1,0 +1,86 @@
+"""An audit on several ranks, whole models on none of them: the numbers of one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import zerodrift
+from tests.ranks.harness import run_ranks
+from zerodrift.comm.mesh import started
+from zerodrift.drift.audit import audit
+from zerodrift.drift.audit_text import Audit
+
+VOCABULARY = 23
+
+
+class Layer(nn.Module):
+    """A residual layer that sends each token to one of two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.router = nn.Linear(16, 2, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x)
+        weights, chosen = self.router(hidden).float().softmax(-1).topk(1)
+        out = torch.stack([expert(hidden) for expert in self.experts], -2)
+        picked = out.gather(-2, chosen[..., None].expand(*chosen.shape, out.shape[-1])).squeeze(-2)
+        return x + (weights * picked).to(x.dtype)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return Routed()
+
+
+def audited(rank: int, ranks: int, stage: int) -> Audit:
+    batches = [
+        {"ids": torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(number))}
+        for number in range(4)
+    ]
+    config = {
+        "precision": {"mode": "bf16", "reduce": {"wire": "bf16", "when": "last"}},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    plan = zerodrift.make_plan(config, model(), ranks)
+    mine = batches[rank * 4 // ranks : (rank + 1) * 4 // ranks]
+    return audit(plan, model, mine, confirm=2)
+
+
+def on_ranks() -> Audit:
+    return audited(started()[0], 2, 3)
+
+
+def test_the_numbers_are_those_of_one_process() -> None:
+    alone = audited(0, 1, 0)
+    first, second = run_ranks(on_ranks, 2)
+    assert first.drift == second.drift == alone.drift
+    assert first.drift.choices == 2 * 4 * 2 * 12
+    assert [one.choice for one in first.replayed] == [one.choice for one in second.replayed]
+    mine = {one.choice: one.square for one in alone.shortlist}
+    theirs = {one.choice: one.square for one in first.shortlist}
+    assert mine.keys() == theirs.keys()
+    for choice, square in mine.items():
+        assert abs(theirs[choice] - square) <= 1e-4 * max(mine.values()), choice
+    assert first.recommendation is not None and first.recommendation.removed >= 0.9
+    # On one rank there is no wire.
+    assert not any(line.reduce for line in alone.gradients)
+    assert any(1e-4 < line.reduce < 1e-2 for line in first.gradients)
