@@ -30,7 +30,7 @@ Recorded = list[list[float | None]]
 
 KINDS = (".npy", ".pt", ".safetensors", ".json", ".jsonl")
 _OF_TOKENS = ("tokens", "token_ids", "input_ids", "ids")
-_OF_LOGPROBS = ("logprobs", "log_probs", "prompt_logprobs", "token_logprobs")
+_OF_LOGPROBS = ("logprobs", "log_probs", "prompt_logprobs", "token_logprobs", "input_token_logprobs")
 
 
 def read_ids(path: Path) -> Ids:
@@ -96,6 +96,9 @@ def _logprobs(row: Any, sequence: list[int], where: str) -> list[float | None]:
     if isinstance(row, dict) and (own := _of(row, _OF_TOKENS)) is not row and own != sequence:
         raise ModelError(where, "must be of the tokens that are compared", got="others beside them")
     row = _of(row, _OF_LOGPROBS)
+    if isinstance(row, list) and len(row) in (len(sequence), len(sequence) - 1):
+        tokens = sequence[len(sequence) - len(row) :]
+        row = [_of_token(item, token) for item, token in zip(row, tokens, strict=True)]
     if not isinstance(row, list) or not all(item is None or _is_number(item) for item in row):
         raise ModelError(where, "must be a list of numbers or null", got=_kind(row))
     if len(row) == len(sequence) and row[0] is None:
@@ -110,6 +113,16 @@ def _logprobs(row: Any, sequence: list[int], where: str) -> list[float | None]:
     if all(item is None for item in row):
         raise ModelError(where, "must have a log-probability", got="null for every token")
     return [None if item is None else float(item) for item in row]
+
+
+def _of_token(item: Any, token: int) -> Any:
+    """The number in an entry of vLLM, `{"17": {"logprob": -0.5}}`, or of SGLang, `[-0.5, 17, null]`."""
+    if isinstance(item, dict):
+        item = item.get(str(token), item.get("logprob", item))
+        return item.get("logprob", item) if isinstance(item, dict) else item
+    if isinstance(item, list) and len(item) >= 2 and item[1] == token:
+        return item[0]
+    return item
 
 
 # --- files ----------------------------------------------------------------------------------------------

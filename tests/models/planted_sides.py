@@ -1,0 +1,752 @@
+"""Mismatches between a trainer and a sampler, planted one at a time, and what `drift` says of them.
+
+A plant is a function that changes what the sampler has: the tensors of its folder, its table of dtypes, and
+how it computes. What it then says of every token is computed here by torch alone, from the folder's tensors,
+and handed to `drift` as recorded log-probabilities: nothing of zerodrift is in them. To plant another one,
+write a function and give it a line in `PLANTS`.
+
+    python -m tests.models.planted_sides        prints one table: all plants in all architectures
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zerodrift.drift.sampler import sampler
+from zerodrift.drift.sides import OtherSide, SidesApart, compare
+from zerodrift.drift.token_files import recorded
+from zerodrift.drift.trainer import trainer
+
+VOCABULARY, LENGTH, SEQUENCES = 96, 24, 4
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+# --- architectures ----------------------------------------------------------------------------------------
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines from a buffer that is in the state dict."""
+
+    inv_freq: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 100.0 ** (-torch.arange(0, size, 2) / size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(x.shape[1])[:, None].float() * self.inv_freq.float()
+        return angles.cos().repeat(1, 2).to(x.dtype), angles.sin().repeat(1, 2).to(x.dtype)
+
+
+class PlainNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class PlainAttention(nn.Module):
+    """Step by step: products, a softmax in fp32."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(size, size, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
+        q, k = (_turned(part, *table) for part in (q, k))
+        scores = torch.matmul(q, k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        above = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = functional.softmax(
+            scores.masked_fill(above, torch.finfo(scores.dtype).min), dim=-1, dtype=torch.float32
+        )
+        return self.out(torch.matmul(weights.to(q.dtype), v).transpose(1, 2).flatten(2))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+class PlainExperts(nn.Module):
+    """Top-1 of several, each a matrix with a bias."""
+
+    def __init__(self, size: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(size, count, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(size, size) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).float().softmax(-1)
+        value, chosen = weights.topk(1)
+        made = torch.stack([expert(x) for expert in self.experts], -2)
+        taken = made.gather(-2, chosen[..., None].expand(*chosen.shape, made.shape[-1]))[..., 0, :]
+        return taken * value.to(x.dtype)
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, size: int, heads: int, experts: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = PlainNorm(size), PlainNorm(size)
+        self.attn = PlainAttention(size, heads)
+        self.mlp = (
+            PlainExperts(size, experts)
+            if experts
+            else nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
+        )
+
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attn(self.norm1(x), table)
+        return x + self.mlp(self.norm2(x))
+
+
+class PlainDecoder(nn.Module):
+    """A decoder without a library."""
+
+    def __init__(self, experts: int = 0, size: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, size)
+        self.rotary = RotaryTable(size // heads)
+        self.layers = nn.ModuleList(PlainBlock(size, heads, experts) for _ in range(2))
+        self.norm = PlainNorm(size)
+        self.head = nn.Linear(size, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        table = self.rotary(x)
+        for layer in self.layers:
+            x = layer(x, table)
+        logits = self.head(self.norm(x))
+        loss = None
+        if labels is not None:
+            flat = logits[:, :-1].float().reshape(-1, VOCABULARY)
+            loss = functional.cross_entropy(flat, labels[:, 1:].reshape(-1))
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def _llama(tied: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.models.architectures import SIZES
+
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY}, tie_word_embeddings=tied))
+
+
+def _library(name: str) -> nn.Module:
+    from tests.models import architectures
+
+    return getattr(architectures, name)()
+
+
+ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+    "plain": PlainDecoder,
+    "plain-moe": lambda: PlainDecoder(experts=4),
+    "llama": lambda: _llama(tied=False),
+    "llama-tied": lambda: _llama(tied=True),
+    "gpt-oss": lambda: _library("_gpt_oss"),
+    "qwen3-moe": lambda: _library("_qwen3_moe"),
+    "deepseek-v3": lambda: _library("_deepseek_v3"),
+}
+
+
+def lively(name: str, seed: int = 0) -> nn.Module:
+    """A model whose every part matters, unlike one that has just been initialized."""
+    torch.manual_seed(seed)
+    model = ARCHITECTURES[name]()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.dim() < 2 or "bias" in path:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return model.train()
+
+
+# --- what a sampler has -----------------------------------------------------------------------------------
+
+
+@dataclass
+class PlantedSide:
+    """A trainer, and a sampler that is changed by a plant."""
+
+    model: nn.Module
+    config: dict[str, Any] = field(default_factory=lambda: {"precision": {"mode": "fp32"}})
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Of the folder; what is tied is in it once."""
+    table: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = FP32
+    """What the sampler computes in."""
+    changes: list[Callable[[nn.Module], Any]] = field(default_factory=list)
+    """Of its module, once it has its tensors; what is returned is a context of its forward."""
+    logits: Callable[[Tensor], Tensor] = Tensor.float
+    first: tuple[str, ...] = ()
+    """What must be named first: one of these."""
+    explained: bool = True
+    """Whether the sampler's log-probabilities are of the tensors in its folder."""
+
+    def __post_init__(self) -> None:
+        taken: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in taken:
+                taken.add(id(tensor))
+                self.tensors[name] = tensor.detach().clone()
+
+    def named(self, *parts: str, dims: int = 0) -> str:
+        """The first tensor whose name has all these parts."""
+        for name, tensor in self.tensors.items():
+            if all(part in name for part in parts) and (not dims or tensor.dim() == dims):
+                return name
+        raise LookupError(f"no tensor of {parts}")
+
+    def in_bf16(self) -> None:
+        """A trainer in bf16 whose export is as it should be."""
+        self.config = {"precision": {"mode": "bf16"}}
+        self.dtype = BF16
+        for name, tensor in self.tensors.items():
+            if tensor.is_floating_point() and name in dict(self.model.named_parameters()):
+                self.tensors[name] = tensor.bfloat16()
+
+    def decoy(self) -> None:
+        """One harmless difference: some gains rounded to fp16."""
+        name = [n for n in self.tensors if "norm" in n][-1]
+        if self.tensors[name].dtype is FP32 and not any("norm" in first for first in self.first):
+            gains = dict(self.model.named_parameters())[name].detach()
+            gains[4:] = gains[4:].bfloat16()
+            self.tensors[name] = gains.half()
+
+    # --- the sampler itself, without zerodrift ------------------------------------------------------------
+
+    def logprobs(self, folder: Path, ids: Tensor) -> list[list[float]]:
+        held = load_file(folder / "model.safetensors")
+        scales = {name: held.pop(name) for name in list(held) if name.endswith("_scale")}
+        for name, scale in scales.items():
+            stem = name.removesuffix("_scale")
+            held[stem] = held[stem].float() * scale
+        model = copy.deepcopy(self.model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, tensor in held.items():
+            if name in parameters:
+                tied = [n for n, p in parameters.items() if p is parameters[name] and n not in held]
+                for each in (name, *tied):
+                    path, _, attribute = each.rpartition(".")
+                    parameter = nn.Parameter(tensor.to(self.dtype))
+                    setattr(model.get_submodule(path), attribute, parameter)
+            else:
+                dict(model.named_buffers())[name].copy_(tensor)
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for change in self.changes:
+                around = change(model)
+                if around is not None:
+                    stack.enter_context(around)
+            logits = self.logits(model(input_ids=ids).logits[:, :-1])
+        chosen = logits.log_softmax(-1).double().gather(-1, ids[:, 1:, None])[..., 0]
+        return chosen.tolist()
+
+
+# --- plants -----------------------------------------------------------------------------------------------
+
+
+def head_in_bf16(side: PlantedSide) -> None:
+    side.in_bf16()
+    side.config["precision"]["rules"] = [{"match": _head(side), "pin": "fp32"}]
+    side.table, side.first = {"compute": "bf16"}, ("head", "head weights")
+
+
+def head_in_fp32(side: PlantedSide) -> None:
+    side.in_bf16()
+    name = _head(side)
+    side.tensors[name] = side.model.state_dict()[name].clone()
+
+    def change(model: nn.Module) -> None:
+        head = model.get_submodule(_module_of_head(model))
+        wide = side.tensors[name]
+        head.weight = nn.Parameter(wide)
+        head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+
+    side.changes.append(change)
+    side.table, side.first = {"head": "fp32"}, ("head",)
+
+
+def router_rounded(side: PlantedSide) -> None:
+    name = _router(side)
+    side.tensors[name] = side.tensors[name].bfloat16()
+    side.first = ("router weights",)
+
+
+def router_in_bf16(side: PlantedSide) -> None:
+    side.in_bf16()
+    pattern = _router(side).rpartition(".")[0].replace(".0.", ".*.").replace(".1.", ".*.") + ".*"
+    side.config["precision"]["rules"] = [{"match": pattern, "pin": "fp32"}]
+    side.table, side.first = {"router": "bf16"}, ("router", "router weights")
+
+
+def norms_rounded(side: PlantedSide) -> None:
+    for name in side.tensors:
+        if "norm" in name:
+            side.tensors[name] = side.tensors[name].bfloat16()
+    side.first = ("norms weights",)
+
+
+def embedding_rounded(side: PlantedSide) -> None:
+    name = side.named("embed")
+    side.tensors[name] = side.tensors[name].bfloat16()
+    side.first = ("embedding weights", "head weights")
+
+
+def kv_in_fp8(side: PlantedSide) -> None:
+    _kv(side, torch.float8_e4m3fn)
+    side.table, side.first = {"kv": "fp8_e4m3"}, ("kv",)
+
+
+def kv_in_bf16(side: PlantedSide) -> None:
+    _kv(side, BF16)
+    side.table, side.first = {"kv": "bf16"}, ("kv",)
+
+
+def attention_in_bf16(side: PlantedSide) -> None:
+    _alone_in(side, BF16, lambda path: path.endswith((".self_attn", ".attn")))
+    if any("norm" in name.partition("attn.")[2] for name in side.tensors):
+        raise LookupError("its attention holds norms")
+    side.table, side.first = {"attention": "bf16"}, ("attention",)
+
+
+def mlp_in_fp16(side: PlantedSide) -> None:
+    if any("expert" in name for name in side.tensors):
+        raise LookupError("it has experts")
+    _alone_in(side, FP16, lambda path: path.endswith(".mlp"))
+    side.table, side.first = {"mlp": "fp16"}, ("mlp",)
+
+
+def compute_in_fp16(side: PlantedSide) -> None:
+    side.in_bf16()
+    for name, tensor in side.model.state_dict().items():
+        if name in side.tensors and tensor.is_floating_point():
+            side.tensors[name] = tensor.clone()
+    side.dtype = FP16
+    side.table, side.first = {"compute": "fp16"}, ("compute",)
+
+
+def stale(side: PlantedSide) -> None:
+    name = _matrix(side)
+    side.tensors[name] += 1e-3 * torch.randn_like(side.tensors[name])
+    side.first = (name,)
+
+
+def stale_in_bf16(side: PlantedSide) -> None:
+    side.in_bf16()
+    name = _matrix(side)
+    values = dict(side.model.named_parameters())[name].detach()
+    side.tensors[name] = (values + 3e-3 * torch.randn_like(values)).bfloat16()
+    side.first = (name,)
+
+
+def swapped(side: PlantedSide) -> None:
+    name = _matrix(side, "layers.0.")
+    other = name.replace("layers.0.", "layers.1.")
+    if other not in side.tensors or side.tensors[other].shape != side.tensors[name].shape:
+        raise LookupError("its layers differ")
+    side.tensors[name], side.tensors[other] = side.tensors[other], side.tensors[name]
+    side.first = (name, other)
+
+
+def transposed(side: PlantedSide) -> None:
+    for name, tensor in side.tensors.items():
+        if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
+            side.tensors[name] = tensor.T.contiguous()
+            side.first = (name,)
+            return
+    raise LookupError("no square matrix")
+
+
+def untied(side: PlantedSide) -> None:
+    names = [name for name in side.model.state_dict() if name not in side.tensors]
+    if not names:
+        raise LookupError("nothing is tied")
+    whole = side.model.state_dict()[names[0]]
+    side.tensors[names[0]] = whole + 1e-2 * torch.randn_like(whole)
+    side.first = (names[0],)
+
+
+def expert_bias_rounded(side: PlantedSide) -> None:
+    name = next((n for n in side.tensors if "expert" in n and "bias" in n), None)
+    if name is None:
+        raise LookupError("no expert has a bias")
+    tensor = side.tensors[name]
+    part = tensor[1] if tensor.dim() > 1 else tensor
+    part.copy_(part.bfloat16())
+    side.first = (name,)
+
+
+def experts_permuted(side: PlantedSide) -> None:
+    name = side.named("experts", "proj", dims=3)
+    side.tensors[name] = side.tensors[name].roll(1, 0)
+    side.first = (name,)
+
+
+def expert_dropped(side: PlantedSide) -> None:
+    name = side.named("experts", dims=3) if _stacked(side) else side.named("experts.1.", "weight")
+    tensor = side.tensors[name]
+    (tensor[1] if tensor.dim() == 3 else tensor).zero_()
+    side.first = (name,)
+
+
+def overflows(side: PlantedSide) -> None:
+    name = _matrix(side)
+    with torch.no_grad():
+        dict(side.model.named_parameters())[name].view(-1)[5] = 1e5
+    for each in side.tensors:
+        held = side.model.state_dict()[each]
+        side.tensors[each] = held.half() if held.is_floating_point() else held.clone()
+    side.first = (name,)
+
+
+def saturated(side: PlantedSide) -> None:
+    overflows(side)
+    name = side.first[0]
+    side.tensors[name] = side.model.state_dict()[name].clamp(-65504, 65504).half()
+
+
+def rounded_twice(side: PlantedSide) -> None:
+    side.in_bf16()
+    name = _matrix(side)
+    side.tensors[name] = dict(side.model.named_parameters())[name].detach().half().bfloat16()
+    side.first = (name,)
+
+
+def stochastic(side: PlantedSide) -> None:
+    side.in_bf16()
+    name = _matrix(side)
+    exact = dict(side.model.named_parameters())[name].detach()
+    noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32)
+    side.tensors[name] = ((exact.view(torch.int32) + noise) & -65536).view(FP32).bfloat16()
+    side.first = (name,)
+
+
+def cut_off(side: PlantedSide) -> None:
+    side.in_bf16()
+    name = _matrix(side)
+    exact = dict(side.model.named_parameters())[name].detach()
+    side.tensors[name] = (exact.view(torch.int32) & -65536).view(FP32).bfloat16()
+    side.first = (name,)
+
+
+def narrow_on_the_way(side: PlantedSide) -> None:
+    name = _matrix(side)
+    side.tensors[name] = side.tensors[name].bfloat16().float()
+    side.first = (name,)
+
+
+def subnormals_lost(side: PlantedSide) -> None:
+    name = _matrix(side)
+    with torch.no_grad():
+        dict(side.model.named_parameters())[name].mul_(1e-3)
+    made = dict(side.model.named_parameters())[name].detach().half()
+    side.tensors[name] = torch.where(made.abs() < torch.finfo(FP16).tiny, 0, made)
+    side.first = (name,)
+
+
+def forgotten_factor(side: PlantedSide) -> None:
+    name = _matrix(side)
+    side.tensors[name] = side.tensors[name] * 0.7071
+    side.first = (name,)
+
+
+def int8_scaled(side: PlantedSide) -> None:
+    name = _matrix(side)
+    tensor = side.tensors[name]
+    scale = tensor.abs().amax(-1, keepdim=True) / 127
+    side.tensors[name] = (tensor / scale).round().to(torch.int8)
+    side.tensors[f"{name}_scale"] = scale
+    side.first = (f"{_role(name)} weights",)
+
+
+def fp8_scaled(side: PlantedSide) -> None:
+    name = _matrix(side)
+    tensor = side.tensors[name]
+    scale = (tensor.abs().max() / 448).reshape(1)
+    side.tensors[name] = (tensor / scale).to(torch.float8_e4m3fn)
+    side.tensors[f"{name}_scale"] = scale
+    side.first = (f"{_role(name)} weights",)
+
+
+def buffers_rounded(side: PlantedSide) -> None:
+    def change(model: nn.Module) -> None:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(buffer.bfloat16())
+
+    side.changes.append(change)
+    side.table, side.first = {"buffers": "bf16"}, ("buffers",)
+
+
+def buffer_sent_rounded(side: PlantedSide) -> None:
+    name = side.named("inv_freq")
+    side.tensors[name] = side.tensors[name].bfloat16().float()
+    side.first = (name,)
+
+
+def rotary_in_bf16(side: PlantedSide) -> None:
+    def change(model: nn.Module) -> None:
+        for module in model.modules():
+            if "Rotary" in type(module).__name__:
+                module.register_forward_hook(
+                    lambda module, args, output: tuple(part.bfloat16().to(part.dtype) for part in output)
+                )
+
+    side.changes.append(change)
+    side.table, side.first = {"rotary": "bf16"}, ("rotary",)
+
+
+def softmax_in_bf16(side: PlantedSide) -> None:
+    side.changes.append(lambda model: _other_softmax(BF16))
+    side.table, side.first = {"softmax": "bf16"}, ("softmax",)
+
+
+def logits_in_bf16(side: PlantedSide) -> None:
+    side.logits = lambda logits: logits.bfloat16().float()
+    side.table, side.first = {"logits": "bf16"}, ("logits",)
+
+
+def logprobs_in_bf16(side: PlantedSide) -> None:
+    side.logits = Tensor.bfloat16
+    side.table, side.first = {"logprobs": "bf16"}, ("logprobs",)
+
+
+def missing(side: PlantedSide) -> None:
+    name = _matrix(side)
+    del side.tensors[name]
+    side.first, side.explained = (name,), False
+
+
+PLANTS: tuple[Callable[[PlantedSide], None], ...] = (
+    *(head_in_bf16, head_in_fp32, router_rounded, router_in_bf16, norms_rounded, embedding_rounded),
+    *(kv_in_fp8, kv_in_bf16, attention_in_bf16, mlp_in_fp16, compute_in_fp16, stale, stale_in_bf16),
+    *(swapped, transposed, untied, expert_bias_rounded, experts_permuted, expert_dropped, overflows),
+    *(saturated, rounded_twice, stochastic, cut_off, narrow_on_the_way, subnormals_lost, forgotten_factor),
+    *(int8_scaled, fp8_scaled, buffers_rounded, buffer_sent_rounded, rotary_in_bf16, softmax_in_bf16),
+    *(logits_in_bf16, logprobs_in_bf16, missing),
+)
+
+
+def _head(side: PlantedSide) -> str:
+    for name in side.tensors:
+        if name in ("lm_head.weight", "head.weight"):
+            return name
+    raise LookupError("its head is tied")
+
+
+def _module_of_head(model: nn.Module) -> str:
+    return "lm_head" if hasattr(model, "lm_head") else "head"
+
+
+def _router(side: PlantedSide) -> str:
+    for name in side.tensors:
+        if ".router.weight" in name or ".gate.weight" in name:
+            return name
+    raise LookupError("no router")
+
+
+def _stacked(side: PlantedSide) -> bool:
+    return any("experts" in name and tensor.dim() == 3 for name, tensor in side.tensors.items())
+
+
+def _matrix(side: PlantedSide, part: str = "") -> str:
+    """A matrix in the middle of the model."""
+    likely = ("mlp.up_proj", "mlp.0.", "self_attn.o_proj", "attn.out")
+    for word in likely:
+        for name, tensor in side.tensors.items():
+            if word in name and part in name and tensor.dim() == 2 and "weight" in name:
+                return name
+    raise LookupError("no matrix")
+
+
+def _role(name: str) -> str:
+    return "attention" if "attn" in name else "mlp"
+
+
+def _kv(side: PlantedSide, dtype: torch.dtype) -> None:
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype).to(tensor.dtype)
+
+    def change(model: nn.Module) -> Any:
+        if isinstance(model, PlainDecoder):
+            return _patched_products(model, rounded)
+        plain = functional.scaled_dot_product_attention
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, **other: Any) -> Tensor:
+            return plain(query, rounded(key), rounded(value), **other)
+
+        return mock.patch.object(functional, "scaled_dot_product_attention", attention)
+
+    if "sinks" in str(list(side.tensors)):
+        raise LookupError("its attention is step by step, in a library")
+    side.changes.append(change)
+
+
+def _patched_products(model: nn.Module, rounded: Callable[[Tensor], Tensor]) -> Any:
+    """All products of the plain attention have keys or values on the right."""
+    plain = torch.matmul
+    return mock.patch.object(torch, "matmul", lambda a, b: plain(a, rounded(b)))
+
+
+@contextlib.contextmanager
+def _other_softmax(dtype: torch.dtype) -> Iterator[None]:
+    soft = functional.softmax
+
+    def softmax(x: Tensor, dim: int = -1, dtype_: Any = None, **given: Any) -> Tensor:
+        if x.dim() != 4:
+            return soft(x, dim=dim, **given)
+        return soft(x.to(dtype), dim=dim).to(given.get("dtype") or x.dtype)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **given: Any) -> Tensor:
+        if given.get("enable_gqa"):
+            times = query.shape[1] // key.shape[1]
+            key, value = (part.repeat_interleave(times, 1) for part in (key, value))
+        scores = query @ key.transpose(-1, -2) * (given.get("scale") or query.shape[-1] ** -0.5)
+        if attn_mask is not None and attn_mask.dtype is not torch.bool:
+            scores = scores + attn_mask
+        else:
+            ones = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~(ones if attn_mask is None else attn_mask), float("-inf"))
+        return soft(scores.to(dtype), dim=-1).to(query.dtype) @ value
+
+    with (
+        mock.patch.object(functional, "softmax", softmax),
+        mock.patch.object(functional, "scaled_dot_product_attention", attention),
+    ):
+        yield
+
+
+def _alone_in(side: PlantedSide, dtype: torch.dtype, chosen: Callable[[str], bool]) -> None:
+    """Some modules compute in a dtype of their own, and give back what they were given."""
+
+    def change(model: nn.Module) -> None:
+        for path, module in model.named_modules():
+            if chosen(path):
+                module.to(dtype)
+                module.register_forward_pre_hook(
+                    lambda module, args, given: (_cast(args, dtype), _cast(given, dtype)), with_kwargs=True
+                )
+                module.register_forward_hook(lambda module, args, output: _cast(output, FP32))
+
+    side.changes.append(change)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
+
+
+# --- what drift says --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlantFound:
+    """One plant in one architecture."""
+
+    plant: str
+    architecture: str
+    wanted: tuple[str, ...]
+    explained: bool
+    found: SidesApart
+    seconds: float
+
+    @property
+    def is_first(self) -> bool:
+        return self.found.first in self.wanted
+
+    @property
+    def share(self) -> float:
+        """Of the squared drift, what the trainer's model has with everything of the other side."""
+        return 1 - self.found.unexplained
+
+
+def token_ids() -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+
+
+def planted(plant: Callable[[PlantedSide], None], architecture: str, folder: Path) -> PlantFound | None:
+    """What `drift` says of a plant; None where the architecture has no place for it."""
+    side = PlantedSide(lively(architecture))
+    torch.manual_seed(1)
+    try:
+        plant(side)
+    except LookupError:
+        return None
+    side.decoy()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in side.tensors.items()}, folder / "model.safetensors"
+    )
+    ids = token_ids()
+    begin = time.monotonic()
+    said = None
+    if side.explained:
+        values = torch.tensor(side.logprobs(folder, ids))
+        said = recorded(values.tolist(), ids.tolist()) if bool(values.isfinite().all()) else None
+    table = sampler(side.table) if side.table else None
+    other = OtherSide(sent=folder, sampler=table, recorded=said)
+    found = compare(trainer(side.config, side.model), other, ids.tolist())
+    return PlantFound(
+        plant.__name__, architecture, side.first, said is not None, found, time.monotonic() - begin
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results: list[PlantFound] = []
+    print(f"{'plant':20} {'architecture':12} {'first':5} {'rms':>8} {'explained':>9} {'alone':>7}  named")
+    for plant in PLANTS:
+        for architecture in ARCHITECTURES:
+            if len(sys.argv) > 1 and sys.argv[1] not in (plant.__name__, architecture):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                one = planted(plant, architecture, Path(folder))
+            if one is None:
+                continue
+            results.append(one)
+            found = one.found
+            alone = f"{found.cells[0].explains:7.4f}" if found.cells else "      -"
+            explained = f"{one.share:9.4f}" if one.explained else "        -"
+            first = "yes" if one.is_first else "NO"
+            numbers = f"{found.whole.rms:8.1e} {explained} {alone}"
+            print(f"{one.plant:20} {architecture:12} {first:5} {numbers}  {found.first}", flush=True)
+    kinds = {one.plant for one in results}
+    whole = {one.plant for one in results if one.is_first} - {
+        one.plant for one in results if not one.is_first
+    }
+    enough = [one for one in results if one.explained]
+    print(
+        f"\n{len(kinds)} kinds in {len({one.architecture for one in results})} architectures, {len(results)} "
+        f"pairs: first in {sum(one.is_first for one in results)}; kinds first everywhere: {len(whole)}; at "
+        f"least 90% explained in {sum(one.share >= 0.9 for one in enough)} of {len(enough)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What `zerodrift drift` names first when one thing is planted between two sides, and how much it explains.
+
+The sampler's log-probabilities are made by torch alone; `planted_sides.py` says how. Every plant in a plain
+model here, and in all architectures where there is time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.models.planted_sides import ARCHITECTURES, PLANTS, PlantFound, planted
+
+SHOWN_IN = {"expert_bias_rounded": "plain-moe", "expert_dropped": "plain-moe", "experts_permuted": "gpt-oss"}
+SHOWN_IN |= {"router_rounded": "plain-moe", "router_in_bf16": "plain-moe", "untied": "llama-tied"}
+
+
+def must_be_found(one: PlantFound) -> None:
+    assert one.is_first, f"{one.found.first}, not {one.wanted}"
+    if one.explained:
+        assert one.share >= 0.9
+    elif one.plant != "missing":
+        assert one.found.whole.not_finite and not one.found.within
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_what_was_planted_is_named_first(plant: object, tmp_path: Path) -> None:
+    name = plant.__name__  # type: ignore[attr-defined]
+    one = planted(plant, SHOWN_IN.get(name, "plain"), tmp_path)  # type: ignore[arg-type]
+    assert one is not None
+    must_be_found(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nineteen_of_twenty_in_every_architecture(architecture: str, tmp_path: Path) -> None:
+    found = [one for plant in PLANTS if (one := planted(plant, architecture, tmp_path)) is not None]
+    explained = [one.share for one in found if one.explained]
+    assert len(found) >= 20
+    assert sum(one.is_first for one in found) >= 0.95 * len(found)
+    assert sum(share >= 0.9 for share in explained) >= 0.95 * len(explained)
