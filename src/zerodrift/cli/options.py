@@ -140,6 +140,58 @@ HtmlAudit = Annotated[
     typer.Option("--html", metavar="FILE", help="Also write the audit as a single self-contained HTML page."),
 ]
 
+# --- drift --------------------------------------------------------------------------------------------
+
+TrainerConfig = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="The trainer's config, ours or DeepSpeed's; or a plan, or a table that `check --save` wrote.",
+    ),
+]
+TokenFile = Annotated[
+    Path,
+    typer.Option("--tokens", metavar="FILE", help="Token ids: .npy, .pt, .safetensors, .json or .jsonl."),
+]
+TrainedWeights = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="PATH",
+        help="A checkpoint, ours or DeepSpeed's, or safetensors. Default: those of --model.",
+    ),
+]
+SentFolder = Annotated[
+    Path | None,
+    typer.Option("--sent", metavar="FOLDER", help="The safetensors that the trainer wrote for the sampler."),
+]
+LoadedFolder = Annotated[
+    Path | None,
+    typer.Option("--loaded", metavar="FOLDER", help="The tensors that the sampler holds, as safetensors."),
+]
+SamplerTable = Annotated[
+    Path | None,
+    typer.Option(
+        "--sampler",
+        metavar="FILE",
+        help="The sampler's dtypes in YAML or JSON; docs/drift.md lists its keys.",
+    ),
+]
+RecordedFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--recorded",
+        metavar="FILE",
+        help="Log-probabilities of the tokens that the sampler gave: .json, .jsonl.",
+    ),
+]
+Bar = Annotated[
+    float,
+    typer.Option(
+        "--bar", metavar="D", min=0.0, help="The mean |difference| of log-probabilities that is let pass."
+    ),
+]
+
 # --- inspect and convert ------------------------------------------------------------------------------
 
 Checkpoint = Annotated[

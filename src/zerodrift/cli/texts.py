@@ -92,6 +92,21 @@ Examples:
   zerodrift audit config.yaml --model package.module:function --budget 0.5% --of wire
 """
 
+DRIFT = """\
+Compare a trainer with a sampler, and show which difference their drift comes from.
+
+The trainer's model is run on the tokens with each cell of the other side in turn: with its tensors, its
+dtypes, and all of them but one. Tensors that are not the bits that were trained are named first. Without a
+table, the other side computes as the trainer does. Exit code 0: within the bar; 2: nothing to compare; 3:
+above it, or a tensor is not what was trained.
+
+\b
+Examples:
+  zerodrift drift config.yaml --model path/to/model --weights runs/a --sent exported --tokens ids.npy
+  zerodrift drift config.yaml --model path/to/model --sampler vllm.yaml --tokens ids.jsonl
+  zerodrift drift precision.json --model path/to/model --recorded server.jsonl --tokens server.jsonl
+"""
+
 INSPECT = """\
 Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete.
 

@@ -1,0 +1,617 @@
+"""`zerodrift drift`: tensors judged, files read, sides compared, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.models.planted_sides import PlainDecoder, PlantedSide, head_in_fp32, lively, token_ids
+from zerodrift.api import make_plan
+from zerodrift.audit.seen import SeenModel, SeenParameter
+from zerodrift.drift.apart import apart, share
+from zerodrift.drift.roles import roles
+from zerodrift.drift.sampler import KEYS, read_sampler, sampler
+from zerodrift.drift.sides import OtherSide, SidesApart, compare
+from zerodrift.drift.sides_text import sides_json, sides_text
+from zerodrift.drift.tensors import judged, neighbours
+from zerodrift.drift.token_files import ids, read_ids, read_recorded, recorded
+from zerodrift.drift.trainer import Trainer, as_config, trainer
+from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
+from zerodrift.model.sources import describe
+
+FP32, BF16 = ({"precision": {"mode": mode}} for mode in ("fp32", "bf16"))
+IDS = token_ids()[:2, :12].tolist()
+
+# --- one tensor ---------------------------------------------------------------------------------------------
+
+
+def matrix(seed: int = 0) -> Tensor:
+    return torch.randn(16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def through(*dtypes: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def way(tensor: Tensor) -> Tensor:
+        for dtype in dtypes:
+            tensor = tensor.to(dtype)
+        return tensor
+
+    return way
+
+
+def one_row(tensor: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed[3] = changed[3].bfloat16().float()
+    return changed
+
+
+def lost_subnormals(tensor: Tensor) -> Tensor:
+    half = tensor.half()
+    return torch.where(half.abs() < torch.finfo(half.dtype).tiny, 0, half)
+
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "told"),
+    [
+        (lambda t: t, "same", "fp32"),
+        (through(bf16), "rounded", "rounded to bf16"),
+        (through(fp16), "rounded", "rounded to fp16"),
+        (through(bf16, fp32), "rounded-otherwise", "bf16 on the way"),
+        (through(fp16, bf16), "rounded-otherwise", "fp16 on the way"),
+        (one_row, "rounded-otherwise", "16 of 256 elements, in slice 3"),
+        (lambda t: (t.view(torch.int32) & -65536).view(fp32).bfloat16(), "rounded-otherwise", "cut off"),
+        (lambda t: neighbours(t, bf16)[1], "rounded-otherwise", "stochastic"),
+        (lambda t: t.T.contiguous(), "transposed", "exchanged"),
+        (lambda t: t.roll(1, 0).bfloat16(), "permuted", "dimension 0"),
+        (lambda t: t.roll(1, 1), "permuted", "dimension 1"),
+        (lambda t: matrix(1).half(), "another-tensor", "`b`"),
+        (lambda t: 0.5 * t, "scaled", "times 0.5"),
+        (torch.zeros_like, "other-values", "all zero"),
+        (lambda t: t + 1e-3, "other-values", "256 of 256"),
+        (lambda t: torch.where(t > 2, math.nan, t), "not-finite", "inf or nan"),
+    ],
+)
+def test_a_tensor_is_told_for_what_became_of_it(
+    change: Callable[[Tensor], Tensor], kind: str, told: str
+) -> None:
+    verdict = judged(matrix(), change(matrix()), {"b": matrix(1)})
+    assert verdict.kind == kind and told in verdict.told
+
+
+def test_what_a_dtype_cannot_hold_is_told() -> None:
+    large, small = matrix(), matrix() * 1e-6
+    large[0, 0] = 1e5
+    assert judged(large, large.half()).kind == "overflowed"
+    assert "largest" in judged(large, large.clamp(-65504, 65504).half()).told
+    assert "subnormal" in judged(small, lost_subnormals(small)).told
+    assert judged(small, small.half()).kind == "rounded"
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16, torch.float8_e4m3fn])
+def test_neighbours_are_on_both_sides(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4000, generator=generator) * torch.logspace(-9, 1, 4000)
+    values[:4] = torch.tensor([0.0, 1.0, -1.0, 1e-9])
+    near, beside = (each.float() for each in neighbours(values, dtype))
+    low, high = torch.minimum(near, beside), torch.maximum(near, beside)
+    assert bool(((low <= values) & (values <= high)).all())
+    between = torch.tensor(0.5) * (low.double() + high.double())  # nothing of the dtype lies between
+    inner = between.to(dtype).float()
+    assert bool(((inner == low) | (inner == high)).all())
+
+
+def test_a_scaled_tensor_is_held_to_half_a_step() -> None:
+    values = matrix()
+    scale = values.abs().amax() / 127
+    codes = (values / scale).round()
+    half = torch.full_like(values, float(scale) / 2 * 1.01)
+    assert judged(values, codes * scale, {}, half).kind == "quantised"
+    codes[2, 2] += 1
+    assert judged(values, codes * scale, {}, half).kind == "other-values"
+
+
+# --- numbers ------------------------------------------------------------------------------------------------
+
+
+def test_apart_is_what_a_plain_loop_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (-torch.rand(101, generator=generator, dtype=torch.float64) for _ in range(2))
+    found, gaps = apart(b, a), [float(y - x) for x, y in zip(a, b, strict=True)]
+    far = sorted(map(abs, gaps))
+    assert found.mean_abs == pytest.approx(sum(far) / 101, rel=1e-12)
+    assert found.rms == pytest.approx(math.sqrt(sum(gap**2 for gap in gaps) / 101), rel=1e-12)
+    assert found.k3 == pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 101, rel=1e-12)
+    assert (found.median, found.p99, found.largest) == (far[50], far[99], far[100])
+    assert found.clipped == sum(abs(math.exp(gap) - 1) > 0.2 for gap in gaps) / 101
+
+
+def test_what_is_not_finite_is_counted_and_not_averaged() -> None:
+    a = torch.zeros(3, dtype=torch.float64)
+    found = apart(torch.tensor([math.nan, 0.0, -1.0], dtype=torch.float64), a)
+    assert (found.not_finite, found.mean_abs) == (1, 0.5)
+    assert share(found, found) == 1.0
+    assert apart(a, a) == apart(a.clone(), a) and apart(a, a).rms == apart(a, a).k3 == 0.0
+
+
+# --- the sampler's table, roles, files ----------------------------------------------------------------------
+
+
+def test_a_table_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "compute: bfloat16\nhead: fp32\nkv: fp8_e4m3\ntensors: {'*.up.*': fp16}\n"
+    )
+    table = read_sampler(tmp_path / "a.yaml")
+    assert table.compute is DType.BF16 and table.roles == (("head", DType.FP32),)
+    assert table.activations == (("kv", DType.FP8_E4M3),) and table.tensors == (("*.up.*", DType.FP16),)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"haed": "fp32"}, "Did you mean `head`"),
+        ({"head": "fp8_e4m3"}, "`head`: must be fp32, bf16 or fp16; got 'fp8_e4m3'"),
+        ({"head": 32}, "`head`: must be"),
+        ({"tensors": ["a"]}, "must be a block of globs"),
+        (["head"], "must be a block of keys; got list"),
+    ],
+)
+def test_a_wrong_table_is_refused(data: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match="sampler") as caught:
+        sampler(data)
+    assert says in str(caught.value)
+
+
+def test_every_key_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "drift.md").read_text(encoding="utf-8")
+    assert [key for key, told in KEYS.items() if f"| `{key}` | {told}" not in page] == []
+
+
+def test_parts_of_models_have_their_roles() -> None:
+    found = roles(describe(lively("plain-moe")))
+    assert found["embed.weight"] == "embedding" and found["head.weight"] == "head"
+    assert found["layers.0.norm1.weight"] == found["norm.weight"] == "norms"
+    assert found["layers.0.mlp.router.weight"] == "router" and found["layers.0.attn.q.weight"] == "attention"
+    assert found["layers.1.mlp.experts.2.bias"] == "experts"
+    assert roles(describe(PlainDecoder()))["layers.0.mlp.0.weight"] == "mlp"
+
+
+def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
+    rows, tensor = [[1, 2, 3], [4, 5, 6]], torch.tensor([[1, 2, 3], [4, 5, 6]])
+    np.save(tmp_path / "a.npy", tensor.numpy().astype(np.int32))
+    torch.save(tensor, tmp_path / "a.pt")
+    save_file({"tokens": tensor}, tmp_path / "a.safetensors")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2, 3], "logprobs": [null, -1.0, -2]}\n[4, 5, 6]\n\n')
+    assert all(
+        read_ids(tmp_path / f"a.{end}") == rows for end in ("npy", "pt", "safetensors", "json", "jsonl")
+    )
+    assert ids([7, 8]) == [[7, 8]] and ids([[1, 2], [3, 4, 5]]) == [[1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", '{"a": 1}', "must be a list of token ids"),
+        ("a.json", "[[1, 2.5]]", "`{}[0]`: must be a list of token ids"),
+        ("a.json", "[[1]]", "must be at least two tokens"),
+        ("a.json", "[]", "must hold sequences"),
+        ("a.json", "[[1, 2", "must be JSON"),
+        ("a.txt", "1 2", "must end in .npy"),
+        ("a.pt", "text", "must hold a tensor of token ids"),
+        ("a.npy", "text", "must hold a tensor of token ids"),
+    ],
+)
+def test_a_file_without_ids_is_refused(name: str, content: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError) as caught:
+        read_ids(tmp_path / name)
+    assert says.format(tmp_path / name) in str(caught.value)
+    with pytest.raises(ModelError, match="No such file"):
+        read_ids(tmp_path / f"none{Path(name).suffix}" if name != "a.txt" else tmp_path / "none.json")
+
+
+def test_recorded_numbers_may_leave_out_the_first() -> None:
+    assert recorded([[None, -1.0, -2]], [[1, 2, 3]]) == recorded([[-1.0, -2]], [[1, 2, 3]]) == [[-1.0, -2.0]]
+    assert recorded([{"tokens": [1, 2, 3], "logprobs": [None, None, -2]}], [[1, 2, 3]]) == [[None, -2.0]]
+
+
+def test_what_servers_write_is_read() -> None:
+    vllm = [None, {"2": {"logprob": -1.0, "rank": 1}, "9": {"logprob": -3}}, {"3": {"logprob": -2.0}}]
+    sglang = [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]]
+    for rows in ([{"prompt_logprobs": vllm}], [{"input_token_logprobs": sglang}]):
+        assert recorded(rows, [[1, 2, 3]]) == [[-1.0, -2.0]]
+    with pytest.raises(ModelError, match="numbers or null"):
+        recorded([[[-1.0, 2], [-2.0, 4]]], [[1, 2, 3]])  # of another token
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([[-1.0]], "`recorded[0]`: must have 2 log-probabilities: one for every token but the first; got 1"),
+        ([[-1.0, -1.0], [-1.0]], "must have 1 sequences"),
+        ([[-1.0, math.nan]], "`recorded[0][2]`: must be a finite log-probability"),
+        ([[0.5, -1.0]], "`recorded[0][1]`: must be a finite log-probability, 0 or below; got 0.5"),
+        ([[None, None]], "null for every token"),
+        ([["a", "b"]], "must be a list of numbers or null"),
+        ([{"tokens": [1, 2, 4], "logprobs": [-1.0, -1.0]}], "must be of the tokens that are compared"),
+    ],
+)
+def test_recorded_numbers_that_do_not_fit_are_refused(rows: Any, says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        recorded(rows, [[1, 2, 3]])
+    assert says in str(caught.value)
+
+
+def test_recorded_numbers_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[-1, -2]\n")
+    assert read_recorded(tmp_path / "a.jsonl", [[1, 2, 3]]) == [[-1.0, -2.0]]
+
+
+# --- the trainer's side -------------------------------------------------------------------------------------
+
+
+def seen(name: str, storage: str, compute: str, numel: int = 64) -> SeenParameter:
+    parameter = SeenParameter(name, (numel,), "torch.nn.modules.linear.Linear", True)
+    parameter.see("storage", storage, "the parameter")
+    parameter.see("compute", compute, "linear")
+    return parameter
+
+
+def test_what_was_seen_of_a_run_is_a_config() -> None:
+    mixed = SeenModel("M", [seen("a", "bfloat16", "bfloat16", 999), seen("gate[0]", "float32", "float32")])
+    assert as_config(mixed) == {
+        "precision": {
+            "mode": "bf16",
+            "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}],
+        }
+    }
+    autocast = SeenModel("M", [seen("a", "float32", "bfloat16", 999), seen("norm", "float32", "float32")])
+    assert as_config(autocast) == {"precision": {"mode": "autocast-bf16"}}
+    with pytest.raises(ConfigError, match="compute dtype was seen"):
+        as_config(SeenModel("M", []))
+
+
+def test_a_plan_is_a_trainers_side(tmp_path: Path) -> None:
+    model = lively("plain")
+    config = {"precision": {"mode": "bf16", "rules": [{"match": "head.*", "pin": "fp32"}]}}
+    (tmp_path / "plan.json").write_text(
+        json.dumps({**(plan := make_plan(config, model)).to_json(), "digest": ""})
+    )
+    side = trainer(tmp_path / "plan.json", model)
+    assert side.plan.policy.rules == plan.policy.rules
+    row = side.plan.row("head.weight")
+    assert row is not None and row.columns.pinned and side.head == "head"
+
+
+def test_under_autocast_a_sampler_has_one_dtype() -> None:
+    config = {"precision": {"mode": "autocast-bf16"}}
+    same = compare(plain(config), OtherSide(sampler=sampler({"softmax": "fp32"})), IDS)
+    assert same.whole.rms == 0.0 and same.cells == ()
+    found = compare(plain(config), OtherSide(sampler=sampler({"compute": "bf16", "norms": "fp32"})), IDS)
+    assert found.first == "compute" and found.whole.rms > 0
+    with pytest.raises(UnsupportedError, match=r"`sampler\.head`: must be fp32, or what `compute` says"):
+        compare(plain(config), OtherSide(sampler=sampler({"head": "bf16"})), IDS)
+
+
+def test_numbers_of_a_config_that_are_auto_can_be_given() -> None:
+    config = {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
+    with pytest.raises(ConfigError, match="auto"):
+        trainer(config, lively("plain"))
+    numbers = {"train_micro_batch_size_per_gpu": 1.0}
+    assert (
+        trainer(config, lively("plain"), None, numbers, ["bf16.enabled=true"]).plan.policy.mode.value
+        == "bf16"
+    )
+
+
+# --- two sides ----------------------------------------------------------------------------------------------
+
+
+def folder_of(model: nn.Module, path: Path, dtype: torch.dtype = fp32, **changed: Tensor) -> Path:
+    side = PlantedSide(model)
+    tensors = {n: t.to(dtype) if "inv_freq" not in n else t for n, t in side.tensors.items()}
+    path.mkdir(exist_ok=True)
+    kept = {n: t.contiguous() for n, t in {**tensors, **changed}.items()}
+    save_file(kept, path / "model.safetensors")
+    return path
+
+
+def plain(config: dict[str, Any] = FP32, name: str = "plain") -> Trainer:
+    return trainer(config, lively(name))
+
+
+@pytest.mark.parametrize("config", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["plain-moe", "llama-tied"])
+def test_sides_that_are_the_same_are_exactly_zero_apart(
+    name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    if name.startswith("llama"):
+        pytest.importorskip("transformers")
+    side = plain(config, name)
+    sent = folder_of(lively(name), tmp_path / "sent", bf16 if config is BF16 else fp32)
+    other = OtherSide(sent=sent, loaded=sent, sampler=sampler({"compute": config["precision"]["mode"]}))
+    found = compare(side, other, IDS)
+    whole = found.whole
+    assert (whole.mean_abs, whole.rms, whole.k3, whole.largest, whole.not_finite) == (0.0, 0.0, 0.0, 0.0, 0)
+    assert found.within and found.cells == () and found.fates == () and found.first == ""
+
+
+def test_looking_changes_neither_values_nor_the_model() -> None:
+    side = plain()
+    before = copy.deepcopy(side.module.state_dict())
+    compare(side, OtherSide(sampler=sampler({"compute": "bf16", "buffers": "bf16"})), IDS)
+    after = side.module.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_step_at_which_a_tensor_changed_is_named(tmp_path: Path) -> None:
+    model, name = lively("plain"), "layers.0.attn.q.weight"
+    turned = model.state_dict()[name].T.contiguous()
+    sent = folder_of(model, tmp_path / "sent")
+    loaded = folder_of(model, tmp_path / "loaded", **{name: turned})
+    found = compare(plain(), OtherSide(sent=sent, loaded=loaded), IDS)
+    (fate,) = found.fates
+    digests = dict(fate.digests)
+    assert (fate.name, fate.verdict.kind, fate.step) == (name, "transposed", "loaded")
+    assert digests["trained"] == digests["sent"] != digests["loaded"]
+    both = compare(plain(), OtherSide(sent=loaded, loaded=loaded), IDS)
+    assert both.fates[0].step == "sent" and both.first == name and not both.within
+
+
+def test_a_dtype_brings_the_tensors_that_were_sent_for_it(tmp_path: Path) -> None:
+    """A head that was sent in bf16 and is multiplied in fp32 is one difference to a trainer in bf16."""
+    sent = folder_of(lively("plain"), tmp_path / "sent", bf16)
+    found = compare(plain(BF16), OtherSide(sent=sent, sampler=sampler({"head": "fp32"})), IDS)
+    assert [(each.cell.key, each.explains, each.removes) for each in found.cells] == [("head", 1.0, 1.0)]
+
+
+def test_cells_are_replayed_alone_and_left_out_alone(tmp_path: Path) -> None:
+    table = sampler({"kv": "fp8_e5m2", "head": "bf16"})
+    found = compare(plain(), OtherSide(sampler=table), IDS)
+    of = {each.cell.key: each for each in found.cells}
+    for key, other in (("kv", "head"), ("head", "kv")):
+        alone = compare(
+            plain(), OtherSide(sampler=sampler({key: {"kv": "fp8_e5m2", "head": "bf16"}[key]})), IDS
+        )
+        assert of[key].alone == alone.whole
+        assert of[other].removes == 1 - alone.whole.square / found.whole.square
+    assert found.first == "kv" and found.unexplained == 0.0
+
+
+def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> None:
+    side = PlantedSide(lively("plain"))
+    head_in_fp32(side)
+    folder = folder_of(side.model, tmp_path / "sent", bf16, **{"head.weight": side.tensors["head.weight"]})
+    said = recorded(side.logprobs(folder, torch.tensor(IDS)), IDS)
+    found = compare(trainer(side.config, side.model), OtherSide(recorded=said), IDS)
+    best = found.tried[0]
+    assert (best.key, best.dtype) == ("head", DType.FP32) and best.explains > 0.99
+    assert found.unexplained == 1.0 and found.cells == ()
+    known = compare(trainer(side.config, side.model), OtherSide(folder, None, sampler(side.table), said), IDS)
+    assert known.unexplained < 1e-6 and known.tried == () and known.first == "head"
+
+
+def test_tokens_that_were_not_recorded_are_left_out() -> None:
+    said = recorded([[None] * 8 + [-1.0] * 3, [-1.0] * 11], IDS)
+    found = compare(plain(), OtherSide(recorded=said), IDS)
+    assert found.whole.tokens == 14
+    assert {(far.sequence, far.token == IDS[far.sequence][far.place]) for far in found.far} <= {
+        (0, True),
+        (1, True),
+    }
+    assert all(far.place >= 9 for far in found.far if far.sequence == 0)
+
+
+def test_flips_are_counted_apart() -> None:
+    found = compare(
+        plain(FP32, "plain-moe"), OtherSide(sampler=sampler({"router": "bf16"})), token_ids().tolist()
+    )
+    assert found.choices == 2 * token_ids().numel()
+    assert sum(count for _, count in found.router_flips) == found.cells[0].flips
+    assert 0 <= found.flipped_share <= 1
+
+
+def test_scaled_tensors_are_multiplied_out(tmp_path: Path) -> None:
+    name = "layers.0.mlp.0.weight"
+    values = lively("plain").state_dict()[name]
+    scale = values.abs().amax(1) / 127
+    codes = {name: (values / scale[:, None]).round().to(torch.int8), f"{name}_scale": scale}
+    found = compare(plain(), OtherSide(sent=folder_of(lively("plain"), tmp_path / "a", **codes)), IDS)
+    (cell,) = found.cells
+    assert (cell.cell.key, cell.cell.told, cell.cell.names) == ("mlp weights", "int8 scaled", (name,))
+    assert found.fates == () and 0 < found.whole.rms < 0.05
+    blocks = values.unfold(0, 32, 32).unfold(1, 16, 16).abs().amax((-1, -2)) / 448
+    wide = blocks.repeat_interleave(32, 0).repeat_interleave(16, 1)
+    codes = {name: (values / wide).to(torch.float8_e4m3fn), f"{name}_scale_inv": blocks}
+    found = compare(plain(), OtherSide(sent=folder_of(lively("plain"), tmp_path / "b", **codes)), IDS)
+    assert found.cells[0].cell.told == "fp8_e4m3 scaled" and found.fates == ()
+    codes[name] = codes[name].float().roll(1, 0).to(torch.float8_e4m3fn)
+    found = compare(plain(), OtherSide(sent=folder_of(lively("plain"), tmp_path / "c", **codes)), IDS)
+    assert found.first == name and not found.within
+
+
+# --- what cannot be compared --------------------------------------------------------------------------------
+
+
+class WithoutLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.embed(input_ids)
+
+
+class OtherLoss(WithoutLoss):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.embed(input_ids).square().mean()
+
+
+def refused(error: type[ZerodriftError], run: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        run()
+    return str(caught.value)
+
+
+def test_nothing_to_compare_is_refused() -> None:
+    assert "`the other side`: must be given" in refused(
+        ConfigError, lambda: compare(plain(), OtherSide(), IDS)
+    )
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = lively("plain")
+    tensors = PlantedSide(model).tensors
+    (tmp_path / "names").mkdir()
+    save_file(
+        {n.replace("attn", "attention"): t for n, t in tensors.items()}, tmp_path / "names/model.safetensors"
+    )
+    text = refused(ModelError, lambda: compare(plain(), OtherSide(sent=tmp_path / "names"), IDS))
+    assert "must have the names of the trainer's model" in text and "layers.0.attention.k.weight" in text
+    shape = folder_of(model, tmp_path / "shape", **{"norm.weight": torch.ones(31)})
+    text = refused(ModelError, lambda: compare(plain(), OtherSide(sent=shape), IDS))
+    assert "`norm.weight`: must have shape [32]; got [31]" in text
+    packed = folder_of(
+        model, tmp_path / "packed", **{"layers.0.attn.q.qweight": torch.ones(4, dtype=torch.int32)}
+    )
+    assert "packed" in refused(UnsupportedError, lambda: compare(plain(), OtherSide(sent=packed), IDS))
+    (tmp_path / "empty").mkdir()
+    assert "empty" in refused(ModelError, lambda: compare(plain(), OtherSide(sent=tmp_path / "empty"), IDS))
+    assert "none" in refused(ModelError, lambda: compare(plain(), OtherSide(loaded=tmp_path / "none"), IDS))
+
+
+def test_a_scale_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    name = "layers.0.mlp.0.weight"
+    codes = {name: torch.ones(64, 32, dtype=torch.int8), f"{name}_scale": torch.ones(7)}
+    sent = folder_of(lively("plain"), tmp_path / "a", **codes)
+    assert "must be one scale" in refused(ModelError, lambda: compare(plain(), OtherSide(sent=sent), IDS))
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    wrong = [[1, 2, 96]]
+    text = refused(ModelError, lambda: compare(plain(), OtherSide(sampler=sampler({"head": "bf16"})), wrong))
+    assert "`tokens[0][2]`: must be a token of the model, from 0 to 95; got 96" in text
+
+
+def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    model = lively("plain")
+    with torch.no_grad():
+        model.norm.weight[3] = math.inf
+    assert "`norm.weight`: must be finite" in refused(NonFiniteError, lambda: trainer(FP32, model))
+    inf = lively("plain").state_dict()["norm.weight"].clone()
+    inf[3] = math.inf
+    found = compare(
+        plain(), OtherSide(sent=folder_of(lively("plain"), tmp_path / "a", **{"norm.weight": inf})), IDS
+    )
+    assert found.fates[0].verdict.kind == "not-finite" and found.first == "norm.weight"
+    assert found.whole.not_finite == found.whole.tokens and not found.within
+    large = lively("plain")
+    with torch.no_grad():
+        large.head.weight.mul_(1e30)
+        large.norm.weight.mul_(1e20)
+    text = refused(
+        NonFiniteError, lambda: compare(trainer(FP32, large), OtherSide(sampler=sampler({"kv": "bf16"})), IDS)
+    )
+    assert "`tokens[0]`: must have finite log-probabilities" in text
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    other = OtherSide(sampler=sampler({"embedding": "bf16"}))
+    assert "must return a loss" in refused(
+        ModelError, lambda: compare(trainer(FP32, WithoutLoss()), other, IDS)
+    )
+    text = refused(ModelError, lambda: compare(trainer(FP32, OtherLoss()), other, IDS))
+    assert "must take its loss from `cross_entropy`" in text
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"router": "bf16"}, "`router`: must be of a parameter of the model; got none of that role"),
+        ({"tensors": {"*.nothing": "bf16"}}, "`tensors.*.nothing`: must match a parameter"),
+    ],
+)
+def test_a_key_that_the_model_has_nothing_for_is_refused(table: dict[str, Any], says: str) -> None:
+    text = refused(ConfigError, lambda: compare(plain(), OtherSide(sampler=sampler(table)), IDS))
+    assert says in text
+
+
+def test_an_activation_that_the_model_does_not_have_is_refused() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(96, 8), nn.Linear(8, 96)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.embed(input_ids))[:, :-1]
+            return nn.functional.cross_entropy(logits.reshape(-1, 96), labels[:, 1:].reshape(-1))
+
+    text = refused(
+        ConfigError, lambda: compare(trainer(FP32, Bare()), OtherSide(sampler=sampler({"kv": "bf16"})), IDS)
+    )
+    assert "`sampler.kv`: must be something that the model does" in text
+    text = refused(
+        ConfigError,
+        lambda: compare(trainer(FP32, Bare()), OtherSide(sampler=sampler({"buffers": "bf16"})), IDS),
+    )
+    assert "a model without floating-point buffers" in text
+    assert compare(trainer(FP32, Bare()), OtherSide(sampler=sampler({"logits": "bf16"})), IDS).whole.rms > 0
+
+
+# --- text and JSON ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> SidesApart:
+    model, name = lively("plain-moe"), "layers.1.mlp.experts.0.weight"
+    changed = {name: model.state_dict()[name].T.contiguous(), "norm.weight": torch.full((32,), math.inf)}
+    changed["layers.0.attn.q.weight"] = torch.zeros(32, 32)
+    sent = folder_of(model, tmp_path_factory.mktemp("sides") / "a", **changed)
+    return compare(plain(FP32, "plain-moe"), OtherSide(sent=sent, sampler=sampler({"kv": "bf16"})), IDS)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_text_fits_its_width(width: int, faulty: SidesApart) -> None:
+    fine = compare(
+        plain(FP32, "plain-moe"), OtherSide(sampler=sampler({"router": "bf16", "kv": "bf16"})), IDS
+    )
+    for found in (faulty, fine):
+        text = sides_text(found, [("trainer", "c.yaml, " + "a/long/path/" * 12)], color=False, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "\x1b" not in text
+
+
+def test_text_names_faults_first(faulty: SidesApart) -> None:
+    text = sides_text(faulty, [], color=False)
+    assert text.index("not what was trained") < text.index("what explains it")
+    assert "3 tensors not what was trained; 22 of 22 tokens without a finite log-probability" in " ".join(
+        text.split()
+    )
+    assert "layers.1.mlp.experts.0.weight  transposed" in text
+
+
+def test_json_has_everything_and_no_number_that_is_none(faulty: SidesApart) -> None:
+    def number(text: str) -> float:
+        raise AssertionError(text)
+
+    data = json.loads(sides_json(faulty), parse_constant=number)
+    assert {each["kind"] for each in data["tensors"]["not_as_trained"]} == {
+        "transposed",
+        "other-values",
+        "not-finite",
+    }
+    assert data["within"] is False and data["drift"]["mean_abs"] is None
+    assert all(len(each["digests"]["trained"]) == 64 for each in data["tensors"]["not_as_trained"])
