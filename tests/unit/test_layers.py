@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "drift": {
         *{"audit", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
-        *{"dtypes", "errors", "files", "legible", "mesh", "record"},
+        *{"dtypes", "errors", "files", "legible", "mesh", "optimizers", "record"},
     },
     "api": {
         *{"backends", "io", "config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim"},

@@ -23,7 +23,7 @@ from torch import nn
 from zerodrift.comm.mesh import started
 from zerodrift.drift import findings, narrower, recommend, signals, updates, variants
 from zerodrift.drift.audit_text import Audit
-from zerodrift.drift.measure import Bench, ThreePasses, gradient_apart, three_passes
+from zerodrift.drift.measure import Bench, ThreePasses, gradient_apart, rounded_on_the_wire, three_passes
 from zerodrift.drift.nouns import Estimate, GradientLine, Replayed
 from zerodrift.drift.recommend import ByteKind, Told
 from zerodrift.drift.runs import Batch, Subject, checked
@@ -42,7 +42,7 @@ def audit(
     batches: Sequence[Batch],
     *,
     weights: str | os.PathLike[str] | None = None,
-    budget: float = 0.01,
+    budget: float | None = 0.01,
     of: ByteKind = "rest",
     confirm: int = CONFIRMED,
     told: Told = lambda what, done, of: None,
@@ -51,8 +51,8 @@ def audit(
 
     `model` is a module, which is copied and stays as it is, or a function that builds one, which is called
     inside `empty()` and whose values are those of `weights` or its own. `budget` is the share of bytes that
-    pins may cost, `of` memory at `rest`, at `peak` or on the `wire`. `confirm` cells of the shortlist are
-    replayed.
+    pins may cost, None for no search of pins; `of` is memory at `rest`, at `peak` or on the `wire`. `confirm`
+    cells of the shortlist are replayed.
     """
     return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told)
 
@@ -61,7 +61,7 @@ def audit_subject(
     plan: Plan,
     subject: Subject,
     batches: Sequence[Batch],
-    budget: float,
+    budget: float | None,
     of: ByteKind,
     confirm: int,
     told: Told,
@@ -75,8 +75,8 @@ def audit_subject(
         torch.set_rng_state(kept)
 
 
-def _require(plan: Plan, budget: float, confirm: int) -> None:
-    if not 0 <= budget < float("inf"):
+def _require(plan: Plan, budget: float | None, confirm: int) -> None:
+    if budget is not None and not 0 <= budget < float("inf"):
         raise ConfigError("budget", "must be a share of at least 0, such as 0.01", got=budget)
     if confirm < 0:
         raise ConfigError("confirm", "must be at least 0", got=confirm)
@@ -94,7 +94,7 @@ def _audit(
     plan: Plan,
     subject: Subject,
     batches: list[Batch],
-    budget: float,
+    budget: float | None,
     of: ByteKind,
     confirm: int,
     told: Told,
@@ -118,7 +118,7 @@ def _audit(
     told("replays", len(chosen), len(chosen))
     worth = _worth(passes.estimates, replayed, passes.total.square)
     advice = None
-    if passes.total.square > 0 and any(worth.values()):
+    if budget is not None and passes.total.square > 0 and any(worth.values()):
         ordered = recommend.candidates(ran, worth)
         search = recommend.Search(bench, ran, whole, passes.reference, budget, of)
         advice = recommend.recommend(search, passes.planned, ordered, told)
@@ -150,8 +150,9 @@ def _columns_of_gradients(bench: Bench, plan: Plan, passes: ThreePasses) -> list
     apart: dict[str, dict[str, float]] = {"accumulate": {}, "reduce": {}}
     for cell, found in apart.items():
         narrow = tuple(row.name for row in plan.rows if cell in variants.narrow_cells(row.columns))
-        ranks = bench.mesh.data > 1 or cell == "accumulate"
-        if narrow and ranks:
+        if narrow and cell == "reduce" and bench.mesh.data == 1:
+            found |= rounded_on_the_wire(bench, _wires(plan))
+        elif narrow:
             choice: Any = Choice("*", cell, narrow)  # type: ignore[arg-type]
             found |= gradient_apart(bench, bench.policy, variants.widened(plan, [choice]))
     return [
@@ -162,6 +163,17 @@ def _columns_of_gradients(bench: Bench, plan: Plan, passes: ThreePasses) -> list
         )
         for line in passes.gradients
     ]
+
+
+def _wires(plan: Plan) -> dict[str, torch.dtype]:
+    """Parameter -> the narrowest dtype of its gradient between ranks."""
+    wires = {}
+    for row in plan.rows:
+        update = row.columns.update
+        if update is not None and "reduce" in variants.narrow_cells(row.columns):
+            both = (update.reduce.wire, update.reduce.sum)
+            wires[row.name] = min(both, key=lambda dtype: dtype.size).torch
+    return wires
 
 
 def _chosen(passes: ThreePasses, plan: Plan, confirm: int) -> list[Choice]:

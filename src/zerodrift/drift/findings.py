@@ -11,11 +11,14 @@ Invariant: pure over what was measured, and each finding says what, where, how m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
 
 from zerodrift.drift.measure import ThreePasses
 from zerodrift.drift.nouns import (
     AuditFinding,
+    FindingKind,
     GradientLine,
     Recommendation,
     Replayed,
@@ -26,11 +29,18 @@ from zerodrift.drift.runs import Subject
 from zerodrift.plan.table import Plan, Row
 from zerodrift.report.figures import percent
 
+VANISHED = 0.25
+"""Of the norm of what an operation should leave: what may be lost where numbers become zero. A softmax has
+small numbers that vanish, and loses nothing by it."""
+
 NOISE = 2e-6
 """Drift below this is that of fp32 itself."""
 
 GRADIENT = 1e-3
-"""Of a gradient's norm: what `accumulate` or `reduce` may take."""
+"""Of a gradient's norm: what `accumulate` may take. It is fp32 in every mode."""
+
+FAINT = 1e-4
+"""Of the norm of all gradients: below it a gradient is what rounding left of zero, as of a key's bias."""
 
 LOST = 0.05
 """Of the elements that were to change: what may be lost."""
@@ -60,12 +70,15 @@ def findings(
     """All of a plan that was audited."""
     found = [
         *_overflow(passes),
+        *_underflow(passes),
         *_own(passes),
         *_buffers(plan, subject),
+        *_rounded_before(passes),
         *_narrower_than_mode(plan, passes, replayed),
         *_routing(plan, passes, replayed),
         *_outliers(plan, passes, replayed),
-        *_gradients(gradients),
+        *_columns(plan, gradients),
+        *_scaled(plan, subject, gradients),
         *_updates(updates),
         *_no_gradient(plan, gradients, passes),
         *_untied(plan, subject),
@@ -102,6 +115,21 @@ def _overflow(passes: ThreePasses) -> Iterator[AuditFinding]:
             )
 
 
+def _underflow(passes: ThreePasses) -> Iterator[AuditFinding]:
+    """Where numbers become zero, and much of what should come out is lost by it."""
+    for place in passes.planned_places:
+        if place.vanished and not place.saturated and place.relative > VANISHED:
+            yield AuditFinding(
+                "underflow",
+                _where(place),
+                f"{place.vanished} of {place.numel} numbers of `{place.operation}` are too small for "
+                f"{place.dtype} and become zero: {percent(min(place.relative, 1.0))} of what comes out",
+                "Compute it in fp32 or bf16: pin what it computes with, or leave out the cast before it.",
+                1e5 + place.relative,
+                (place.parameter,) if place.parameter else (),
+            )
+
+
 def _own(passes: ThreePasses) -> Iterator[AuditFinding]:
     """What the model's code narrows in the fp32 reference, where nothing else does."""
     if not passes.own_places:
@@ -113,19 +141,26 @@ def _own(passes: ThreePasses) -> Iterator[AuditFinding]:
             "narrow code",
             _where(place),
             f"the model itself computes `{place.operation}` in {place.dtype}, whatever the plan says: "
-            f"{place.relative:.2g} of what comes out is lost, an estimated {rms:.2g} of a log-probability",
+            f"{place.relative:.2g} of what comes out is lost, {_estimated(rms)}",
             "Leave out the cast, or cast to the dtype of what comes in.",
-            1e3 + rms,
+            1e3 + min(rms, 1e3),
             (place.parameter,) if place.parameter else (),
         )
+
+
+def _estimated(rms: float) -> str:
+    if math.isfinite(rms):
+        return f"an estimated {rms:.2g} of a log-probability"
+    return "and its gradient is not finite"
 
 
 def _by_line(passes: ThreePasses) -> list[tuple[Rounding, float]]:
     """The first place of every module that loses something: what comes after it works with what it left."""
     first: dict[str, tuple[Rounding, float]] = {}
-    for place, rms in passes.own_places:
+    for place, estimated in passes.own_places:
         if place.error == 0:
             continue
+        rms = estimated if math.isfinite(estimated) else math.inf
         if place.module not in first or rms > 3 * first[place.module][1]:
             first[place.module] = (place, rms)
     return sorted(first.values(), key=lambda pair: -pair[1])
@@ -159,6 +194,24 @@ def _buffers(plan: Plan, subject: Subject) -> Iterator[AuditFinding]:
 # --- cells of a forward --------------------------------------------------------------------------------
 
 
+def _rounded_before(passes: ThreePasses) -> Iterator[AuditFinding]:
+    """Values that were rounded before the run, among others that were not."""
+    before = [name for name, held in passes.coarse.items() if held]
+    if 2 * len(before) >= len(passes.coarse):
+        return
+    for name in before:
+        held = passes.coarse[name]
+        yield AuditFinding(
+            "rounded",
+            name,
+            f"its values are numbers of {held}, held in fp32: they were rounded before the run, and those of "
+            f"{len(passes.coarse) - len(before)} other parameters were not",
+            "Take them from where they are whole: a cast and a cast back lose what lies between.",
+            90.0,
+            (name,),
+        )
+
+
 def _narrower_than_mode(
     plan: Plan, passes: ThreePasses, replayed: Sequence[Replayed]
 ) -> Iterator[AuditFinding]:
@@ -168,7 +221,11 @@ def _narrower_than_mode(
         columns = row.columns
         narrow = [
             (cell, dtype)
-            for cell, dtype in (("storage", columns.storage.dtype), ("compute", columns.compute))
+            for cell, dtype in (
+                ("storage", columns.storage.dtype),
+                ("gather", columns.gather),
+                ("compute", columns.compute),
+            )
             if dtype.is_floating and not dtype.holds(mode)
         ]
         if not narrow:
@@ -179,7 +236,7 @@ def _narrower_than_mode(
             default=0.0,
         )
         if alone > NOISE or any(each.alone.flips for each in replayed if row.name in each.choice.names):
-            cells = " and ".join(f"`{cell}` {dtype}" for cell, dtype in narrow)
+            cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow)
             yield AuditFinding(
                 "rounded",
                 row.name,
@@ -234,45 +291,101 @@ def _outliers(plan: Plan, passes: ThreePasses, replayed: Sequence[Replayed]) -> 
 # --- gradients and updates -----------------------------------------------------------------------------
 
 
-def _gradients(gradients: Sequence[GradientLine]) -> Iterator[AuditFinding]:
-    for line in gradients:
-        for column, lost, do in (
-            ("accumulate", line.accumulate, "Set `precision.accumulate: fp32`."),
-            ("reduce", line.reduce, "Set `precision.reduce: fp32`, or `{wire: fp32, sum: fp32}` for it."),
-        ):
-            if lost > GRADIENT:
-                yield AuditFinding(
-                    column,  # type: ignore[arg-type]
-                    line.name,
-                    f"`{column}` takes {percent(min(lost, 9.99))} of the gradient's norm",
-                    do,
-                    70.0 + lost,
-                    (line.name,),
-                )
+def _columns(plan: Plan, gradients: Sequence[GradientLine]) -> Iterator[AuditFinding]:
+    """What `accumulate` and `reduce` take of gradients."""
+    accumulated = {line.name: line.accumulate for line in gradients if line.accumulate > GRADIENT}
+    yield from _together(
+        "accumulate",
+        accumulated,
+        lambda worst: f"`accumulate` takes {percent(min(worst, 9.99))} of the gradient's norm",
+        "Set `precision.accumulate: fp32`.",
+        70.0,
+    )
+    reduced = {line.name: line.reduce for line in gradients if line.reduce > _once(plan, line.name)}
+    how = "" if plan.mesh.data > 1 else ", taking every micro-batch for another rank's"
+    yield from _together(
+        "reduce",
+        reduced,
+        lambda worst: (
+            f"`reduce` takes {percent(min(worst, 9.99))} of the gradient's norm{how}: "
+            "gradients of ranks are rounded, and then cancel"
+        ),
+        "Set `precision.reduce: fp32`, or `{wire: fp32, sum: fp32}` for it.",
+        70.0,
+    )
+
+
+def _once(plan: Plan, name: str) -> float:
+    """What rounding the gradient of every rank once takes at most, of gradients that do not cancel."""
+    row = plan.row(name)
+    update = None if row is None else row.columns.update
+    if update is None:
+        return 0.0
+    wire = min((update.reduce.wire, update.reduce.sum), key=lambda dtype: dtype.size)
+    return torch.finfo(wire.torch).eps / 2
+
+
+def _together(
+    kind: FindingKind, worth: Mapping[str, float], what: Callable[[float], str], do: str, weight: float
+) -> Iterator[AuditFinding]:
+    """One finding of all parameters that have the same, by the name of the worst."""
+    if worth:
+        names = sorted(worth, key=lambda name: -worth[name])
+        more = f"; and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        worst = worth[names[0]]
+        yield AuditFinding(kind, names[0], what(worst) + more, do, weight + worst, tuple(names))
+
+
+def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> Iterator[AuditFinding]:
+    """Gradients of another length than in the reference, of the same forward: rounding alone turns a gradient
+    a little, and neither halves nor doubles it."""
+    whole = math.sqrt(sum(line.norm**2 for line in gradients))
+    wrong = {
+        line.name: line
+        for line in gradients
+        if line.norm > FAINT * whole and not 0.5 < line.cosine * line.size / line.norm < 2
+    }
+    if not wrong:
+        return
+    last = [name for name, _ in subject.make().named_parameters() if name in wrong][-1]
+    line = wrong[last]
+    more = f"; so are {len(wrong) - 1} more, and a backward comes by this one first" if len(wrong) > 1 else ""
+    scale = plan.policy.loss_scale
+    do = "Look for a hook or a clip that works on gradients in the backward"
+    if scale is not None:
+        do += f", where they are multiplied by the loss scale, {scale.initial:g} at first"
+    yield AuditFinding(
+        "gradient",
+        last,
+        f"its gradient is {line.size / line.norm:.2g} times as long as in fp32, with cosine {line.cosine:.2g}"
+        f"{more}",
+        f"{do}; in fp16, gradients below 6e-8 vanish: a larger loss scale keeps them.",
+        80.0,
+        tuple(wrong),
+    )
 
 
 def _updates(updates: Sequence[UpdateCost]) -> Iterator[AuditFinding]:
-    for cost in updates:
-        if cost.lost > LOST:
-            yield AuditFinding(
-                "lost updates",
-                cost.name,
-                f"{percent(cost.lost)} of the elements that were to change stay what they are: the update is "
-                "below half a step of their dtype, and no master remembers it",
-                "Give it a master: `precision.master: split`, or `fp32`.",
-                65.0 + cost.lost,
-                (cost.name,),
-            )
-        if cost.stuck > STUCK:
-            yield AuditFinding(
-                "stuck state",
-                cost.name,
-                f"the last moment of {percent(cost.stuck)} of its elements cannot shrink: what decay takes "
-                "in a step is below half a step of bf16",
-                "Set `precision.state: fp32`, or `bf16-stochastic`.",
-                60.0 + cost.stuck,
-                (cost.name,),
-            )
+    yield from _together(
+        "lost updates",
+        {cost.name: cost.lost for cost in updates if cost.lost > LOST},
+        lambda worst: (
+            f"{percent(worst)} of the elements that were to change stay what they are: the update is "
+            "below half a step of their dtype, and no master remembers it"
+        ),
+        "Give it a master: `precision.master: split`, or `fp32`.",
+        65.0,
+    )
+    yield from _together(
+        "stuck state",
+        {cost.name: cost.stuck for cost in updates if cost.stuck > STUCK},
+        lambda worst: (
+            f"a moment of {percent(worst)} of its elements cannot shrink: what decay takes in a step "
+            "is below half a step of bf16"
+        ),
+        "Set `precision.state: fp32`, or `bf16-stochastic`.",
+        60.0,
+    )
 
 
 def _no_gradient(

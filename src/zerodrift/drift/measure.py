@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from zerodrift.drift.runs import Batch, Subject, running
 from zerodrift.drift.signals import Drift, Signals
 from zerodrift.drift.variants import Choice
 from zerodrift.drift.where import path_in
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.mesh import MeshShape
@@ -56,6 +57,8 @@ class ThreePasses:
     seconds: float = 0.0
     used: frozenset[str] = frozenset()
     """Parameters that some operation of the reference was given, by first name."""
+    coarse: Mapping[str, str] = field(default_factory=dict)
+    """Parameter whose values need a whole fp32 -> the narrower dtype that holds them all, or `""`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +103,11 @@ def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
     with running(bench.subject, wide, bench.mesh) as reference:
         plain = signals.trained_signals(reference, bench.batches, _watching(reference, own))
         plain = gathered(reference, plain)
-        _require_finite(plain, reference)
         true, places = plain, _whole(reference, own)
         narrowed = frozenset((place.module, place.line) for place in places)
         if narrowed:
             true = gathered(reference, signals.signals(reference, bench.batches, widening(narrowed)))
-            signals.require_finite(true, "in the fp32 reference")
+        _require_finite(true, reference)
         count = len(plain.values)
         with running(bench.subject, bench.policy, bench.mesh) as engine:
             planned = gathered(engine, signals.trained_signals(engine, bench.batches))
@@ -128,6 +130,8 @@ def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
                 return reference.parameter(name).value.float()
 
             estimate(passes, engine, true_of, found, scale)
+            values = ((row.name, true_of(row.name)) for row in engine.plan.rows if _holds_fp32(row))
+            passes.coarse = {name: held for name, value in values if (held := held_by(value)) is not None}
             everyone = reference.comm.all_gather_object(own.used, "data")
             passes.used = frozenset().union(*everyone)
             passes.own_places = [(place, scale.of_own(place)) for place in places]
@@ -178,6 +182,21 @@ class ToTargets:
         return self.of(square * (self.batches * self.ranks) ** 2)
 
 
+def _holds_fp32(row: Row) -> bool:
+    return row.source is DType.FP32 and row.columns.storage.dtype.is_floating
+
+
+def held_by(values: torch.Tensor) -> str | None:
+    """The narrower dtype that holds all of these values, as if they had been rounded to it once; `""` where
+    none does, and None for values such as ones and powers of two, which tell nothing."""
+    bits = values.float().contiguous().view(torch.int32)
+    for dtype, kept in (("bf16", 16), ("fp16", 13)):
+        if not bool((bits & ((1 << kept) - 1)).any()):
+            # Of rounded values about half have the last bit that is kept.
+            return dtype if float((bits >> kept & 1).float().mean()) > 1 / 3 else None
+    return ""
+
+
 def _watching(engine: Engine, found: Roundings) -> signals.Around:
     names = names_of(engine)
     return lambda path: Watch(engine.module, names, path, found, {})
@@ -217,9 +236,9 @@ def signed(
 
 
 def _same(one: Signals, other: Signals) -> bool:
-    return one.losses == other.losses and all(
-        torch.equal(mine, theirs) for mine, theirs in zip(one.targets, other.targets, strict=True)
-    )
+    pairs = [(torch.tensor(one.losses), torch.tensor(other.losses))]
+    pairs += zip(one.targets, other.targets, strict=True)
+    return all(torch.equal(mine.nan_to_num(7e7), theirs.nan_to_num(7e7)) for mine, theirs in pairs)
 
 
 # --- gradients ------------------------------------------------------------------------------------------
@@ -236,7 +255,8 @@ def _gradients(engine: Engine, reference: Engine) -> tuple[list[GradientLine], f
         inner, norm, size = float((gradient * true).sum()), float(true.norm()), float(gradient.norm())
         apart = float((gradient - true).norm())
         cosine = inner / (norm * size) if norm and size else float(norm == size)
-        lines.append(GradientLine(row.name, cosine, apart / norm if norm else float(size > 0), norm))
+        relative = apart / norm if norm else float(size > 0)
+        lines.append(GradientLine(row.name, cosine, relative, norm, size))
         dot, mine, theirs = dot + inner, mine + size**2, theirs + norm**2
     return lines, dot / math.sqrt(mine * theirs) if mine and theirs else 1.0
 
@@ -249,6 +269,23 @@ def gradient_apart(bench: Bench, policy: Policy, other: Policy) -> dict[str, flo
             signals.trained_signals(first, bench.batches)
             lines, _ = _gradients(first, second)
     return {line.name: line.relative for line in lines}
+
+
+def rounded_on_the_wire(bench: Bench, wires: Mapping[str, torch.dtype]) -> dict[str, float]:
+    """Parameter -> what the wire would take of its gradient if every micro-batch were another rank's."""
+    whole: dict[str, torch.Tensor] = {}
+    errors: dict[str, torch.Tensor] = {}
+    with running(bench.subject, bench.policy, bench.mesh) as engine:
+        for batch in bench.batches:
+            signals.trained_signals(engine, [batch])
+            for name, wire in wires.items():
+                gradient = engine.parameter(name).gradient
+                error = gradient.to(wire).to(gradient.dtype) - gradient
+                whole[name] = whole[name] + gradient if name in whole else gradient
+                errors[name] = errors[name] + error if name in errors else error
+            engine.zero_grad()
+    norms = {name: float(total.double().norm()) for name, total in whole.items()}
+    return {name: float(errors[name].double().norm()) / norm for name, norm in norms.items() if norm}
 
 
 # --- estimates ------------------------------------------------------------------------------------------

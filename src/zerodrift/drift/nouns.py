@@ -15,8 +15,8 @@ from zerodrift.drift.variants import Choice
 from zerodrift.policy.nouns import Output
 
 FindingKind = Literal[
-    "narrow code", "narrow buffer", "overflow", "rounded", "routing", "accumulate", "reduce", "lost updates",
-    "stuck state", "no gradient", "untied",
+    "narrow code", "narrow buffer", "overflow", "underflow", "rounded", "routing",
+    "accumulate", "reduce", "gradient", "lost updates", "stuck state", "no gradient", "untied",
 ]  # fmt: skip
 
 
@@ -66,10 +66,14 @@ class GradientLine:
     relative: float
     """Norm of the difference over the norm of the reference's."""
     norm: float
+    """Of the reference's."""
+    size: float
+    """Of its own."""
     accumulate: float = 0.0
     """What the `accumulate` column alone does of it; replayed."""
     reduce: float = 0.0
-    """What the `reduce` column alone does of it; replayed."""
+    """What the `reduce` column alone does of it; replayed, or, on one rank, an estimate that takes every
+    micro-batch for another rank's."""
 
 
 @dataclass(frozen=True, slots=True)

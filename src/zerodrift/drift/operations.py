@@ -1,9 +1,9 @@
 """What one operation rounds: its result beside the same computed in fp32 from the same inputs.
 
-A run as planned is looked at from above autograd. Every operation that takes or leaves 16-bit numbers is
-computed once more in fp32, and the difference, times the gradient of what the run is judged by, says how much
-of the drift begins there, to first order. Numbers that need no gradient, such as a table of rotations, have a
-shadow instead: what they would be if nothing had been rounded since they were made.
+A run as planned is looked at from above autograd. Every operation that takes or leaves numbers narrower than
+fp32 is computed once more in fp32, and the difference, times the gradient of what the run is judged by, says
+how much of the drift begins there, to first order. Numbers that need no gradient, such as a table of angles,
+have a shadow instead: what they would be if nothing had been rounded since they were made.
 
 Invariant: a forward leaves the bits that it leaves without this. Nothing that is computed beside it reaches
 the model, draws a random number or writes into a tensor of the run.
@@ -44,7 +44,14 @@ WRITES = frozenset((
 ))  # fmt: skip
 """Calls that compute nothing that could be rounded."""
 
-HALF = (torch.bfloat16, torch.float16)
+HALF = (
+    *(torch.bfloat16, torch.float16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+"""What holds less than fp32."""
+
+NARROWS = frozenset(("half", "bfloat16"))
+"""Casts that say so in their name, whatever dtype they are given."""
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
@@ -142,12 +149,10 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         floating = [tensor for tensor in given if tensor.is_floating_point()]
-        if not floating and not _made(name):
-            return func(*args, **kwargs)
         self._found.used.update(self._names[id(tensor)] for tensor in given if id(tensor) in self._names)
         before = self._copies(name, (args, kwargs), floating)
         result = func(*args, **kwargs)
-        for place, out in enumerate(_tensors(result)):
+        for place, out in enumerate(_tensors(args[0] if name == "__setitem__" else result)):
             if out.is_floating_point() and before is not None:
                 self._look((func, name, line), before, given, out, place)
         return result
@@ -179,7 +184,7 @@ class Watch(TorchFunctionMode):
         narrow = out.dtype in HALF or any(tensor.dtype in HALF for tensor in given)
         if not narrow and not shadowed:
             return
-        if not shadowed and _is_view(out, given):
+        if not shadowed and not _writes(name) and _is_view(out, given):
             return
         exact = self._again(func, inputs, number, shadows=False)
         if exact is None or exact.shape != out.shape:
@@ -209,21 +214,22 @@ class Watch(TorchFunctionMode):
     def _again(self, func: Any, inputs: Any, number: int, *, shadows: bool) -> torch.Tensor | None:
         """The same operation on the same numbers in fp32."""
 
+        name = _name(func)
+
         def wide(tensor: torch.Tensor) -> torch.Tensor:
             held = self._shadows.get(id(tensor)) if shadows else None
-            if held is not None:
-                return held[1]
-            plain = tensor.detach()
-            return plain.float() if plain.dtype in HALF else plain
+            plain = tensor.detach() if held is None else held[1]
+            plain = plain.float() if plain.dtype in HALF else plain
+            return plain.clone() if _writes(name) else plain
 
         device = next((t.device.type for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)), "cpu")
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.autocast(device, enabled=False):
             args, kwargs = _wide_dtypes(_mapped(inputs, wide, None))
             try:
-                result = func(*args, **kwargs)
+                result = args[0].float() if name in NARROWS else func(*args, **kwargs)
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
                 return None  # it has no form in fp32, or of these inputs together
-        tensors = list(_tensors(result))
+        tensors = list(_tensors(args[0] if name == "__setitem__" else result))
         if len(tensors) <= number:
             return None
         out = tensors[number]
@@ -258,7 +264,7 @@ class Widened(TorchFunctionMode):
         kwargs, name = kwargs or {}, _name(func)
         if name in WRITES or (self._path.current, _line()) not in self._places:
             return func(*args, **kwargs)
-        if name in ("half", "bfloat16") or (name == "type_as" and args[1].dtype in HALF):
+        if name in NARROWS:
             return args[0].float()
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         wide = tree_map(_wide, (args, kwargs))
@@ -335,11 +341,6 @@ def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
     return name.endswith("_")
-
-
-def _made(name: str) -> bool:
-    """Whether it makes numbers of none."""
-    return name in ("arange", "linspace", "full", "tensor", "as_tensor", "scalar_tensor", "eye")
 
 
 def _name(func: Any) -> str:

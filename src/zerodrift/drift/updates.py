@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 from zerodrift.drift import signals
 from zerodrift.drift.measure import Bench
 from zerodrift.drift.nouns import UpdateCost
 from zerodrift.drift.runs import running
 from zerodrift.engine.engine import Engine
+from zerodrift.optimizers import of_type
 from zerodrift.policy.nouns import Policy, State
 from zerodrift.report.updates import UpdateLine
 
@@ -44,21 +44,27 @@ def _cost(engine: Engine, line: UpdateLine) -> UpdateCost:
 
 
 def _stuck(engine: Engine, name: str, state: State) -> float:
-    """The share of elements whose last moment, rounded to the nearest, stays as it is without a gradient."""
-    moments = dict(engine.parameter(name).state)
-    if not moments:
-        return 0.0
-    decay = _decays(engine.plan.policy).get(list(moments)[-1])
-    last = moments[list(moments)[-1]]
-    if decay is None or not last.numel():
-        return 0.0
-    dtype = state.dtype.torch
-    after = (last * decay).to(dtype).float()
-    return float(((after == last) & (last != 0)).float().mean())
+    """Of the moment that is worst off: the share of elements that, rounded to the nearest, stay as they are
+    without a gradient."""
+    decays, dtype = _decays(engine.plan.policy), state.dtype.torch
+    worst = 0.0
+    for moment, value in engine.parameter(name).state.items():
+        decay = decays.get(moment)
+        if decay is not None and value.numel():
+            after = (value * decay).to(dtype).float()
+            worst = max(worst, float(((after == value) & (value != 0)).float().mean()))
+    return worst
 
 
 def _decays(policy: Policy) -> dict[str, float]:
     """Moment -> by what it is multiplied in a step."""
-    given: dict[str, Any] = {} if policy.optimizer is None else json.loads(policy.optimizer.params)
-    first, second = given.get("betas", (0.9, 0.999))
-    return {"exp_avg": float(first), "exp_avg_sq": float(second), "square_avg": given.get("alpha", 0.99)}
+    if policy.optimizer is None:
+        return {}
+    algorithm = of_type(policy.optimizer.type)
+    given = {**algorithm.defaults, **json.loads(policy.optimizer.params)}
+    if algorithm.moments == ("momentum_buffer",):
+        return {"momentum_buffer": float(given.get("momentum", 0.0))}
+    first, second = (float(beta) for beta in given.get("betas", (0.9, 0.999)))
+    if algorithm.moments == ("exp_avg",):  # Lion blends with the first, and keeps by the second
+        return {"exp_avg": second}
+    return {"exp_avg": first, "exp_avg_sq": second}

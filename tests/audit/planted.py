@@ -1,0 +1,496 @@
+"""Faults of precision to plant in a model, a config or its micro-batches, and what an audit must name first.
+
+To plant another: an entry in `PLANTED`. `around` changes the forward of one module, `ruled` narrows a
+parameter by a rule, and any function of a model can do what it likes with it. The twin without the fault has
+the same architecture, mode and `common` config, and an audit must find nothing in it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.audit.networks import LENGTH, VOCABULARY, Decoder, Pictures
+from zerodrift.drift.nouns import AuditFinding
+
+Batches = list[dict[str, torch.Tensor]]
+Plant = Callable[[nn.Module], None]
+"""Changes a model in place."""
+
+MODES = ("fp32", "bf16", "autocast-bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A model, micro-batches for it, and a config, with nothing that an audit should find."""
+
+    build: Callable[[], nn.Module]
+    batches: Callable[[], Batches]
+    routers: str = ""
+    """Glob of the parameters that route; they are pinned."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build()
+
+    def config(self, mode: str, *more: Mapping[str, Any]) -> dict[str, Any]:
+        precision: dict[str, Any] = {"mode": mode}
+        config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        rules = [{"match": self.routers, "pin": "fp32"}] if self.routers else []
+        for each in more:
+            for key, value in each.items():
+                if key == "rules":
+                    rules += value
+                elif key in ("optimizer", "fp16"):
+                    config[key] = value
+                elif key == "unpinned":
+                    rules = []
+                else:
+                    precision[key] = value
+        return {**config, "precision": {**precision, **({"rules": rules} if rules else {})}}
+
+
+def _words(vocabulary: int, length: int = LENGTH, count: int = 4) -> Batches:
+    generator = torch.Generator().manual_seed(1)
+    made = (torch.randint(0, vocabulary, (4, length), generator=generator) for _ in range(count))
+    return [{"input_ids": ids, "labels": ids} for ids in made]
+
+
+def _images() -> Batches:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "images": torch.randn(4, 3, 96, 96, generator=generator) + 0.5,
+            "labels": torch.randint(0, 10, (4,), generator=generator),
+        }
+        for _ in range(4)
+    ]
+
+
+def _tiny(name: str) -> nn.Module:
+    from tests.models import architectures
+
+    return getattr(architectures, f"_{name}")()
+
+
+def _of_transformers(name: str, routers: str = "") -> Healthy:
+    return Healthy(functools.partial(_tiny, name), functools.partial(_words, 97), routers)
+
+
+HEALTHY: dict[str, Healthy] = {
+    "llama": _of_transformers("llama"),
+    "gpt-oss": _of_transformers("gpt_oss", "*.router.*"),
+    "qwen3-moe": _of_transformers("qwen3_moe", "*.mlp.gate.*"),
+    "deepseek-v3": _of_transformers("deepseek_v3", "*.mlp.gate.*"),
+    "decoder": Healthy(Decoder, functools.partial(_words, VOCABULARY)),
+    "deep decoder": Healthy(functools.partial(Decoder, 8), functools.partial(_words, VOCABULARY)),
+    "pictures": Healthy(Pictures, _images),
+}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault, and what must be first among the findings."""
+
+    name: str
+    on: str
+    """Of HEALTHY."""
+    mode: str
+    kinds: tuple[str, ...]
+    """Of the first finding, any of these."""
+    where: str
+    """Glob of the first finding's `where`."""
+    plant: Plant = lambda model: None
+    fault: Mapping[str, Any] = field(default_factory=dict)
+    """Of `precision`, but for whole blocks by their names, and `unpinned`: no router is pinned."""
+    common: Mapping[str, Any] = field(default_factory=dict)
+    """The same, of the healthy twin too."""
+    batches: Callable[[], Batches] | None = None
+    """In its stead."""
+
+    def model(self) -> nn.Module:
+        model = HEALTHY[self.on].model()
+        self.plant(model)
+        return model
+
+    def config(self) -> dict[str, Any]:
+        return HEALTHY[self.on].config(self.mode, self.common, self.fault)
+
+    def healthy(self) -> tuple[str, dict[str, Any]]:
+        """The architecture, and the config of the same without the fault."""
+        return self.on, HEALTHY[self.on].config(self.mode, self.common)
+
+    def data(self) -> Batches:
+        return (self.batches or HEALTHY[self.on].batches)()
+
+    def first(self, findings: Sequence[AuditFinding]) -> bool:
+        """Whether the first finding is this one."""
+        if not findings:
+            return False
+        found = findings[0]
+        return found.kind in self.kinds and fnmatch.fnmatchcase(found.where, self.where)
+
+
+# --- how to plant ----------------------------------------------------------------------------------------
+
+
+def around(path: str, change: Callable[..., Any]) -> Plant:
+    """The forward of a module is `change(module, its own forward, *args, **kwargs)`."""
+
+    def plant(model: nn.Module) -> None:
+        module = model.get_submodule(path)
+        own = type(module).forward
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return change(self, functools.partial(own, self), *args, **kwargs)
+
+        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+    return plant
+
+
+def ruled(name: str, **columns: str) -> dict[str, Any]:
+    """A rule that narrows one parameter."""
+    return {"rules": [{"match": name, **columns}]}
+
+
+def scaled(path: str, factor: float) -> Plant:
+    """A parameter times a factor: what a trained one may be."""
+
+    def plant(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_parameter(path).mul_(factor)
+
+    return plant
+
+
+def shaken(path: str, spread: float) -> Plant:
+    """A parameter with other values than those that it begins with, such as zeros."""
+
+    def plant(model: nn.Module) -> None:
+        with torch.no_grad():
+            values = model.get_parameter(path)
+            values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)) * spread)
+
+    return plant
+
+
+def both(*plants: Plant) -> Plant:
+    def plant(model: nn.Module) -> None:
+        for each in plants:
+            each(model)
+
+    return plant
+
+
+# --- what is planted -------------------------------------------------------------------------------------
+
+
+def _input_in_bf16(self: nn.Module, own: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return own(x.bfloat16().to(x.dtype), *args, **kwargs)
+
+
+def _output_in_bf16(self: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+    out = own(*args, **kwargs)
+    return out.to(torch.bfloat16).to(out.dtype)
+
+
+def _weight_in_bf16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
+
+
+def _variance_in_bf16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    variance = x.bfloat16().pow(2).mean(-1, keepdim=True)
+    return self.weight * (x * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
+
+
+def _angles_in_bf16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[-2]).bfloat16()
+    angles = torch.outer(positions, self.frequencies.bfloat16())
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    one, other = x.chunk(2, -1)
+    return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
+
+
+def _scores_rounded_first(self: nn.Module, own: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    raw = (query.half() @ key.half().transpose(-1, -2)).to(query.dtype)
+    scores = raw / query.shape[-1] ** 0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+
+
+def _shares_in_fp16(self: nn.Module, own: Any, scores: torch.Tensor) -> torch.Tensor:
+    powers = scores.half().exp()
+    return (powers / powers.sum(-1, keepdim=True)).to(scores.dtype)
+
+
+def _stream_in_fp16(self: nn.Module, own: Any, stream: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    return (stream.half() + more.half()).to(stream.dtype)
+
+
+def _stream_in_bf16(self: nn.Module, own: Any, stream: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    return (stream + more).bfloat16().to(stream.dtype)
+
+
+def _norm_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    """A small input's square vanishes, and so does the epsilon that was to help."""
+    small = (x * 1e-4).half()
+    var = (small - small.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True)
+    shape = (small - small.mean(-1, keepdim=True)) / (var + 1e-6).sqrt()
+    return self.weight * shape.to(x.dtype) + self.bias
+
+
+def _mean_in_bf16(self: nn.Module, own: Any, images: torch.Tensor) -> torch.Tensor:
+    return images - images.bfloat16().sum() / images.numel()
+
+
+def _running_sum_in_bf16(self: nn.Module, own: Any, images: torch.Tensor) -> torch.Tensor:
+    rows = images.flatten(1).sum(-1)
+    total = torch.zeros((), dtype=torch.bfloat16)
+    for row in rows:
+        total = (total + row).bfloat16()
+    return images - total / images.numel()
+
+
+def _loss_in_bf16(self: nn.Module, own: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).bfloat16(), labels[:, 1:].flatten()).float()
+
+
+def _stale(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(self, "cast"):
+        self.cast = self.weight.detach().bfloat16()
+    return functional.linear(x, self.cast.to(x.dtype))
+
+
+def _fp8(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
+    return own(x.to(torch.float8_e4m3fn).to(x.dtype))
+
+
+def _autocast(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return own(x).to(x.dtype)
+
+
+def _large_inside(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Beyond fp16 for a moment."""
+    return own(x) * 3e6 / 3e6
+
+
+def _untied(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def _values_in_bf16(path: str) -> Plant:
+    def plant(model: nn.Module) -> None:
+        with torch.no_grad():
+            values = model.get_parameter(path)
+            values.copy_(values.bfloat16())
+
+    return plant
+
+
+def _squares_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a norm divides by, of numbers whose squares fp16 does not have."""
+    small = x.half() * 2e-4
+    length = small.pow(2).mean(-1, keepdim=True).float().sqrt() + 1e-7
+    return self.weight * (small.float() / length).to(x.dtype) + self.bias
+
+
+def _buffer_in_bf16(path: str, name: str) -> Plant:
+    def plant(model: nn.Module) -> None:
+        module = model.get_submodule(path)
+        buffer = module.get_buffer(name)
+        module.register_buffer(name, buffer.bfloat16(), persistent=False)
+
+    return plant
+
+
+def _clipped_hook(path: str) -> Plant:
+    """A hook that clips gradients without knowing of the loss scale."""
+
+    def clip(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * min(1.0, 1.0 / float(gradient.float().norm()))
+
+    def hooked(self: Any, own: Any, x: torch.Tensor, *args: Any) -> Any:
+        out = own(x, *args)
+        if out.requires_grad:
+            out.register_hook(clip)
+        return out
+
+    return around(path, hooked)
+
+
+def _cancelling() -> Batches:
+    """The same images with every label in turn: of a network that knows nothing yet, the gradients cancel."""
+    images = _images()[0]["images"]
+    return [{"images": images, "labels": torch.full((4,), label)} for label in range(10)]
+
+
+def _adamw(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}}}
+
+
+CODE = ("narrow code",)
+
+PLANTED: tuple[Planted, ...] = (
+    Planted(
+        "router-by-rule", "gpt-oss", "fp32", ("rounded", "routing"), "model.layers.0.mlp.router.weight",
+        fault=ruled("model.layers.0.mlp.router.*", storage="bf16", gather="bf16", compute="bf16"),
+    ),
+    Planted(
+        "router-in-code", "qwen3-moe", "fp32", CODE, "model.layers.1.mlp.gate at *",
+        around("model.layers.1.mlp.gate", _input_in_bf16),
+    ),
+    Planted(
+        "router-in-code-of-a-bf16-plan", "deepseek-v3", "bf16", CODE, "model.layers.1.mlp.gate at *",
+        around("model.layers.1.mlp.gate", _input_in_bf16),
+    ),
+    Planted(
+        "router-unpinned", "gpt-oss", "bf16", ("rounded", "routing"), "model.layers.*.mlp.router.weight",
+        fault={"unpinned": True},
+    ),
+    Planted(
+        "router-values-rounded", "deepseek-v3", "bf16", ("rounded",), "model.layers.1.mlp.gate.weight",
+        _values_in_bf16("model.layers.1.mlp.gate.weight"),
+    ),
+    Planted(
+        "gathered-in-bf16", "qwen3-moe", "fp32", ("rounded",), "lm_head.weight",
+        fault=ruled("lm_head.weight", storage="bf16", gather="bf16", compute="fp32"),
+    ),
+    Planted(
+        "norm-by-rule", "llama", "fp32", ("rounded",), "model.norm.weight",
+        fault=ruled("model.norm.weight", storage="bf16", compute="bf16"),
+    ),
+    Planted(
+        "norm-in-code", "deepseek-v3", "fp32", CODE, "model.layers.0.input_layernorm at *",
+        around("model.layers.0.input_layernorm", _variance_in_bf16),
+    ),
+    Planted(
+        "embedding-by-rule", "qwen3-moe", "fp32", ("rounded",), "model.embed_tokens.weight",
+        fault=ruled("model.embed_tokens.weight", storage="bf16", compute="fp32"),
+    ),
+    Planted("embedding-in-code", "decoder", "fp32", CODE, "words at *", around("words", _output_in_bf16)),
+    Planted(
+        "head-by-rule", "deepseek-v3", "fp32", ("rounded",), "lm_head.weight",
+        fault=ruled("lm_head.weight", compute="bf16"),
+    ),
+    Planted("head-in-code", "gpt-oss", "fp32", CODE, "lm_head at *", around("lm_head", _weight_in_bf16)),
+    Planted(
+        "head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", CODE, "lm_head at *",
+        around("lm_head", _weight_in_bf16), common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]},
+    ),
+    Planted(
+        "accumulate", "llama", "bf16", ("accumulate",), "*",
+        fault={"accumulate": "bf16", "allow_narrow": True, "reduce": "fp32"},
+    ),
+    Planted(
+        "accumulate-of-one", "decoder", "fp32", ("accumulate",), "head.weight",
+        fault={"allow_narrow": True, **ruled("head.weight", accumulate="bf16", reduce="fp32")},
+    ),
+    Planted(
+        "wire-of-gradients-that-cancel", "pictures", "fp32", ("reduce",), "*",
+        fault={"reduce": "bf16"}, batches=_cancelling,
+    ),
+    Planted(
+        "underflow-without-a-loss-scale", "decoder", "fp16", ("gradient",), "*",
+        fault={"fp16": {"enabled": True, "loss_scale": 1e-4}},
+    ),
+    Planted(
+        "stuck-momentum", "decoder", "bf16", ("stuck state",), "*",
+        fault={"state": "bf16"}, common={"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+    ),
+    Planted(
+        "no-master", "llama", "bf16", ("lost updates",), "*",
+        fault={"master": "same"}, common=_adamw(lr=1e-5),
+    ),
+    Planted("loss-in-bf16", "decoder", "fp32", CODE, "judge at *", around("judge", _loss_in_bf16)),
+    Planted(
+        "loss-in-bf16-under-autocast", "decoder", "autocast-bf16", CODE, "judge at *",
+        around("judge", _loss_in_bf16),
+    ),
+    Planted(
+        "softmax-overflows", "decoder", "fp32", ("overflow",), "blocks.1.attention.shares at *",
+        both(
+            scaled("blocks.1.attention.mixed.weight", 6.0),
+            around("blocks.1.attention.shares", _shares_in_fp16),
+        ),
+    ),
+    Planted("untied", "llama", "bf16", ("untied",), "lm_head.weight", _untied),
+    Planted(
+        "table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _buffer_in_bf16("", "table"),
+    ),
+    Planted(
+        "frequencies-in-bf16", "decoder", "bf16", ("narrow buffer",),
+        "blocks.0.attention.rotations.frequencies",
+        _buffer_in_bf16("blocks.0.attention.rotations", "frequencies"),
+    ),
+    Planted(
+        "buffers-cast", "llama", "bf16", ("narrow buffer",), "model.rotary_emb.*", fault={"buffers": "bf16"},
+    ),
+    Planted(
+        "angles-in-bf16", "decoder", "fp32", CODE, "blocks.0.attention.rotations at *",
+        around("blocks.0.attention.rotations", _angles_in_bf16),
+    ),
+    Planted(
+        "angles-in-bf16-of-a-bf16-plan", "decoder", "bf16", CODE, "blocks.0.attention.rotations at *",
+        around("blocks.0.attention.rotations", _angles_in_bf16),
+    ),
+    Planted(
+        "clip-of-scaled-gradients", "decoder", "fp16", ("gradient",), "norm.*", _clipped_hook("norm"),
+    ),
+    Planted("long-sum", "pictures", "fp32", CODE, "centred at *", around("centred", _mean_in_bf16)),
+    Planted("running-sum", "pictures", "fp32", CODE, "centred at *", around("centred", _running_sum_in_bf16)),
+    Planted(
+        "expert-bias", "gpt-oss", "fp32", ("rounded",), "model.layers.1.mlp.experts.down_proj_bias",
+        shaken("model.layers.1.mlp.experts.down_proj_bias", 0.02),
+        fault=ruled("model.layers.1.mlp.experts.down_proj_bias", storage="bf16", compute="fp32"),
+    ),
+    Planted(
+        "stale-copy", "decoder", "fp32", (*CODE, "no gradient"), "blocks.0.attention.out*",
+        around("blocks.0.attention.out", _stale),
+    ),
+    Planted(
+        "stream-in-fp16", "decoder", "fp32", CODE, "blocks.1.stream at *",
+        around("blocks.1.stream", _stream_in_fp16),
+    ),
+    Planted(
+        "scores-scaled-late", "decoder", "fp32", CODE, "blocks.0.attention.scores at *",
+        around("blocks.0.attention.scores", _scores_rounded_first),
+    ),
+    Planted(
+        "epsilon-vanishes", "decoder", "fp32", ("underflow", *CODE), "blocks.1.between at *",
+        around("blocks.1.between", _norm_in_fp16),
+    ),
+    Planted(
+        "squares-vanish", "decoder", "fp16", ("underflow", *CODE), "blocks.1.between at *",
+        around("blocks.1.between", _squares_in_fp16),
+    ),
+    Planted(
+        "one-of-eight-layers", "deep decoder", "fp32", CODE, "blocks.5.stream at *",
+        around("blocks.5.stream", _stream_in_bf16),
+    ),
+    Planted(
+        "conv-by-rule", "pictures", "fp32", ("rounded",), "second.weight",
+        fault=ruled("second.weight", storage="bf16"),
+    ),
+    Planted(
+        "norm-in-code-of-a-convnet", "pictures", "fp32", CODE, "norm at *",
+        around("norm", _output_in_bf16),
+    ),
+    Planted(
+        "beyond-fp16", "decoder", "fp16", ("overflow",), "blocks.0.down at *",
+        around("blocks.0.down", _large_inside),
+    ),
+    Planted("fp8-in-code", "decoder", "bf16", CODE, "blocks.1.up at *", around("blocks.1.up", _fp8)),
+    Planted(
+        "autocast-inside", "deep decoder", "fp32", CODE, "blocks.3.down at *",
+        around("blocks.3.down", _autocast),
+    ),
+)  # fmt: skip

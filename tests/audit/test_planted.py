@@ -1,0 +1,88 @@
+"""Faults of precision are named first, and the same without a fault gets no finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.audit.planted import HEALTHY, MODES, PLANTED, Batches, Planted
+from zerodrift.api import make_plan
+from zerodrift.drift.audit import audit
+from zerodrift.drift.nouns import Audit
+
+ALWAYS = frozenset((
+    "router-by-rule", "embedding-in-code", "accumulate-of-one", "wire-of-gradients-that-cancel",
+    "clip-of-scaled-gradients", "softmax-overflows", "table-in-bf16", "running-sum",
+    "stale-copy",
+))  # fmt: skip
+"""Those that are not slow."""
+
+ALWAYS_HEALTHY = frozenset((("gpt-oss", "bf16"), ("decoder", "fp16"), ("pictures", "autocast-bf16")))
+
+pytestmark = pytest.mark.long
+
+
+def audited(on: str, model: nn.Module, config: dict[str, Any], batches: Batches) -> Audit:
+    """Findings alone: no pins are searched for."""
+    return audit(make_plan(config, model), model, batches, budget=None)
+
+
+def skip_without(on: str) -> None:
+    if on not in ("decoder", "deep decoder", "pictures"):
+        pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
+
+
+def cells() -> Iterator[Any]:
+    for planted in PLANTED:
+        marks = () if planted.name in ALWAYS else pytest.mark.slow
+        yield pytest.param(planted, id=planted.name, marks=marks)
+
+
+def twins() -> Iterator[Any]:
+    """Every architecture in every mode, and what else is healthy beside a fault."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+    named = [(f"{on}-{mode}", on, each.config(mode)) for on, each in HEALTHY.items() for mode in MODES]
+    named += [(planted.name, *planted.healthy()) for planted in PLANTED]
+    for name, on, config in named:
+        if (on, config) not in seen:
+            seen.append((on, config))
+            always = (on, config["precision"]["mode"]) in ALWAYS_HEALTHY and name.startswith(on)
+            yield pytest.param(on, config, id=name, marks=() if always else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("planted", list(cells()))
+@pytest.mark.filterwarnings("ignore:.*is pinned to torch.float32, and the model itself casts it")
+def test_a_fault_is_first(planted: Planted) -> None:
+    skip_without(planted.on)
+    found = audited(planted.on, planted.model(), planted.config(), planted.data())
+    assert planted.first(found.findings), [(each.kind, each.where) for each in found.findings]
+
+
+@pytest.mark.parametrize(("on", "config"), list(twins()))
+def test_nothing_is_found_where_nothing_is_wrong(on: str, config: dict[str, Any]) -> None:
+    skip_without(on)
+    healthy = HEALTHY[on]
+    assert not audited(on, healthy.model(), config, healthy.batches()).findings
+
+
+def test_there_are_enough() -> None:
+    """Of kinds of faults, of architectures, and of healthy twins."""
+    assert len({planted.name for planted in PLANTED}) == len(PLANTED) >= 20
+    assert len({planted.on for planted in PLANTED}) >= 6
+    assert len(list(twins())) >= 20
+
+
+@pytest.mark.slow
+def test_other_data_is_healthy_too() -> None:
+    """Thresholds are not of these batches: of others nothing is found either."""
+    for on in ("decoder", "pictures"):
+        healthy = HEALTHY[on]
+        for seed in range(3):
+            torch.manual_seed(100 + seed)
+            model = healthy.build()
+            found = audited(on, model, healthy.config("bf16"), healthy.batches())
+            assert not found.findings, (on, seed)

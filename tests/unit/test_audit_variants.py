@@ -1,0 +1,131 @@
+"""Variants of a policy are what they say: one cell wide, one cell narrow, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.audit.networks import Decoder
+from zerodrift.api import make_plan
+from zerodrift.drift import variants
+from zerodrift.drift.nouns import Bytes, Point
+from zerodrift.drift.recommend import Candidate, candidates, rules_for
+from zerodrift.drift.runs import Subject, planned
+from zerodrift.drift.signals import Drift
+from zerodrift.drift.variants import Choice, narrow_cells
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Columns, Policy
+
+MODEL = Decoder()
+NAME = "blocks.0.up.weight"
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def plan(mode: str = "bf16", **more: object) -> Plan:
+    return make_plan({"precision": {"mode": mode, **more}, "optimizer": ADAMW}, MODEL)
+
+
+def built(base: Plan, policy: Policy) -> Plan:
+    return planned(Subject.of(MODEL, None), policy, base.mesh)
+
+
+def dtypes(columns: Columns) -> tuple[str, str, str]:
+    return str(columns.storage.dtype), str(columns.gather), str(columns.compute)
+
+
+def test_the_reference_has_nothing_narrow() -> None:
+    narrow = plan(rules=[{"match": "norm.*", "pin": "fp32"}], buffers="bf16", reduce="bf16", state="8bit")
+    wide = built(narrow, variants.reference(narrow.policy))
+    assert all(not narrow_cells(row.columns) for row in wide.rows)
+    assert all(row.storage == row.source for row in wide.buffers)
+    assert any(narrow_cells(row.columns) for row in narrow.rows)
+
+
+def test_a_widened_cell_is_wide_and_the_others_as_they_were() -> None:
+    base = plan()
+    wide = built(base, variants.widened(base, [Choice(NAME, "storage", (NAME,))]))
+    for row in base.rows:
+        now = wide.row(row.name)
+        assert now is not None
+        if row.name == NAME:
+            assert dtypes(now.columns) == ("fp32", "fp32", "fp32")
+        elif row.name == "blocks.0.up.bias":  # a module computes in one dtype
+            assert dtypes(now.columns) == ("bf16", "bf16", "fp32")
+        else:
+            assert dtypes(now.columns) == dtypes(row.columns) == ("bf16", "bf16", "bf16")
+
+
+def test_only_one_cell_is_narrow() -> None:
+    base = plan()
+    alone = built(base, variants.only(base, [Choice(NAME, "storage", (NAME,))]))
+    for row in alone.rows:
+        assert dtypes(row.columns) == (("bf16", "bf16", "fp32") if row.name == NAME else ("fp32",) * 3)
+
+
+def test_computing_alone_is_narrow_with_all_of_its_module() -> None:
+    base = plan()
+    both = (NAME, "blocks.0.up.bias")
+    alone = built(base, variants.only(base, [Choice(NAME, "compute", both)]))
+    narrow = {row.name for row in alone.rows if str(row.columns.compute) != "fp32"}
+    assert narrow == set(both)
+    assert all(str(row.columns.storage.dtype) == "fp32" for row in alone.rows)
+
+
+@pytest.mark.parametrize(
+    ("more", "cells"),
+    [
+        ({"mode": "fp32"}, ()),
+        ({"mode": "bf16"}, ("storage", "compute", "export")),
+        ({"mode": "bf16", "master": "same"}, ("storage", "compute", "master", "export")),
+        ({"mode": "fp32", "reduce": "bf16"}, ("reduce",)),
+        ({"mode": "fp32", "accumulate": "bf16", "allow_narrow": True}, ("accumulate", "reduce")),
+        ({"mode": "fp32", "state": "8bit"}, ("state",)),
+    ],
+)
+def test_what_is_narrow_is_told_by_column(more: dict[str, str], cells: tuple[str, ...]) -> None:
+    row = plan(**more).row(NAME)  # type: ignore[arg-type]
+    assert row is not None
+    assert narrow_cells(row.columns) == cells
+
+
+def test_pins_are_fp32_in_every_column() -> None:
+    base = plan()
+    pinned = built(base, variants.pinned(base, {NAME: None, "blocks.0.up.bias": None}))
+    row = pinned.row(NAME)
+    assert row is not None and row.columns.pinned
+    assert sum(row.columns.pinned for row in pinned.rows) == 2
+
+
+# --- candidates ------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_modules_in_the_order_of_what_an_element_is_worth() -> None:
+    worth = {"norm.weight": 1.0, "head.weight": 2.0, "blocks.0.up.weight": 0.5, "blocks.1.up.weight": 0.5}
+    found = candidates(plan(), worth)
+    assert [each.pattern for each in found] == ["norm.*", "head.weight", "blocks.*.up.*"]
+    assert found[0].density > found[1].density > found[2].density
+    assert found[2].names == (
+        "blocks.0.up.weight",
+        "blocks.0.up.bias",
+        "blocks.1.up.weight",
+        "blocks.1.up.bias",
+    )
+    assert found[2].square == 1.0
+
+
+def test_what_is_pinned_already_is_worth_nothing() -> None:
+    pinned = plan(rules=[{"match": "norm.*", "pin": "fp32"}])
+    assert candidates(pinned, {"norm.weight": 1.0}) == []
+
+
+def test_rules_match_what_was_pinned() -> None:
+    drift = Drift(0.0, 0.0, 0.0, 0.0, 1, 0.0, 0, 0)
+    point = Point(
+        "bf16", (("norm.*", ("norm.weight",), None), ("a", ("x[0]",), "input")), drift, Bytes(1, 1, 1, 1)
+    )
+    assert rules_for(point) == (
+        {"match": "norm.*", "pin": "fp32"},
+        {"match": "x[[]0]", "pin": "fp32", "output": "input"},
+    )
+    assert replace(Candidate("a", ("b",), 4, 2.0), output="input").density == 0.5
