@@ -68,11 +68,9 @@ def audit_subject(
 ) -> Audit:
     """The same of a model that a command names."""
     _require(plan, budget, confirm)
-    kept = torch.get_rng_state()
-    try:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
         return _audit(plan, subject, checked(batches), budget, of, confirm, told)
-    finally:
-        torch.set_rng_state(kept)
 
 
 def _require(plan: Plan, budget: float | None, confirm: int) -> None:

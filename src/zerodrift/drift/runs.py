@@ -21,6 +21,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import start, started
+from zerodrift.engine.batches import batch_on
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import ModelError, UnsupportedError
@@ -150,7 +151,7 @@ def loss_of(output: Any, batch: Batch) -> torch.Tensor:
 def called(engine: Engine, batch: Batch) -> Any:
     """The forward of one micro-batch; what the model says of a batch that it cannot take is told by name."""
     try:
-        return engine(**batch)
+        return engine(**batch_on(batch, engine.mesh.device, lambda tensor: tensor))
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{key} {list(getattr(value, 'shape', ()))}" for key, value in batch.items())
         raise ModelError(
