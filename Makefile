@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What runs by itself; the others are what these measure with.
 BENCHES := $(filter-out bench/about.py bench/deepseek_v3_layout.py bench/gpt.py,$(wildcard bench/*.py))
 
-.PHONY: help demo quick test test-all check bench docs versions env clean
+.PHONY: help demo quick test test-all style check bench docs versions env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,15 +54,20 @@ demo: env
 quick: env
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m quick
 
-test: check
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
+# Types are checked beside the tests, whose ranks wait for each other now and then.
+test: style
+	@$(BIN)/mypy > $(VENV)/.types 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"; tests=$$?; \
+	wait $$types || { cat $(VENV)/.types; exit 1; }; exit $$tests
 
 test-all: check
 	$(BIN)/python -m pytest -q
 
-check: env
+style: env
 	$(BIN)/ruff check src tests bench docs examples
 	$(BIN)/ruff format --check src tests bench docs examples
+
+check: style
 	$(BIN)/mypy
 
 bench: env
