@@ -51,7 +51,7 @@ def audit(
 
     `model` is a module, which is copied and stays as it is, or a function that builds one, which is called
     inside `empty()` and whose values are those of `weights` or its own. `budget` is the share of bytes that
-    pins may cost, None for no search of pins; `of` is memory at `rest`, at `peak` or on the `wire`. `confirm`
+    pins may cost, None for findings alone; `of` is memory at `rest`, at `peak` or on the `wire`. `confirm`
     cells of the shortlist are replayed.
     """
     return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told)
@@ -138,7 +138,7 @@ def _audit(
         caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
         findings=tuple(findings.findings(ran, subject, passes, gradients, lost, replayed, advice)),
         recommendation=advice,
-        narrower=tuple(narrower.narrower(bench, ran, whole)) if confirm else (),
+        narrower=tuple(narrower.narrower(bench, ran, whole)) if confirm and budget is not None else (),
         seconds=passes.seconds,
     )
 

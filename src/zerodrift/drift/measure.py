@@ -3,7 +3,8 @@
 1. The reference, watched: its signals, its gradients, and what the model's own code narrows.
 2. The plan: its signals and its gradients.
 3. The plan, watched: what every operation rounds, times the gradient of the targets' log-probabilities with
-   random signs; and what rounding the stored values is worth, from the gradients of the parameters.
+   random signs, and of what routers almost chose otherwise; and what rounding the stored values is worth,
+   from the gradients of the parameters.
 
 Whole gradients are taken one parameter at a time: the largest parameter is what is held beside two engines.
 
@@ -25,7 +26,7 @@ from zerodrift.drift import signals, variants
 from zerodrift.drift.nouns import Estimate, GradientLine, Place
 from zerodrift.drift.operations import Rounding, Roundings, Watch, Widened
 from zerodrift.drift.runs import Batch, Subject, running
-from zerodrift.drift.signals import Drift, Signals
+from zerodrift.drift.signals import CloseCalls, Drift, Signals
 from zerodrift.drift.variants import Choice
 from zerodrift.drift.where import path_in
 from zerodrift.dtypes import DType
@@ -86,12 +87,13 @@ def widening(places: frozenset[tuple[str, str]]) -> signals.Around:
 
 def gathered(engine: Engine, mine: Signals) -> Signals:
     """Of all ranks, in their order."""
-    everyone = engine.comm.all_gather_object((mine.losses, mine.targets, mine.routes), "data")
+    told = (mine.losses, mine.targets, mine.routes, mine.margins)
     whole = Signals()
-    for losses, targets, routes in everyone:
+    for losses, targets, routes, margins in engine.comm.all_gather_object(told, "data"):
         whole.losses += losses
         whole.targets += targets
         whole.routes += routes
+        whole.margins += margins
     return whole
 
 
@@ -116,7 +118,9 @@ def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
             passes.gradients, passes.cosine = _gradients(engine, reference)
             engine.zero_grad()
             found = Roundings()
-            again = gathered(engine, signed(engine, bench.batches, found, _buffers(engine, reference)))
+            calls = signals.close_calls(planned, true)
+            again = signed(engine, bench.batches, found, _buffers(engine, reference), calls)
+            again = gathered(engine, again)
             if not _same(again, planned):
                 raise ZerodriftError(
                     "the audit",
@@ -222,16 +226,20 @@ def _buffers(engine: Engine, reference: Engine) -> dict[int, torch.Tensor]:
 
 
 def signed(
-    engine: Engine, batches: Sequence[Batch], found: Roundings, constants: dict[int, torch.Tensor]
+    engine: Engine,
+    batches: Sequence[Batch],
+    found: Roundings,
+    constants: dict[int, torch.Tensor],
+    calls: CloseCalls | None = None,
 ) -> Signals:
     """The third pass."""
     seen, names = Signals(), names_of(engine)
     with path_in(engine.module) as path:
         for number, batch in signals.numbered(engine, batches):
             with Watch(engine.module, names, path, found, constants):
-                loss, negative = signals.forward(engine, batch, number, path, seen)
-                judged = loss if negative is None else signals.signed_costs(negative, number)
-            engine.backward(judged)
+                judged = signals.forward(engine, batch, number, path, seen)
+                cost = signals.signed_costs(judged, number, calls)
+            engine.backward(cost)
     return seen
 
 

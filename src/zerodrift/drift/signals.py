@@ -10,7 +10,7 @@ Invariant: looking changes nothing: what is recorded is computed beside the mode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,8 @@ class Signals:
     """Log-probabilities of each micro-batch's targets, fp64, `[tokens]`."""
     routes: list[dict[str, torch.Tensor]] = field(default_factory=list)
     """Per micro-batch: the module that chose, and its choices, `[tokens, k]`, ascending."""
+    margins: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """The same: by how much the last choice is before the first that was not made, fp32, `[tokens]`."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -123,6 +125,8 @@ class Recorder(TorchFunctionMode):
         self.negative: list[torch.Tensor] = []
         """Of each call of the loss: what every target costs, with its gradient."""
         self.routes: dict[str, torch.Tensor] = {}
+        self.margins: dict[str, torch.Tensor] = {}
+        """With their gradients."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,13 +139,18 @@ class Recorder(TorchFunctionMode):
             chosen = result[1].detach()
             key = f"{self._path.current}#{len(self.routes)}"
             self.routes[key] = chosen.reshape(-1, chosen.shape[-1]).sort(-1).values.cpu()
+            self.margins[key] = _margins(args, kwargs or {}, chosen.shape[-1])
         return result
 
-    def taken(self) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """What a micro-batch has left: costs of its targets, and routes."""
-        negative, routes = self.negative, self.routes
-        self.negative, self.routes = [], {}
-        return (torch.cat(negative) if negative else None), routes
+
+def _margins(args: tuple[Any, ...], kwargs: dict[str, Any], k: int) -> torch.Tensor:
+    """Of a call of `topk`; none where it chooses everything, or something else than the largest of a row."""
+    given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | kwargs
+    scores, dim = given["input"], given.get("dim", -1)
+    if dim % scores.ndim != scores.ndim - 1 or not given.get("largest", True) or scores.shape[-1] <= k:
+        return scores.new_zeros(0)
+    first = scores.float().topk(k + 1, dim=-1).values.reshape(-1, k + 1)
+    return first[:, -2] - first[:, -1]
 
 
 def _per_target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -189,27 +198,36 @@ def trained_signals(engine: Engine, batches: Sequence[Batch], around: Around = p
     with path_in(engine.module) as path:
         for number, batch in numbered(engine, batches):
             with around(path):
-                loss, _ = forward(engine, batch, number, path, seen)
+                loss = forward(engine, batch, number, path, seen).loss
             engine.backward(loss)
     return seen
 
 
-def forward(
-    engine: Engine, batch: Batch, number: int, path: Path, seen: Signals
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss, and what every target costs."""
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a forward can be judged by, with gradients."""
+
+    loss: torch.Tensor
+    negative: torch.Tensor | None
+    """What every target costs, where the model takes its loss from `cross_entropy`."""
+    margins: dict[str, torch.Tensor]
+    """Of routers."""
+
+
+def forward(engine: Engine, batch: Batch, number: int, path: Path, seen: Signals) -> Judged:
+    """Of a micro-batch, whose signals are noted."""
     seeded(number)
     recorder = Recorder(path)
     with recorder:
         output = called(engine, batch)
     loss = loss_of(output, batch)
-    negative, routes = recorder.taken()
-    value = float(loss.detach())
-    seen.losses.append(value)
+    negative = torch.cat(recorder.negative) if recorder.negative else None
+    seen.losses.append(float(loss.detach()))
     none = torch.zeros(0, dtype=torch.float64)
     seen.targets.append(none if negative is None else -negative.detach().cpu())
-    seen.routes.append(routes)
-    return loss, negative
+    seen.routes.append(recorder.routes)
+    seen.margins.append({key: margin.detach().cpu() for key, margin in recorder.margins.items()})
+    return Judged(loss, negative, recorder.margins)
 
 
 def require_finite(seen: Signals, whose: str) -> None:
@@ -224,9 +242,64 @@ def require_finite(seen: Signals, whose: str) -> None:
             )
 
 
-def signed_costs(negative: torch.Tensor, number: int) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class CloseCalls:
+    """Which margins of routers rounding may turn around, and what they are worth beside targets.
+
+    What a flip does is no first-order effect: it is either there or not. But how often one happens grows with
+    how far rounding moves the margins that are near zero, and that is one. So what flips cost all together is
+    charged to each cell by its share of what moves these margins.
+    """
+
+    within: Mapping[str, float]
+    """Of each router: three times how far its margins are moved."""
+    weight: float
+    """Log-probabilities for one of a margin."""
+
+
+def close_calls(run: Signals, other: Signals) -> CloseCalls | None:
+    """Of two runs of the same micro-batches; None where no flip costs anything."""
+    apart = (run.values - other.values).abs()
+    if not flipped(run, other)[0] or not bool(apart.isfinite().all()):
+        return None
+    # Flips make a few targets worse by much: what most of them have is rounding alone.
+    cost = float(apart.square().mean()) - float(apart.median() / HALF_OF_NORMAL) ** 2
+    moved: dict[str, list[torch.Tensor]] = {}
+    for mine, theirs in zip(run.margins, other.margins, strict=True):
+        for router, margin in mine.items():
+            if router in theirs and theirs[router].shape == margin.shape:
+                both = torch.stack([margin, theirs[router]])
+                moved.setdefault(router, []).append(both[:, both.isfinite().all(0)])
+    within, square = {}, 0.0
+    for router, pairs in moved.items():
+        margins, before = torch.cat(pairs, 1)
+        if margins.numel():
+            spread = float((margins - before).abs().median()) / HALF_OF_NORMAL
+            within[router] = 3 * spread
+            square += spread**2 * int((margins < 3 * spread).sum())
+    if cost <= 0 or square == 0:
+        return None
+    return CloseCalls(within, math.sqrt(cost * len(apart) / square))
+
+
+HALF_OF_NORMAL = 0.6745
+"""Half of a normal distribution is within this many of its standard deviations."""
+
+
+def signed_costs(judged: Judged, number: int, calls: CloseCalls | None) -> torch.Tensor:
     """What every target costs, added up with random signs: squares of its gradients are, on average, sums of
-    squares over the targets."""
+    squares over the targets. Close calls of routers are added in the same way."""
+    if judged.negative is None:
+        return judged.loss
     generator = torch.Generator().manual_seed(7_000_003 + number)
-    signs = torch.randint(0, 2, negative.shape, generator=generator, dtype=torch.int8) * 2 - 1
-    return (negative * signs.to(negative.device, negative.dtype)).sum() / len(negative)
+    whole = _signed(judged.negative, generator)
+    for router, margins in judged.margins.items() if calls is not None else ():
+        if calls is not None and router in calls.within and margins.requires_grad:
+            close = margins[margins.detach() < calls.within[router]]
+            whole = whole + calls.weight * _signed(close, generator)
+    return whole / len(judged.negative)
+
+
+def _signed(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8) * 2 - 1
+    return (values * signs.to(values.device, values.dtype)).sum()

@@ -1,0 +1,86 @@
+"""What routers almost chose otherwise: margins, which of them are close, and what they are charged with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zerodrift.drift.signals import CloseCalls, Judged, Recorder, Signals, close_calls, signed_costs
+from zerodrift.drift.where import path_in
+
+
+def scores() -> torch.Tensor:
+    return torch.tensor([[3.0, 1.0, 2.5, 0.0], [0.1, 0.2, 0.3, 0.9]], requires_grad=True)
+
+
+def recorded(choose: object) -> Recorder:
+    model = nn.Module()
+    with path_in(model) as path:
+        recorder = Recorder(path)
+        with recorder:
+            choose(scores())  # type: ignore[operator]
+    return recorder
+
+
+def test_a_margin_is_from_the_last_choice_to_the_next() -> None:
+    for choose in (
+        lambda x: torch.topk(x, 2, dim=-1),
+        lambda x: x.topk(2),
+        lambda x: torch.topk(input=x, k=2, dim=1),
+    ):
+        (margins,) = recorded(choose).margins.values()
+        assert torch.allclose(margins, torch.tensor([1.5, 0.1]))
+        assert margins.requires_grad
+
+
+def test_what_chooses_all_or_the_smallest_has_no_margin() -> None:
+    for choose in (
+        lambda x: x.topk(4),
+        lambda x: x.topk(2, largest=False),
+        lambda x: x.topk(1, dim=0),
+    ):
+        (margins,) = recorded(choose).margins.values()
+        assert not margins.numel()
+
+
+def run(values: list[float], margins: list[float], routes: list[int]) -> Signals:
+    return Signals(
+        losses=[0.0],
+        targets=[torch.tensor(values, dtype=torch.float64)],
+        routes=[{"gate#0": torch.tensor(routes)[:, None]}],
+        margins=[{"gate#0": torch.tensor(margins)}],
+    )
+
+
+def test_what_flips_cost_is_charged_to_what_moves_margins() -> None:
+    """Most targets are off by 0.001, and the one whose choice flipped by 1: a mean square of 0.1, of which
+    rounding alone explains 2e-6. Margins move by 0.01, and one is nearer to zero than three times that."""
+    other = run([0.0] * 10, [0.5] * 9 + [0.012], [0] * 10)
+    mine = run([0.001] * 9 + [1.0], [0.51] * 9 + [0.002], [0] * 9 + [1])
+    calls = close_calls(mine, other)
+    assert calls is not None
+    spread = 0.01 / 0.6745
+    assert abs(calls.within["gate#0"] - 3 * spread) < 1e-5
+    assert abs(calls.weight * spread - 1.0) < 1e-3, "the one close call costs what the flip did"
+
+
+def test_without_flips_nothing_is_charged() -> None:
+    other = run([0.0] * 10, [0.5] * 10, [0] * 10)
+    assert close_calls(run([0.001] * 9 + [1.0], [0.51] * 10, [0] * 10), other) is None
+    assert close_calls(run([float("nan")] * 10, [0.51] * 10, [1] * 10), other) is None
+
+
+def test_only_close_calls_have_a_gradient() -> None:
+    negative = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    margins = torch.tensor([0.5, 0.01, float("inf")], requires_grad=True)
+    judged = Judged(negative.sum(), negative, {"gate#0": margins})
+    signed_costs(judged, 0, CloseCalls({"gate#0": 0.1}, 4.0)).backward()
+    assert margins.grad is not None and negative.grad is not None
+    assert margins.grad.abs().tolist() == [0.0, 2.0, 0.0]
+    assert negative.grad.abs().tolist() == [0.5, 0.5]
+
+
+def test_random_signs_are_the_same_without_close_calls() -> None:
+    negative = torch.arange(5.0)
+    judged = Judged(negative.sum(), negative, {})
+    assert torch.equal(signed_costs(judged, 3, None), signed_costs(judged, 3, CloseCalls({}, 1.0)))
