@@ -6,13 +6,19 @@ model here, and in all architectures where there is time.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+
+import zerodrift
 
 pytest.importorskip("transformers")
 
-from tests.models.planted_sides import ARCHITECTURES, PLANTS, PlantFound, planted
+from tests.models.planted_sides import ARCHITECTURES, PLANTS, PlantFound, lively, planted, token_ids
+from zerodrift.drift.sides import OtherSide, compare
+from zerodrift.drift.trainer import trainer
 
 SHOWN_IN = {"expert_bias_rounded": "plain-moe", "expert_dropped": "plain-moe", "experts_permuted": "gpt-oss"}
 SHOWN_IN |= {"router_rounded": "plain-moe", "router_in_bf16": "plain-moe", "untied": "llama-tied"}
@@ -32,6 +38,25 @@ def test_what_was_planted_is_named_first(plant: object, tmp_path: Path) -> None:
     one = planted(plant, SHOWN_IN.get(name, "plain"), tmp_path)  # type: ignore[arg-type]
     assert one is not None
     must_be_found(one)
+
+
+def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
+    """From the engine to a folder in the architecture's own form, experts one by one, and back."""
+    config = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}}
+    model, sent, ids = lively("qwen3-moe"), tmp_path / "sent", token_ids().tolist()
+    engine = zerodrift.initialize(copy.deepcopy(model), config=config, quiet=True)
+    zerodrift.export(engine, sent)
+    engine.destroy()
+    for side in (trainer(config, model), trainer(config, str(sent))):
+        found = compare(side, OtherSide(sent=sent), ids)
+        assert found.whole.largest == 0.0 and found.within and found.cells == ()
+    tensors = load_file(sent / "model.safetensors")
+    name = next(name for name in tensors if "experts.1.up_proj" in name)
+    save_file({**tensors, name: tensors[name] * 1.01}, sent / "model.safetensors")
+    found = compare(trainer(config, model), OtherSide(sent=sent), ids)
+    (fate,) = found.fates
+    assert fate.name == found.first == "model.layers.0.mlp.experts.gate_up_proj"
+    assert "in slice 1" in fate.verdict.told and found.cells[0].explains == 1.0
 
 
 @pytest.mark.slow
