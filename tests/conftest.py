@@ -12,6 +12,9 @@ import pytest
 
 from tests import chosen
 
+# Little of what imports and collection make is garbage; the collector would look through it again and again.
+gc.disable()
+
 # Before torch is imported, here and in what tests start: threads of tests beside each other wait by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,9 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Imports and tests stay to the end: the garbage collector would look through them again and again."""
-    gc.collect()
+    """Imports and tests stay to the end."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

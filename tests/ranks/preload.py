@@ -32,6 +32,7 @@ MODULES = (
     "tests.models.architectures",
 )
 
+gc.disable()  # it would look through what is imported again and again
 for module in MODULES:
     with contextlib.suppress(ImportError):  # the test that needs it says so
         importlib.import_module(module)
@@ -57,5 +58,6 @@ def step() -> None:
 torch.set_num_threads(1)
 with contextlib.suppress(Exception):  # what is broken, tests say
     step()
+gc.enable()
 gc.collect()
 gc.freeze()  # a rank that looked through all of it would copy the pages
