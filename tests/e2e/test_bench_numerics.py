@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,14 +14,6 @@ import pytest
 from tests.ranks.harness import forks
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(script: str, *arguments: str) -> list[str]:
-    """The lines that a script prints."""
-    command = [sys.executable, f"bench/{script}.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
 
 
 def forked(function: Any, *arguments: Any) -> dict[str, Any]:
@@ -43,14 +34,19 @@ def forked(function: Any, *arguments: Any) -> dict[str, Any]:
         return queue.get()
 
 
-def test_convergence_measures_every_scheme_it_is_asked_for(tmp_path: Path) -> None:
+def test_convergence_measures_every_scheme_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    convergence = importlib.import_module("convergence")
     schemes = ["mode fp32", "split/fp32", "split/8bit"]
     record, plot = tmp_path / "record.json", tmp_path / "plot.svg"
     small = ("--steps", "100", "--seeds", "1", "--width", "16", "--layers", "1", "--length", "16")
-    lines = run(
-        "convergence", *small, "--only", ",".join(schemes), "--json", str(record), "--plot", str(plot)
-    )
+    words = [*small, "--only", ",".join(schemes), "--json", str(record), "--plot", str(plot)]
+    monkeypatch.setattr(sys, "argv", ["convergence.py", *words])
+    convergence.main()
+    lines = capsys.readouterr().out.splitlines()
     results = {found["scheme"]: found for found in json.loads(record.read_text())["results"]}
     assert list(results) == schemes
     assert all(len(found["losses"]) == 100 and len(found["moments"]) == 4 for found in results.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 import zerodrift.deepspeed
 from tests.e2e.launching import by_hand
+from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
 
 pytest.importorskip("transformers")
@@ -38,18 +38,27 @@ def test_trainer_trains_checkpoints_evaluates_and_resumes(stage: str, folder: Pa
     assert {"config.json", "model.safetensors"} <= set(told["files"])
 
 
+def as_deepspeed() -> None:
+    import importlib.metadata
+    import importlib.util
+
+    import zerodrift.deepspeed as mine
+
+    mine.activate()
+    mine.activate()
+    import deepspeed
+    import deepspeed.utils.zero_to_fp32
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    assert deepspeed is mine and GatheredParameters is mine.zero.GatheredParameters
+    assert deepspeed.utils.zero_to_fp32.__spec__.name == "zerodrift.deepspeed.utils.zero_to_fp32"
+    assert importlib.metadata.version("deepspeed") == mine.__version__ == "0.19.6"
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert importlib.util.find_spec("deepspeed.nothing_of_the_kind") is None
+
+
 def test_import_deepspeed_is_the_drop_in_after_activate() -> None:
-    code = (
-        "import zerodrift.deepspeed as mine; mine.activate(); mine.activate()\n"
-        "import importlib.metadata, importlib.util, deepspeed, deepspeed.utils.zero_to_fp32\n"
-        "from deepspeed.runtime.zero.partition_parameters import GatheredParameters\n"
-        "assert deepspeed is mine and GatheredParameters is mine.zero.GatheredParameters\n"
-        "assert deepspeed.utils.zero_to_fp32.__spec__.name == 'zerodrift.deepspeed.utils.zero_to_fp32'\n"
-        "assert importlib.metadata.version('deepspeed') == mine.__version__ == '0.19.6'\n"
-        "assert importlib.util.find_spec('deepspeed') is not None\n"
-        "assert importlib.util.find_spec('deepspeed.nothing_of_the_kind') is None\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_ranks(as_deepspeed, 1)
 
 
 def test_activate_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
