@@ -17,6 +17,7 @@ from tests.numerics.runs import Run, config, finish, make
 from tests.ranks.harness import run_ranks
 from tests.ranks.plain import run_all, weights
 from zerodrift.api import make_plan
+from zerodrift.comm import watch
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import NativeExecutor
@@ -239,6 +240,7 @@ class Shuffled(nn.Module):
 
 def disordered(stage: int, widths: tuple[int, ...]) -> list[str]:
     """Two good steps, then one in which rank 1 goes another way through the blocks."""
+    watch.INTERVAL, watch.PATIENCE = 0.1, 0.5
     engine = impatient(stage, "fp32", model=Shuffled(widths), timeout=60.0)
     said = []
     for order in ((0, 1, 2, 3), (2, 0, 3, 1), (0, 2, 1, 3) if engine.mesh.rank() else (1, 0, 2, 3)):
