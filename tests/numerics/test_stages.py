@@ -14,7 +14,7 @@ MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)
 FOUR = ((False, "fp16", STAGES), (True, "bf16", (0, 3)))
 """What `make test` runs on four ranks: (whether with experts, mode, stages)."""
-FEW, ENOUGH, MANY = 3, 8, 50
+TWO, FEW, ENOUGH, MANY = 2, 3, 8, 50
 """Steps. In the first few all that stages do differently is done; the others are enough to learn."""
 
 
@@ -80,7 +80,7 @@ def test_a_run_that_learns_is_the_same_bits(
 @pytest.mark.parametrize("when", ["last", "every"])
 def test_all_stages_are_the_same_bits_when_they_reduce_alike(mode: str, when: str) -> None:
     rest = {"precision": {"reduce": {"when": when}}}
-    for differs, _ in run_ranks(run_stages, 2, STAGES, mode, True, 4, FEW, rest, timeout=200):
+    for differs, _ in run_ranks(run_stages, 2, STAGES, mode, True, 4, TWO, rest, timeout=200):
         assert differs == []
 
 
@@ -88,5 +88,5 @@ def test_all_stages_are_the_same_bits_when_they_reduce_alike(mode: str, when: st
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)])
 def test_stages_that_reduce_alike_by_default_are_the_same_bits(mode: str, stages: tuple[int, ...]) -> None:
-    for differs, _ in run_ranks(run_stages, 2, stages, mode, False, 4, FEW, {}, timeout=200):
+    for differs, _ in run_ranks(run_stages, 2, stages, mode, False, 4, TWO, {}, timeout=200):
         assert differs == []
