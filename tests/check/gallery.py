@@ -64,6 +64,8 @@ class Script:
     """Packages."""
     report: str = ""
     """The public report."""
+    mended: tuple[str, str] = ("", "")
+    """The package that has mended it, and the first version."""
 
     def command(self, port: int) -> list[str]:
         """What a user would type; a free port keeps runs apart."""
@@ -149,6 +151,7 @@ BUGS: tuple[Script, ...] = (
         ),
         expect="configs/grad_accum_dtype_stage_2.json",
         report="deepspeedai/DeepSpeed#2768",
+        mended=("deepspeed", "0.19.8"),
     ),
     _deepspeed(
         "gradient_accumulation_dtype",
@@ -172,11 +175,13 @@ BUGS: tuple[Script, ...] = (
         "stage_1_average",
         findings=(("not-averaged", ANY, "reduce"),),
         report="deepspeedai/DeepSpeed#4083",
+        mended=("deepspeed", "0.19.8"),
     ),
     _deepspeed(
         "stage_1_average_autocast",
         findings=(("not-averaged", ANY, "reduce"), ("rounded-before-accumulation", ANY, "accumulate")),
         report="deepspeedai/DeepSpeed#4083",
+        mended=("deepspeed", "0.19.8"),
     ),
     Script(
         "bf16-adamw",
@@ -221,6 +226,7 @@ BUGS: tuple[Script, ...] = (
         findings=(("rounded-before-accumulation", ANY, "accumulate"),),
         more=("router-in-16-bits",),
         report="pytorch/pytorch#170648",
+        mended=("torch", "2.15"),
     ),
     Script(
         "lightning-bf16-true",
