@@ -52,6 +52,17 @@ def test_the_own_gradient_is_no_mean() -> None:
     assert found([list(OWNS[0]), list(OWNS[1])]) == ["not-averaged"]
 
 
+@pytest.mark.parametrize("ties", [True, None, False])
+def test_an_embedding_and_its_like_are_a_fault_where_a_config_ties_them(ties: bool | None) -> None:
+    shape, kinds = (4, 2), {"embed.weight": "torch.nn.Embedding", "head.weight": "torch.nn.Linear"}
+    pair = [SeenParameter(name, shape, kind, True, facts={"began": 7}) for name, kind in kinds.items()]
+    findings = run_findings([process(0, SeenModel("M", pair, ties=ties))])
+    assert [finding.kind for finding in findings] == ([] if ties is False else ["untied"])
+    if findings:
+        assert ("config ties them" in findings[0].what) is bool(ties)
+        assert ("meant to be" in findings[0].do) is not ties
+
+
 def test_a_rank_that_is_given_nothing_still_says_what_arrived() -> None:
     nothing: list[float | None] = [None] * 4
     assert found([list(OWNS[0]), nothing]) == ["not-averaged"]

@@ -217,6 +217,10 @@ def _never_updated(process: SeenProcess, model: SeenModel, library: str) -> Iter
 
 
 def _untied(process: SeenProcess, model: SeenModel, library: str) -> Iterator[RunFinding]:
+    """An embedding and what began as it: a fault where the model's config ties them, a question where no
+    config says, and a copy by intent where it says that they are two."""
+    if model.ties is False:
+        return
     pairs: dict[tuple[int, tuple[int, ...]], list[SeenParameter]] = {}
     for parameter in model.parameters:
         began = parameter.facts.get("began")
@@ -226,13 +230,17 @@ def _untied(process: SeenProcess, model: SeenModel, library: str) -> Iterator[Ru
         # Others may be copies by intent, as experts are that began as one.
         embeddings = sum(parameter.kind.endswith("Embedding") for parameter in alike)
         if 0 < embeddings < len(alike):
+            alone = "began with the same values in memory of their own, and train apart"
+            tie = "once the model is wrapped, cast or loaded (transformers: `model.tie_weights()`)"
             yield RunFinding(
                 "untied",
                 "storage",
                 _names(alike),
-                "They began with the same values in memory of their own: they were tied, and train apart.",
-                "Tie them again once the model is wrapped, cast or loaded (transformers: "
-                "`model.tie_weights()`).",
+                f"The model's config ties them; they {alone}." if model.ties else f"They {alone}.",
+                f"Tie them again {tie}."
+                if model.ties
+                else f"Are they meant to be one parameter? Then tie them again {tie}. A copy by intent is "
+                "as it should be.",
             )
 
 
@@ -335,11 +343,11 @@ def _made_of(name: str, model: SeenModel, processes: Sequence[SeenProcess]) -> s
                 by_mean.append(value / mean)
     if len(by_own) < _LEAST:
         return ""
-    if _spread(by_mean) < _ALIKE:
+    if _spread(by_mean, max) < _ALIKE:
         return "sum" if abs(median(by_mean) / len(processes) - 1) < _ALIKE else "mean"
-    if _spread(by_mean) > 5 * _ALIKE and _spread(by_own) < _ALIKE:
+    if _spread(by_mean, max) > 5 * _ALIKE and _spread(by_own, max) < _ALIKE:
         return "own"
-    return "neither" if min(map(_usual_spread, (by_mean, by_own))) > _UNLIKE else ""
+    return "neither" if min(_spread(by_mean, median), _spread(by_own, median)) > _UNLIKE else ""
 
 
 _LEAST = 3
@@ -352,14 +360,10 @@ _UNLIKE = 0.2
 """Relative spread of half of the elements that rounding does not explain."""
 
 
-def _spread(ratios: Sequence[float]) -> float:
+def _spread(ratios: Sequence[float], of: Callable[[Iterable[float]], float]) -> float:
+    """The greatest or the usual distance from the middle one, relative to it."""
     middle = median(ratios)
-    return max(abs(ratio - middle) for ratio in ratios) / abs(middle) if middle else float("inf")
-
-
-def _usual_spread(ratios: Sequence[float]) -> float:
-    middle = median(ratios)
-    return median(abs(ratio - middle) for ratio in ratios) / abs(middle) if middle else float("inf")
+    return of(abs(ratio - middle) for ratio in ratios) / abs(middle) if middle else float("inf")
 
 
 def _ranks_differ(processes: Sequence[SeenProcess], model: SeenModel) -> Iterator[RunFinding]:
@@ -367,7 +371,10 @@ def _ranks_differ(processes: Sequence[SeenProcess], model: SeenModel) -> Iterato
         same = same_model(other, model, processes[0])
         if same is None:
             continue
+        library = _library(processes[0], model)
         for column in COLUMNS:
+            if library == "deepspeed" and column == "accumulate":
+                continue  # each rank reduces what it updates into another tensor
             unlike = [
                 p
                 for p in model.parameters
@@ -462,11 +469,11 @@ _SUMS = {
     "fully_shard": "Give `MixedPrecisionPolicy` `reduce_dtype=torch.float32`, or reduce every micro-batch.",
     "fsdp": "Give `MixedPrecision` `reduce_dtype=torch.float32`, or reduce every micro-batch.",
     "deepspeed": "Set `data_types.grad_accum_dtype` to fp32 with ZeRO stage 3 or, in bf16, with stage 1: "
-    "other stages of DeepSpeed 0.19 ignore it.",
+    "other stages ignore it before DeepSpeed 0.19.8.",
 }
 
 _AVERAGES = {
     "": "Average the gradients of all ranks before the optimizer's step.",
-    "deepspeed": "Remove `data_types.grad_accum_dtype`, or use ZeRO stage 3: stage 1 of DeepSpeed 0.19 loses "
-    "the average where it is not the model's dtype.",
+    "deepspeed": "Remove `data_types.grad_accum_dtype`, or use ZeRO stage 3: before DeepSpeed 0.19.8, "
+    "stage 1 loses the average where it is not the model's dtype.",
 }

@@ -255,12 +255,14 @@ class WatchedModel:
             for path, buffer in _buffers(self.root)
             if buffer.is_floating_point() and buffer.numel() > 0
         }
+        ties = getattr(getattr(inner, "config", None), "tie_word_embeddings", None)
         return SeenModel(
             name=_class(inner).__name__,
             parameters=[parameter.end(world) for parameter in self.parameters],
             buffers=buffers,
             trained=any(parameter.optimized for parameter in self.parameters),
             wrappers=self.wrappers,
+            ties=ties if isinstance(ties, bool) else None,
         )
 
     def _scan(self, known: dict[int, WatchedParameter] | None = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 Column = Literal["storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state", "export"]
 
@@ -39,6 +39,29 @@ class Sighting:
     """`file:line` of the script, or of the code that the script called."""
 
 
+class Facts(TypedDict, total=False):
+    """What is known of a parameter besides dtypes."""
+
+    changed: bool
+    """Whether its values changed over the observed steps."""
+    optimized: bool
+    """Whether an optimizer that stepped holds it."""
+    gradients: int
+    """That arrived at it."""
+    reductions: int
+    """That carried its gradient."""
+    master_rounded: bool
+    """Whether its master began as values that storage holds exactly."""
+    began: int | None
+    """Of its first values, where they are of this tensor alone."""
+    digest: int | None
+    """Of its values after the observed steps, where this rank holds all of it."""
+    own: list[float]
+    """Sampled elements of the gradients of this rank, added in fp64; none where some were not sampled."""
+    used: list[float | None]
+    """The same elements of what the optimizer was given."""
+
+
 Line = str | Callable[[], str]
 """`file:line`, or what tells it where it is wanted."""
 
@@ -60,8 +83,8 @@ class SeenParameter:
     cells: dict[Column, list[Sighting]] = field(default_factory=dict)
     unseen: dict[Column, str] = field(default_factory=dict)
     """Why a cell is empty."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What is known besides dtypes: see `Fact`."""
+    facts: Facts = field(default_factory=Facts)
+    """What is known besides dtypes."""
 
     @property
     def numel(self) -> int:
@@ -85,20 +108,6 @@ class SeenParameter:
             self.cells.setdefault(column, []).append(Sighting(what, by, module, line))
 
 
-Fact = Literal[
-    "changed",  # bool: whether its values changed over the observed steps
-    "optimized",  # bool: whether an optimizer that stepped holds it
-    "gradients",  # int: gradients that arrived at it
-    "reductions",  # int: reductions that carried its gradient
-    "master_rounded",  # bool: whether its master began as values that storage holds exactly
-    "began",  # int: of its first values, where they are of this tensor alone
-    "digest",  # int: of its values after the observed steps, where this rank holds all of it
-    "own",  # list[float]: sampled elements of the gradients of this rank, added in fp64
-    "used",  # list[float | None]: the same elements of what the optimizer was given
-]
-"""Keys of `SeenParameter.facts`."""
-
-
 @dataclass
 class SeenModel:
     """One model: a module whose forward a script called, or that wraps one."""
@@ -111,6 +120,8 @@ class SeenModel:
     """Whether an optimizer updated any of it."""
     wrappers: tuple[str, ...] = ()
     """Classes around it, outermost first."""
+    ties: bool | None = None
+    """Whether its config says that input and output embeddings are one; None where none says."""
 
     def parameter(self, name: str) -> SeenParameter | None:
         for parameter in self.parameters:
@@ -174,6 +185,7 @@ def _model_json(model: SeenModel) -> dict[str, Any]:
         "name": model.name,
         "trained": model.trained,
         "wrappers": list(model.wrappers),
+        "ties": model.ties,
         "buffers": model.buffers,
         "parameters": [_parameter_json(parameter) for parameter in model.parameters],
     }
@@ -203,6 +215,7 @@ def _model(data: dict[str, Any]) -> SeenModel:
         buffers=data["buffers"],
         trained=data["trained"],
         wrappers=tuple(data["wrappers"]),
+        ties=data["ties"],
     )
 
 

@@ -158,10 +158,21 @@ def _cells(columns: Columns) -> Markup:
 
 def tint(text: str) -> str:
     """The colour class of a cell: the narrowest dtype in it."""
-    for word in ("fp8", "fp16", "bf16", "fp32", "split"):
-        if word in text:
-            return word
-    return ""
+    return next((colour for word, colour in _TINTS.items() if word in text), "")
+
+
+_TINTS = {
+    "fp8": "fp8",
+    "uint8": "fp8",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "split": "split",
+}
+"""Our names of dtypes and torch's, the narrowest first; `float16` is in `bfloat16`."""
 
 
 def _marks(table: Table, plan: Plan) -> Markup:

@@ -18,7 +18,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.report import summary
 from zerodrift.report.figures import elements, significant, size
 from zerodrift.report.markup import Markup, join, tag
-from zerodrift.report.page import breaking, document, plan_sections, section
+from zerodrift.report.page import breaking, document, plan_sections, section, tint
 from zerodrift.report.rows import grouped
 from zerodrift.train.curves import Chart, Point, Series, chart
 from zerodrift.train.display import clock
@@ -182,8 +182,8 @@ def _precision(lines: Lines) -> Markup:
             tag(
                 "tr",
                 tag("th", column if column != before else "", scope="row"),
-                tag("td", declared, class_=f"cell {_tint(declared)}".strip()),
-                tag("td", seen, class_=f"cell {_tint(seen)}".strip()),
+                tag("td", declared, class_=f"cell {tint(declared)}".strip()),
+                tag("td", seen, class_=f"cell {tint(seen)}".strip()),
                 tag("td", verdict, class_=mark),
                 tag("td", f"{parameters:,} tensors, {elements(numel)}", class_="quiet"),
             )
@@ -232,14 +232,6 @@ _LOOKED = 6
 def _rounded(name: str, cell: str, values: Sequence[float | None]) -> Markup:
     shown = [tag("td", "" if value is None else f"{value:.2g}", class_="number") for value in values]
     return tag("tr", tag("td", breaking(name), class_="name"), tag("td", cell, class_="cell"), shown)
-
-
-_TINTS = {"bfloat16": "bf16", "float16": "fp16", "uint8": "fp8", "float32": "fp32", "split": "split"}
-"""By the narrowest dtype in a cell."""
-
-
-def _tint(text: str) -> str:
-    return next((tint for word, tint in _TINTS.items() if word in text), "")
 
 
 def _skips(lines: Lines) -> Markup:
