@@ -10,7 +10,7 @@ import pytest
 
 import zerodrift
 from zerodrift.audit.expected import unexpected
-from zerodrift.audit.findings import RunFinding
+from zerodrift.audit.finding import RunFinding
 from zerodrift.audit.seen import SeenModel, SeenParameter, SeenProcess
 from zerodrift.audit.tables import encoded
 from zerodrift.errors import ConfigError

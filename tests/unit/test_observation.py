@@ -17,8 +17,9 @@ from torch.optim import optimizer as optimizers
 
 import zerodrift
 from zerodrift.audit.imports import when_imported
-from zerodrift.audit.models import WatchedModel, WatchedParameter
+from zerodrift.audit.models import WatchedModel
 from zerodrift.audit.owners import Owners
+from zerodrift.audit.parameter import WatchedParameter
 from zerodrift.audit.samples import Samples, read
 from zerodrift.audit.seen import COLUMNS
 from zerodrift.errors import ModelError, ZerodriftError

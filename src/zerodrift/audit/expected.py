@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerodrift.audit import tables
-from zerodrift.audit.findings import RunFinding
+from zerodrift.audit.finding import RunFinding
 from zerodrift.audit.grouping import SHORT, cell
 from zerodrift.audit.seen import SeenModel, SeenParameter, SeenProcess
 from zerodrift.config.load import load

@@ -10,56 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
-from typing import Literal
 
-from zerodrift.audit.ranks import same_model
-from zerodrift.audit.seen import COLUMNS, Column, SeenModel, SeenParameter, SeenProcess
-
-Kind = Literal[
-    "no-master",
-    "norm-in-16-bits",
-    "state-too-narrow",
-    "rounded-before-accumulation",
-    "router-in-16-bits",
-    "buffer-rounded",
-    "never-updated",
-    "not-averaged",
-    "not-accumulated",
-    "norm-of-scaled-gradients",
-    "untied",
-    "ranks-differ",
-    "narrow-export",
-    "key-without-effect",
-    "not-as-expected",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class RunFinding:
-    """One thing, of every parameter that it is true of."""
-
-    kind: Kind
-    column: Column | None
-    names: tuple[str, ...]
-    """Of parameters, or of buffers; empty where it is of the run."""
-    what: str
-    """What was seen, and what it costs."""
-    do: str
-    """How to mend it with the library that runs."""
-    line: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "kind": self.kind,
-            "column": self.column,
-            "names": list(self.names),
-            "what": self.what,
-            "do": self.do,
-            "line": self.line,
-        }
-
+from zerodrift.audit.advice import MASTERS, SUMS, library_of
+from zerodrift.audit.finding import RunFinding, names_of
+from zerodrift.audit.rank_findings import not_averaged, ranks_differ
+from zerodrift.audit.seen import SeenModel, SeenParameter, SeenProcess
 
 _NARROW = {"bfloat16": 8, "float16": 11}
 """Dtypes of 16 bits, and the bits of their significand."""
@@ -74,15 +29,15 @@ def run_findings(processes: Sequence[SeenProcess]) -> list[RunFinding]:
     first = processes[0]
     found: list[RunFinding] = []
     for model in first.models:
-        library = _library(first, model)
+        library = library_of(model)
         if not model.trained:
             if not any(other.trained for other in first.models):
                 found += _never_updated(first, model, library)
             continue
         for rule in _RULES:
             found += rule(first, model, library)
-        found += _not_averaged(processes, model, library)
-        found += _ranks_differ(processes, model)
+        found += not_averaged(processes, model, library)
+        found += ranks_differ(processes, model)
     found += _scaled(first)
     return found
 
@@ -105,19 +60,19 @@ def _no_master(process: SeenProcess, model: SeenModel, library: str) -> Iterator
             yield RunFinding(
                 "no-master",
                 "master",
-                _names(rest),
+                names_of(rest),
                 f"The optimizer updates {dtype} weights in place: {lost}.",
-                _MASTERS.get(library, _MASTERS[""]),
+                MASTERS.get(library, MASTERS[""]),
             )
         if norms:
             still = [parameter for parameter in norms if parameter.facts.get("changed") is False]
             yield RunFinding(
                 "norm-in-16-bits",
                 "master",
-                _names(norms),
+                names_of(norms),
                 f"Gains of norms are {dtype} and updated in place: near 1.0, {lost}"
                 + (f"; {len(still)} of {len(norms)} did not change at all." if still else "."),
-                _MASTERS.get(library, _MASTERS[""]),
+                MASTERS.get(library, MASTERS[""]),
             )
 
 
@@ -128,10 +83,10 @@ def _narrow_state(process: SeenProcess, model: SeenModel, library: str) -> Itera
             yield RunFinding(
                 "state-too-narrow",
                 "state",
-                _names(narrow),
+                names_of(narrow),
                 f"Optimizer states are {dtype}: a second moment shrinks by 1/1000 of itself a step, which "
                 f"{dtype} rounds away, so it can grow and never shrink.",
-                _MASTERS.get(library, _MASTERS[""]),
+                MASTERS.get(library, MASTERS[""]),
             )
 
 
@@ -149,10 +104,10 @@ def _rounded_sums(process: SeenProcess, model: SeenModel, library: str) -> Itera
             yield RunFinding(
                 "rounded-before-accumulation",
                 "accumulate",
-                _names(rounded),
+                names_of(rounded),
                 f"Gradients of {process.micro_batches} micro-batches are added in {dtype}: each addition "
                 f"keeps {bits} bits.",
-                _SUMS.get(library, _SUMS[""]),
+                SUMS.get(library, SUMS[""]),
             )
 
 
@@ -163,7 +118,7 @@ def _narrow_router(process: SeenProcess, model: SeenModel, library: str) -> Iter
             yield RunFinding(
                 "router-in-16-bits",
                 "compute",
-                _names(routers),
+                names_of(routers),
                 f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to "
                 "other experts.",
                 "Compute the router's logits in fp32: cast its weight and its input up, with autocast off.",
@@ -191,7 +146,7 @@ def _never_updated(process: SeenProcess, model: SeenModel, library: str) -> Iter
         yield RunFinding(
             "never-updated",
             "master",
-            _names(left_out),
+            names_of(left_out),
             "Gradients arrive, and no optimizer that took a step has the parameter.",
             "Build the optimizer from the parameters of the model that is trained, after it was wrapped, "
             "cast or moved.",
@@ -209,7 +164,7 @@ def _never_updated(process: SeenProcess, model: SeenModel, library: str) -> Iter
         yield RunFinding(
             "never-updated",
             "storage",
-            _names(still),
+            names_of(still),
             f"Not one bit changed in {process.steps} steps, though gradients arrived that are not zero.",
             "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, "
             "and at whether the optimizer holds the tensors that the model computes with.",
@@ -235,7 +190,7 @@ def _untied(process: SeenProcess, model: SeenModel, library: str) -> Iterator[Ru
             yield RunFinding(
                 "untied",
                 "storage",
-                _names(alike),
+                names_of(alike),
                 f"The model's config ties them; they {alone}." if model.ties else f"They {alone}.",
                 f"Tie them again {tie}."
                 if model.ties
@@ -255,7 +210,7 @@ def _narrow_export(process: SeenProcess, model: SeenModel, library: str) -> Iter
         yield RunFinding(
             "narrow-export",
             "export",
-            _names(narrow),
+            names_of(narrow),
             f"Files have {seen} of weights that are {narrow[0].whats('storage')[0]}: what was trained is "
             "rounded.",
             "Write the weights as they are trained, and round where they are served.",
@@ -286,140 +241,7 @@ def _scaled(process: SeenProcess) -> Iterator[RunFinding]:
             )
 
 
-def _not_averaged(processes: Sequence[SeenProcess], model: SeenModel, library: str) -> Iterator[RunFinding]:
-    """A rank's optimizer was given its own gradient, where ranks had different ones."""
-    if len(processes) < 2:
-        return
-    made = {p.name: _made_of(p.name, model, processes) for p in model.parameters}
-    alone, summed, lost = (
-        [p for p in model.parameters if made[p.name] == what] for what in ("own", "sum", "neither")
-    )
-    if alone:
-        yield RunFinding(
-            "not-averaged",
-            "reduce",
-            _names(alone),
-            "What the optimizer was given is the gradient of its own rank, not the average: each rank trains "
-            "on its part of the batch.",
-            _AVERAGES.get(library, _AVERAGES[""]),
-        )
-    if summed:
-        yield RunFinding(
-            "not-averaged",
-            "reduce",
-            _names(summed),
-            f"What the optimizer was given is the sum of the gradients of {len(processes)} ranks, not their "
-            f"mean: steps are {len(processes)} times as long, or clipped as often.",
-            "Divide by the number of ranks, unless the loss was divided by it.",
-        )
-    if library == "deepspeed" and processes[0].micro_batches > 1 and 2 * len(lost) > len(made):
-        yield RunFinding(
-            "not-accumulated",
-            "accumulate",
-            _names(lost),
-            f"What the optimizer was given is no sum of the gradients of {processes[0].micro_batches} "
-            "micro-batches: some were dropped.",
-            "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` after "
-            "each, or mark the last with `engine.set_gradient_accumulation_boundary`.",
-        )
-
-
-def _made_of(name: str, model: SeenModel, processes: Sequence[SeenProcess]) -> str:
-    """What sampled elements that optimizers were given are a multiple of: a rank's `own` gradient, the `mean`
-    or the `sum` over ranks, or `neither`; empty where they do not say."""
-    alike = [same_model(process, model, processes[0]) for process in processes]
-    parameters = [one.parameter(name) if one is not None else None for one in alike]
-    owns = [p.facts.get("own") for p in parameters if p is not None and p.facts.get("own")]
-    if len(owns) < len(processes):
-        return ""
-    by_own, by_mean = [], []
-    for rank, parameter in enumerate(parameters):
-        assert parameter is not None
-        for place, value in enumerate(parameter.facts["used"]):
-            elements = [own[place] for own in owns if own is not None]
-            mean, own = sum(elements) / len(elements), elements[rank]
-            if value and own and mean:
-                by_own.append(value / own)
-                by_mean.append(value / mean)
-    if len(by_own) < _LEAST:
-        return ""
-    if _spread(by_mean, max) < _ALIKE:
-        return "sum" if abs(median(by_mean) / len(processes) - 1) < _ALIKE else "mean"
-    if _spread(by_mean, max) > 5 * _ALIKE and _spread(by_own, max) < _ALIKE:
-        return "own"
-    return "neither" if min(_spread(by_mean, median), _spread(by_own, median)) > _UNLIKE else ""
-
-
-_LEAST = 3
-"""Elements that say something."""
-
-_ALIKE = 0.02
-"""Relative spread that rounding explains."""
-
-_UNLIKE = 0.2
-"""Relative spread of half of the elements that rounding does not explain."""
-
-
-def _spread(ratios: Sequence[float], of: Callable[[Iterable[float]], float]) -> float:
-    """The greatest or the usual distance from the middle one, relative to it."""
-    middle = median(ratios)
-    return of(abs(ratio - middle) for ratio in ratios) / abs(middle) if middle else float("inf")
-
-
-def _ranks_differ(processes: Sequence[SeenProcess], model: SeenModel) -> Iterator[RunFinding]:
-    for other in processes[1:]:
-        same = same_model(other, model, processes[0])
-        if same is None:
-            continue
-        library = _library(processes[0], model)
-        for column in COLUMNS:
-            if library == "deepspeed" and column == "accumulate":
-                continue  # each rank reduces what it updates into another tensor
-            unlike = [
-                p
-                for p in model.parameters
-                if (q := same.parameter(p.name)) is not None
-                and p.whats(column)
-                and q.whats(column)
-                and set(p.whats(column)) != set(q.whats(column))
-            ]
-            if unlike:
-                q = same.parameter(unlike[0].name)
-                yield RunFinding(
-                    "ranks-differ",
-                    column,
-                    _names(unlike),
-                    f"Rank {processes[0].rank} has {', '.join(unlike[0].whats(column))}, rank {other.rank} "
-                    f"{', '.join(q.whats(column)) if q is not None else '-'}.",
-                    "Build the model and its optimizer alike on every rank.",
-                )
-        apart = [
-            p
-            for p in model.parameters
-            if (q := same.parameter(p.name)) is not None
-            and p.facts.get("optimized")
-            and p.facts.get("digest") is not None
-            and q.facts.get("digest") is not None
-            and p.facts["digest"] != q.facts["digest"]
-        ]
-        if apart:
-            yield RunFinding(
-                "ranks-differ",
-                "storage",
-                _names(apart),
-                f"Values on rank {processes[0].rank} and rank {other.rank} differ, and each has all of it: "
-                "they train apart.",
-                "Begin with the same values on every rank (a seed before the model is built, or a "
-                "broadcast), and average gradients.",
-            )
-            return
-
-
 # --- words --------------------------------------------------------------------------------------------
-
-
-def _names(parameters: Iterable[SeenParameter]) -> tuple[str, ...]:
-    return tuple(parameter.name for parameter in parameters)
 
 
 def _widest(dtypes: Iterable[str]) -> int:
@@ -442,38 +264,3 @@ def _is_router(parameter: SeenParameter, model: SeenModel) -> bool:
     return "router" in parameter.name or any(
         other.name.startswith(around) and _EXPERTS.search(other.name) for other in model.parameters
     )
-
-
-def _library(process: SeenProcess, model: SeenModel) -> str:
-    """What runs the model, for advice."""
-    if "DeepSpeedEngine" in model.wrappers:
-        return "deepspeed"
-    if any(parameter.layout.startswith("sharded") for parameter in model.parameters):
-        return "fully_shard"
-    if "FullyShardedDataParallel" in model.wrappers:
-        return "fsdp"
-    return "ddp" if "DistributedDataParallel" in model.wrappers else ""
-
-
-_MASTERS = {
-    "": "Keep the weights in fp32 and compute under `torch.autocast`, or update fp32 copies of them.",
-    "ddp": "Keep the weights in fp32 and compute under `torch.autocast`, or update fp32 copies of them.",
-    "fully_shard": "Load the weights in fp32, and give `fully_shard` a `MixedPrecisionPolicy`.",
-    "fsdp": "Load the weights in fp32, and give FSDP a `MixedPrecision`.",
-    "deepspeed": "Leave `bf16_master_weights_and_grads`, `bf16_optimizer_states` and their like off.",
-}
-
-_SUMS = {
-    "": "Keep gradients in fp32: fp32 weights under autocast do.",
-    "ddp": "Keep gradients in fp32: fp32 weights under autocast do.",
-    "fully_shard": "Give `MixedPrecisionPolicy` `reduce_dtype=torch.float32`, or reduce every micro-batch.",
-    "fsdp": "Give `MixedPrecision` `reduce_dtype=torch.float32`, or reduce every micro-batch.",
-    "deepspeed": "Set `data_types.grad_accum_dtype` to fp32 with ZeRO stage 3 or, in bf16, with stage 1: "
-    "other stages ignore it before DeepSpeed 0.19.8.",
-}
-
-_AVERAGES = {
-    "": "Average the gradients of all ranks before the optimizer's step.",
-    "deepspeed": "Remove `data_types.grad_accum_dtype`, or use ZeRO stage 3: before DeepSpeed 0.19.8, "
-    "stage 1 loses the average where it is not the model's dtype.",
-}

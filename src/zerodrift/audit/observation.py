@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from zerodrift.audit.findings import RunFinding, run_findings
+from zerodrift.audit.finding import RunFinding
+from zerodrift.audit.findings import run_findings
 from zerodrift.audit.libraries import adapters
 from zerodrift.audit.seen import SeenModel, SeenProcess
 from zerodrift.audit.watch import Watcher

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from zerodrift.audit.findings import RunFinding
+from zerodrift.audit.finding import RunFinding
 from zerodrift.audit.grouping import cell, groups
 from zerodrift.audit.seen import COLUMNS, Column, SeenModel, SeenParameter, SeenProcess
 from zerodrift.audit.text import facts, named

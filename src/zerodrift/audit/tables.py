@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerodrift.audit.findings import RunFinding
+from zerodrift.audit.finding import RunFinding
 from zerodrift.audit.grouping import cell, folded
 from zerodrift.audit.seen import COLUMNS, VERSION, SeenModel, SeenParameter, SeenProcess
 from zerodrift.errors import ConfigError

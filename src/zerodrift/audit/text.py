@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from zerodrift.audit.findings import RunFinding
+from zerodrift.audit.finding import RunFinding
 from zerodrift.audit.grouping import SHORT, SeenGroup, folded, groups
 from zerodrift.audit.seen import COLUMNS, SeenModel, SeenProcess
 from zerodrift.report import figures

@@ -38,10 +38,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerodrift.audit.calls import LEAST_PACKED, PAYLOAD, SENDING, floating, kind_of, moments, optimized
 from zerodrift.audit.files import Exports
 from zerodrift.audit.lines import is_from_script, line_of_script
-from zerodrift.audit.models import WatchedModel, WatchedParameter
+from zerodrift.audit.models import WatchedModel
 from zerodrift.audit.observed import name as word
 from zerodrift.audit.operations import CASTS, anything_compiled, every_operation
 from zerodrift.audit.owners import Owners, local
+from zerodrift.audit.parameter import WatchedParameter
 from zerodrift.audit.patches import Patches
 from zerodrift.audit.seen import Column, SeenModel, SeenProcess
 

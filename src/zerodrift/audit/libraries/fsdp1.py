@@ -15,8 +15,8 @@ import torch
 
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
-from zerodrift.audit.models import WatchedParameter
 from zerodrift.audit.observed import name as word
+from zerodrift.audit.parameter import WatchedParameter
 from zerodrift.audit.watch import Adapter, OptimizedPart, Watcher
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
-from zerodrift.audit.models import WatchedParameter
 from zerodrift.audit.observed import name as word
+from zerodrift.audit.parameter import WatchedParameter
 from zerodrift.audit.watch import Adapter, Watcher
 
 _HOME = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
