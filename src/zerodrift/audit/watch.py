@@ -28,63 +28,25 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerodrift.audit.calls import LEAST_PACKED, PAYLOAD, SENDING, floating, kind_of, moments, optimized
+from zerodrift.audit.adapter import Adapter, OptimizedPart
+from zerodrift.audit.calls import SENDING, floating, kind_of, moments, optimized
+from zerodrift.audit.collectives import Collectives
 from zerodrift.audit.files import Exports
 from zerodrift.audit.lines import is_from_script, line_of_script
+from zerodrift.audit.loss_scale import LossScale
 from zerodrift.audit.models import WatchedModel
 from zerodrift.audit.observed import name as word
 from zerodrift.audit.operations import CASTS, anything_compiled, every_operation
 from zerodrift.audit.owners import Owners, local
 from zerodrift.audit.parameter import WatchedParameter
 from zerodrift.audit.patches import Patches
-from zerodrift.audit.seen import Column, SeenModel, SeenProcess
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizedPart:
-    """Some elements of a parameter, in a tensor that an optimizer updates."""
-
-    parameter: WatchedParameter
-    begin: int = 0
-    """Of the parameter, flat."""
-    at: int = 0
-    """Of the tensor, flat."""
-    length: int = -1
-    """Elements; -1 for all of the tensor."""
-    sums: bool = True
-    """Whether the tensor's `.grad` is what micro-batches were added in, and no copy of it."""
-
-
-class Adapter:
-    """What is known of one library: where it keeps what it has packed. Most have only some of it to say."""
-
-    def begin(self, watcher: Watcher) -> None:
-        """Called before any model was seen; a library that is not imported yet may be asked for later."""
-        raise NotImplementedError
-
-    def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
-        """The parameters in a tensor that an optimizer updates; None where it is not this library's."""
-        return None
-
-    def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
-        """Whose a collective is that no memory tells."""
-        return ()
-
-    def claims(self, module: torch.nn.Module) -> bool:
-        """Whether the library sees this module in its own terms."""
-        return False
-
-    def models(self) -> Iterable[SeenModel]:
-        """The models that it has seen so."""
-        return ()
-
+from zerodrift.audit.seen import SeenProcess
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -125,7 +87,7 @@ class Watcher:
         """Whose collectives these are, as an adapter says; the innermost last."""
         self._steps, self._finished = steps, finished
         self._files_after, self.ended = files_after, False
-        self._adapters = tuple(adapters)
+        self.adapters = tuple(adapters)
         self._mode = every_operation(self._called, compiled=False)
         self._compiles = False
         """Whether torch compiles code here: such code goes other ways under a mode, so it is not watched."""
@@ -150,9 +112,8 @@ class Watcher:
         self._backwards = 0
         self._settled = 0
         """Steps that there had been when a backward last began."""
-        self._in_backward = 0
-        self._scaled = False
-        self._unknown: dict[str, int] = {}
+        self.in_backward = 0
+        self._collectives = Collectives(self)
         self._exports = Exports()
         self.active = False
         self.only: Any = None
@@ -175,18 +136,13 @@ class Watcher:
         patch(torch.autograd, "grad", self._watched_backward)
         patch(torch.optim.Optimizer, "__init__", self._watched_init)
         patch(torch, "compile", self._watched_compile)
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                patch(module, name, self._watched_clip)
-        patch(torch.amp.GradScaler, "scale", self._watched_scale)
-        for name in ("unscale_", "update"):
-            patch(torch.amp.GradScaler, name, self._watched_unscale)
+        LossScale(self).begin()
         if torch.distributed.is_available():
             for name in SENDING:
                 for module in (torch.distributed, torch.distributed.distributed_c10d):
                     patch(module, name, self._watched_send)
         self._exports.begin()
-        for adapter in self._adapters:
+        for adapter in self.adapters:
             adapter.begin(self)
 
     def end(self) -> None:
@@ -224,7 +180,7 @@ class Watcher:
             process.ended = ended
         self._see_place()
         process.libraries = _versions()
-        for name, times in sorted(self._unknown.items()):
+        for name, times in sorted(self._collectives.unknown.items()):
             process.notes.append(
                 f"{times} {name} in the observed steps carried what no adapter could tell the parameters of."
             )
@@ -233,7 +189,7 @@ class Watcher:
             self._exports.end()
         self.ended = True
         process.models = [model.seen(self.process.world) for model in self.models]
-        process.models += [model for adapter in self._adapters for model in adapter.models()]
+        process.models += [model for adapter in self.adapters for model in adapter.models()]
         self._finished(process)
 
     def safely(self, call: Callable[[], Result], otherwise: Result) -> Result:
@@ -281,14 +237,14 @@ class Watcher:
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() != self.thread:
             return
-        if not self._calls and not self._in_backward and torch.is_grad_enabled():
+        if not self._calls and not self.in_backward and torch.is_grad_enabled():
             self.may_finish()
-            if not self.active or any(adapter.claims(module) for adapter in self._adapters):
+            if not self.active or any(adapter.claims(module) for adapter in self.adapters):
                 return
             if self.only is not None and not _is_part(module, self.only):
                 return
             self._root_begins(module)
-        elif not self._calls and any(adapter.claims(module) for adapter in self._adapters):
+        elif not self._calls and any(adapter.claims(module) for adapter in self.adapters):
             return
         self._calls.append(module)
         self._looked = False
@@ -448,7 +404,7 @@ class Watcher:
         if not self.active or threading.get_ident() != self.thread:
             return original(*args, **kwargs)
         self._backward_begins()
-        self._in_backward += 1
+        self.in_backward += 1
         forward, self._in_forward = self._in_forward, False
         # Of operations of a backward, only collectives say anything.
         sends = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -457,18 +413,18 @@ class Watcher:
                 return original(*args, **kwargs)
         finally:
             self._in_forward = forward
-            self._in_backward -= 1
+            self.in_backward -= 1
 
     @_guarded
     def _backward_begins(self) -> None:
-        if not self._in_backward:
+        if not self.in_backward:
             self._backwards += 1
             self._settle()
             self._see_place()
             for model in self.models:
                 model.hook(self._hook)
 
-    # --- collectives ----------------------------------------------------------------------------------
+    # --- collectives ---------------------------------------------------------------------------------
 
     def _watched_send(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.active or threading.get_ident() != self.thread:
@@ -478,48 +434,7 @@ class Watcher:
 
     @_guarded
     def _sent(self, operation: str, args: Any) -> None:
-        """A collective that was issued."""
-        place = PAYLOAD.get(operation)
-        if place is None:
-            return
-        column: Column = "reduce" if "reduce" in operation else "gather"
-        summed = "reduce_scatter" if "scatter" in operation else "all_reduce"
-        name = "all_gather" if column == "gather" else summed
-        for tensor in floating((args[place],), None, also_bytes=column == "gather"):
-            for parameter in self._carried(column, tensor):
-                wire = parameter.gathered(tensor.dtype) if column == "gather" else word(tensor.dtype)
-                if column == "reduce":
-                    parameter.reduced += 1
-                parameter.seen.see(column, wire, name, "", line_of_script)
-
-    def _carried(self, column: Column, tensor: torch.Tensor) -> Sequence[WatchedParameter]:
-        """Whose it is that a collective carries."""
-        if self.packed:
-            return self.packed[-1]
-        memory = self.gradients if column == "reduce" else self.memory
-        own = memory.all_of(tensor)
-        if own:
-            return own
-        if tensor.numel() < 2 or not self.models:
-            return ()
-        if column == "reduce" and self._in_backward:
-            buckets = self._in_buckets(tensor)
-            if buckets:
-                return buckets
-        for adapter in self._adapters:
-            carried = adapter.carried(column, tensor)
-            if carried:
-                return carried
-        if tensor.dtype.is_floating_point and tensor.numel() >= LEAST_PACKED:
-            name = "reductions" if column == "reduce" else "gathers"
-            self._unknown[name] = self._unknown.get(name, 0) + 1
-        return ()
-
-    def _in_buckets(self, tensor: torch.Tensor) -> list[WatchedParameter]:
-        """DDP reduces buckets of parameters of one dtype; a hook on it may have cast them for the wire."""
-        trained = [p for model in self.models if model.replicated for p in model.parameters if p.seen.trained]
-        alike = [p for p in trained if word(tensor.dtype) in p.seen.whats("grad")]
-        return alike or trained
+        self._collectives.sent(operation, args)
 
     # --- the optimizer --------------------------------------------------------------------------------
 
@@ -545,7 +460,7 @@ class Watcher:
         self._parts.clear()
 
     def _find_parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart]:
-        for adapter in self._adapters:
+        for adapter in self.adapters:
             parts = adapter.parts(optimizer, tensor)
             if parts is not None:
                 return parts
@@ -610,19 +525,6 @@ class Watcher:
         self.process.steps = max(self._optimizers.values())
         self.process.micro_batches = micro_batches
         self._see_place()
-
-    def _watched_clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.active and self._scaled and threading.get_ident() == self.thread:
-            self.event("clipped_scaled", line_of_script())
-        return original(*args, **kwargs)
-
-    def _watched_scale(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        self._scaled = bool(scaler.is_enabled())
-        return original(scaler, *args, **kwargs)
-
-    def _watched_unscale(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        self._scaled = False
-        return original(scaler, *args, **kwargs)
 
     def event(self, kind: str, line: str, **rest: Any) -> None:
         """Something happened that a finding is made of; once per line."""

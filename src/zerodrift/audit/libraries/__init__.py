@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerodrift.audit.watch import Adapter
+from zerodrift.audit.adapter import Adapter
 
 
 def adapters() -> tuple[Adapter, ...]:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from zerodrift.audit.adapter import Adapter, OptimizedPart
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
 from zerodrift.audit.observed import name as word
 from zerodrift.audit.parameter import WatchedParameter
-from zerodrift.audit.watch import Adapter, OptimizedPart, Watcher
+from zerodrift.audit.watch import Watcher
 
 
 class Fsdp1(Adapter):

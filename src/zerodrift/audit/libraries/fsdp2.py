@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zerodrift.audit.adapter import Adapter
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.lines import line_of_script
 from zerodrift.audit.observed import name as word
 from zerodrift.audit.parameter import WatchedParameter
-from zerodrift.audit.watch import Adapter, Watcher
+from zerodrift.audit.watch import Watcher
 
 _HOME = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _NEEDED = ("unshard", "post_backward")

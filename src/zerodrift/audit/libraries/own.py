@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from zerodrift.audit.adapter import Adapter, OptimizedPart
 from zerodrift.audit.imports import when_imported
 from zerodrift.audit.observed import Observed, merged
 from zerodrift.audit.seen import SeenModel, SeenParameter
-from zerodrift.audit.watch import Adapter, OptimizedPart, Watcher
+from zerodrift.audit.watch import Watcher
 
 
 @dataclass
