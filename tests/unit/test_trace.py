@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import make_plan
 from zerodrift.audit.hidden import computes, hidden
-from zerodrift.audit.trace import NORMS, ONE_DTYPE, trace
+from zerodrift.audit.trace import trace
+from zerodrift.audit.trace_operations import NORMS, ONE_DTYPE
 from zerodrift.errors import ModelError
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.plan.traced import Trace
