@@ -376,8 +376,11 @@ def own_optimizer(stages: tuple[int, ...], kind: str) -> list[str]:
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
 @pytest.mark.parametrize("world", [1, 3])
-def test_an_own_matrix_optimizer_works_on_whole_parameters(kind: str, world: int) -> None:
-    for found in run_ranks(own_optimizer, world, (0, 1, 2, 3), kind, timeout=200):
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
+def test_an_own_matrix_optimizer_works_on_whole_parameters(
+    stages: tuple[int, ...], kind: str, world: int
+) -> None:
+    for found in run_ranks(own_optimizer, world, stages, kind, timeout=200):
         assert found == []
 
 
