@@ -218,6 +218,13 @@ def test_samples_are_elements_of_what_passes_by() -> None:
     assert used == [50.0 + place - 13 if 13 <= place < 33 else None for place in one.places]
 
 
+def test_a_torch_that_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not watched(net()).process.notes
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    (note,) = watched(net()).process.notes
+    assert "2.99.0" in note and "2.15" in note
+
+
 def test_models_that_train_together_have_a_table_each() -> None:
     torch.manual_seed(0)
     maker, judge = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(8, 1).to(torch.bfloat16))

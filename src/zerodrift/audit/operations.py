@@ -52,7 +52,7 @@ class _Mode(TorchDispatchMode):
 
 class _ModeUncompiled(_Mode):
     """The same where no compiler is: torch keeps its own away from a mode by a wrapper whose first call
-    imports it, which takes seconds. Private in torch (2.13 to 2.15), and without it only slower."""
+    imports it, which takes seconds. Private in torch (2.13, 2.15), and without it only slower."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

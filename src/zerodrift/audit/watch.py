@@ -48,6 +48,9 @@ from zerodrift.audit.parameter import WatchedParameter
 from zerodrift.audit.patches import Patches
 from zerodrift.audit.seen import SeenProcess
 
+TRIED = ("2.13", "2.15")
+"""Versions of torch."""
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
@@ -180,6 +183,11 @@ class Watcher:
             process.ended = ended
         self._see_place()
         process.libraries = _versions()
+        if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
+            process.notes.append(
+                f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)}): what it "
+                "does elsewhere than they do may be missing."
+            )
         for name, times in sorted(self._collectives.unknown.items()):
             process.notes.append(
                 f"{times} {name} in the observed steps carried what no adapter could tell the parameters of."

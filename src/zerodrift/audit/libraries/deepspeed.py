@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO: flat masters, and sums of gradients that are no tensor's `.grad`.
 
-Tried with deepspeed 0.19.6 to 0.19.8. Private names, by the class of `engine.optimizer`:
+Tried with deepspeed 0.19.6 and 0.19.8. Private names, by the class of `engine.optimizer`:
 
     DeepSpeedZeroOptimizer         bit16_groups, single_partition_of_fp32_groups, averaged_gradients,
                                    params_in_partition; of a parameter `_hp_mapping`, `grad_accum`
@@ -33,7 +33,7 @@ _STEPS = (
 )
 """Where the optimizers are whose step is a step of training."""
 
-TRIED = ("0.19.6", "0.19.7", "0.19.8")
+TRIED = ("0.19.6", "0.19.8")
 
 
 class DeepSpeed(Adapter):

@@ -1,9 +1,9 @@
 """`FullyShardedDataParallel` of torch: parameters packed into flat ones, one to a wrapped module.
 
-Tried with torch 2.13 to 2.15. Private names: `FlatParamHandle._all_gather_flat_param`; `_post_backward_hook`,
-`_reduce_grad` and `_reduce_grad_no_shard` of its runtime; `_sync_gradients` of a wrapper; of a flat parameter
-`_param_infos`, `_shapes`, `_shard_param_infos`, `_numels_with_padding`, `_is_padding_mask`, `_params`,
-`_saved_grad_shard`.
+Tried with torch 2.13 and 2.15. Private names: `FlatParamHandle._all_gather_flat_param`;
+`_post_backward_hook`, `_reduce_grad` and `_reduce_grad_no_shard` of its runtime; `_sync_gradients` of a
+wrapper; of a flat parameter `_param_infos`, `_shapes`, `_shard_param_infos`, `_numels_with_padding`,
+`_is_padding_mask`, `_params`, `_saved_grad_shard`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`fully_shard` of torch: groups of parameters that are gathered and reduced together.
 
-Tried with torch 2.13 to 2.15. Private names: `FSDPParamGroup.unshard`, `post_backward` and `fsdp_params`, and
-of each `sharded_param`, `unsharded_accumulated_grad`, `param_dtype` and `orig_dtype`.
+Tried with torch 2.13 and 2.15. Private names: `FSDPParamGroup.unshard`, `post_backward` and `fsdp_params`,
+and of each `sharded_param`, `unsharded_accumulated_grad`, `param_dtype` and `orig_dtype`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fsdp2(Adapter):
             if missing:
                 watcher.process.notes.append(
                     f"This torch's fully_shard has no {', '.join(missing)}: its collectives are not seen. "
-                    "It was tried with torch 2.13 to 2.15."
+                    "It was tried with torch 2.13 and 2.15."
                 )
                 return
             for name in ("unshard", "wait_for_unshard"):
