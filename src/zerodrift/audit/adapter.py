@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zerodrift.audit.parameter import WatchedParameter
 from zerodrift.audit.seen import Column, SeenModel
-
-if TYPE_CHECKING:
-    from zerodrift.audit.watch import Watcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +30,9 @@ class OptimizedPart:
 class Adapter:
     """What is known of one library: where it keeps what it has packed. Most have only some of it to say."""
 
-    def begin(self, watcher: Watcher) -> None:
-        """Called before any model was seen; a library that is not imported yet may be asked for later."""
+    def begin(self, watcher: Any) -> None:
+        """Called by the `Watcher` before any model was seen; a library that is not imported yet may be asked
+        for later."""
         raise NotImplementedError
 
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:

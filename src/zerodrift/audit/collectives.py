@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from zerodrift.audit.adapter import Adapter
 from zerodrift.audit.calls import LEAST_PACKED, PAYLOAD, floating
 from zerodrift.audit.lines import line_of_script
+from zerodrift.audit.models import WatchedModel
 from zerodrift.audit.observed import name as word
+from zerodrift.audit.owners import Owners
 from zerodrift.audit.parameter import WatchedParameter
 from zerodrift.audit.seen import Column
 
-if TYPE_CHECKING:
-    from zerodrift.audit.watch import Watcher
+
+class Carriers(Protocol):
+    """What a watcher knows of whose memory is whose."""
+
+    models: list[WatchedModel]
+    adapters: tuple[Adapter, ...]
+    memory: Owners[WatchedParameter]
+    gradients: Owners[WatchedParameter]
+    packed: list[list[WatchedParameter]]
+    in_backward: int
 
 
-class Collectives:
+class WatchedCollectives:
     """Tells whose it is by the memory, by the buckets of DDP, or by the library that packed it."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Carriers) -> None:
         self._watcher = watcher
         self.unknown: dict[str, int] = {}
         """Reductions and gathers that nobody could tell the parameters of, and how many."""

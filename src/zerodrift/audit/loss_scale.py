@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from zerodrift.audit.lines import line_of_script
-
-if TYPE_CHECKING:
-    from zerodrift.audit.watch import Watcher
+from zerodrift.audit.patches import Patches
 
 
-class LossScale:
+class Clips(Protocol):
+    """A watcher, to whom a clip is told."""
+
+    patches: Patches
+    active: bool
+    thread: int
+
+    def event(self, kind: str, line: str, **rest: Any) -> None: ...
+
+
+class WatchedScale:
     """Of torch's `GradScaler`, beside torch's functions that clip."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Clips) -> None:
         self._watcher = watcher
         self._scaled = False
 

@@ -36,10 +36,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zerodrift.audit.adapter import Adapter, OptimizedPart
 from zerodrift.audit.calls import SENDING, floating, kind_of, moments, optimized
-from zerodrift.audit.collectives import Collectives
+from zerodrift.audit.collectives import WatchedCollectives
 from zerodrift.audit.files import Exports
 from zerodrift.audit.lines import is_from_script, line_of_script
-from zerodrift.audit.loss_scale import LossScale
+from zerodrift.audit.loss_scale import WatchedScale
 from zerodrift.audit.models import WatchedModel
 from zerodrift.audit.observed import name as word
 from zerodrift.audit.operations import CASTS, anything_compiled, every_operation
@@ -116,7 +116,7 @@ class Watcher:
         self._settled = 0
         """Steps that there had been when a backward last began."""
         self.in_backward = 0
-        self._collectives = Collectives(self)
+        self._collectives = WatchedCollectives(self)
         self._exports = Exports()
         self.active = False
         self.only: Any = None
@@ -139,7 +139,7 @@ class Watcher:
         patch(torch.autograd, "grad", self._watched_backward)
         patch(torch.optim.Optimizer, "__init__", self._watched_init)
         patch(torch, "compile", self._watched_compile)
-        LossScale(self).begin()
+        WatchedScale(self).begin()
         if torch.distributed.is_available():
             for name in SENDING:
                 for module in (torch.distributed, torch.distributed.distributed_c10d):
