@@ -269,6 +269,12 @@ def _stale(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, self.cast.to(x.dtype))
 
 
+def _stale_in_fp32(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(self, "kept"):
+        self.kept = self.weight.detach().clone()
+    return functional.linear(x, self.kept.to(x.dtype), self.bias)
+
+
 def _fp8(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
     return own(x.to(torch.float8_e4m3fn).to(x.dtype))
 
@@ -455,6 +461,10 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "stale-copy", "decoder", "fp32", (*CODE, "no gradient"), "blocks.0.attention.out*",
         around("blocks.0.attention.out", _stale),
+    ),
+    Planted(
+        "stale-copy-of-a-bf16-plan", "decoder", "bf16", ("no gradient",), "blocks.1.up.weight",
+        around("blocks.1.up", _stale_in_fp32),
     ),
     Planted(
         "stream-in-fp16", "decoder", "fp32", CODE, "blocks.1.stream at *",

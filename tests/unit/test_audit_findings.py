@@ -190,6 +190,13 @@ def test_a_parameter_that_nothing_uses() -> None:
     assert told(plan(), gradients=[zero], used=frozenset(["head.weight"])) == []
 
 
+def test_an_expert_that_no_token_was_sent_to() -> None:
+    used, unused = line(name="blocks.0.up.weight"), line(name="blocks.1.up.weight", norm=0.0, size=0.0)
+    assert told(plan(), gradients=[used, unused]) == []
+    found = told(plan(), gradients=[used, unused], ran=frozenset(["blocks.1.up"]))
+    assert kinds(found) == [("no gradient", "blocks.1.up.weight")], "it ran, with something else"
+
+
 class Tying(nn.Module):
     """What `transformers` has of a model whose config ties its embeddings."""
 

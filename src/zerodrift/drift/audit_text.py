@@ -120,6 +120,8 @@ def facts(audit: Audit) -> list[tuple[str, str]]:
 
 
 def _cosine(cosine: float) -> str:
+    if not math.isfinite(cosine):
+        return "none: they are not finite"
     return f"1 - {1 - cosine:.2g}" if cosine < 1 else "1"
 
 
@@ -208,6 +210,8 @@ def _share(square: float, whole: float) -> str:
     if not whole:
         return "-"
     share = square / whole
+    if not math.isfinite(share):
+        return "-"
     if abs(share) < 0.0005:
         return "0%"
     return f"{100 * share:.1f}%"

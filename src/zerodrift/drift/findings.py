@@ -11,6 +11,7 @@ Invariant: pure over what was measured, and each finding says what, where, how m
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -391,9 +392,13 @@ def _updates(updates: Sequence[UpdateCost]) -> Iterator[AuditFinding]:
 def _no_gradient(
     plan: Plan, gradients: Sequence[GradientLine], passes: ThreePasses
 ) -> Iterator[AuditFinding]:
-    """What is trained and never gets a gradient, though it could: something else is used in its stead."""
+    """What is trained and never gets a gradient, though it could: something else is used in its stead. An
+    expert that no token was sent to has none either: it did not run, and others of its kind have one."""
+    others = {_numberless(line.name) for line in gradients if line.norm}
     for line in gradients:
-        if line.norm == 0 and line.name not in passes.used and math.isfinite(passes.total.rms):
+        if line.norm or line.name in passes.used or not math.isfinite(passes.total.rms):
+            continue
+        if line.name.rpartition(".")[0] in passes.ran or _numberless(line.name) not in others:
             yield AuditFinding(
                 "no gradient",
                 line.name,
@@ -402,6 +407,10 @@ def _no_gradient(
                 5.0,
                 (line.name,),
             )
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def _untied(plan: Plan, subject: Subject) -> Iterator[AuditFinding]:

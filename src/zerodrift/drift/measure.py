@@ -57,7 +57,9 @@ class ThreePasses:
     cosine: float = 1.0
     seconds: float = 0.0
     used: frozenset[str] = frozenset()
-    """Parameters that some operation of the reference was given, by first name."""
+    """Parameters that some operation of the reference made something of with a gradient, by first name."""
+    ran: frozenset[str] = frozenset()
+    """Modules that did something."""
     coarse: Mapping[str, str] = field(default_factory=dict)
     """Parameter whose values need a whole fp32 -> the narrower dtype that holds them all, or `""`."""
 
@@ -136,8 +138,9 @@ def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
             estimate(passes, engine, true_of, found, scale)
             values = ((row.name, true_of(row.name)) for row in engine.plan.rows if _holds_fp32(row))
             passes.coarse = {name: held for name, value in values if (held := held_by(value)) is not None}
-            everyone = reference.comm.all_gather_object(own.used, "data")
-            passes.used = frozenset().union(*everyone)
+            everyone = reference.comm.all_gather_object((own.used, own.ran), "data")
+            passes.used = frozenset().union(*(used for used, _ in everyone))
+            passes.ran = frozenset().union(*(ran for _, ran in everyone))
             passes.own_places = [(place, scale.of_own(place)) for place in places]
             passes.seconds = time.perf_counter() - began
             return passes, engine.plan

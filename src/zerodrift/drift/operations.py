@@ -107,7 +107,9 @@ class Roundings:
 
     places: dict[Key, Rounding] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    """Parameters that some operation was given."""
+    """Parameters that some operation was given whose result has a gradient."""
+    ran: set[str] = field(default_factory=set)
+    """Modules that did something."""
 
     def at(self, module: str, operation: str, line: str, parameter: str) -> Rounding:
         key = (module, operation, line, parameter)
@@ -149,9 +151,11 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         floating = [tensor for tensor in given if tensor.is_floating_point()]
-        self._found.used.update(self._names[id(tensor)] for tensor in given if id(tensor) in self._names)
         before = self._copies(name, (args, kwargs), floating)
         result = func(*args, **kwargs)
+        self._found.ran.add(self._path.current)
+        if any(out.requires_grad for out in _tensors(result)):
+            self._found.used.update(self._names[id(one)] for one in given if id(one) in self._names)
         for place, out in enumerate(_tensors(args[0] if name == "__setitem__" else result)):
             if out.is_floating_point() and before is not None:
                 self._look((func, name, line), before, given, out, place)
