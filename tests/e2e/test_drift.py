@@ -45,6 +45,7 @@ COMMAND = (
 )
 
 
+@pytest.mark.long
 def test_exit_codes_are_for_ci(here: Path) -> None:
     good = commands.run(*COMMAND, "--sent", "good")
     assert good.returncode == 0, good.stderr

@@ -333,8 +333,11 @@ def plain(config: dict[str, Any] = FP32, name: str = "plain") -> Trainer:
     return trainer(config, lively(name))
 
 
-@pytest.mark.parametrize("config", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["plain-moe", "llama-tied"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("plain-moe", FP32), ("plain-moe", BF16), ("llama-tied", BF16)],
+    ids=["plain-moe-fp32", "plain-moe-bf16", "llama-tied-bf16"],
+)
 def test_sides_that_are_the_same_are_exactly_zero_apart(
     name: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -406,7 +409,7 @@ def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> 
 
 def test_tokens_that_were_not_recorded_are_left_out() -> None:
     said = recorded([[None] * 8 + [-1.0] * 3, [-1.0] * 11], IDS)
-    found = compare(plain(), OtherSide(recorded=said), IDS)
+    found = compare(plain(), OtherSide(recorded=said, sampler=sampler({"kv": "bf16"})), IDS)
     assert found.whole.tokens == 14
     assert {(far.sequence, far.token == IDS[far.sequence][far.place]) for far in found.far} <= {
         (0, True),
@@ -614,4 +617,6 @@ def test_json_has_everything_and_no_number_that_is_none(faulty: SidesApart) -> N
         "not-finite",
     }
     assert data["within"] is False and data["drift"]["mean_abs"] is None
+    assert data["tensors"]["digests"].keys() == lively("plain-moe").state_dict().keys()
+    assert all(len(set(each.values())) <= 2 for each in data["tensors"]["digests"].values())
     assert all(len(each["digests"]["trained"]) == 64 for each in data["tensors"]["not_as_trained"])

@@ -24,6 +24,7 @@ from zerodrift.drift.where import Path
 from zerodrift.dtypes import DType
 
 _ATTENTION = re.compile(r"(.*\.)?[^.]*(attn|attention)[^.]*(\..*)?", re.IGNORECASE)
+_ROTARY = re.compile(r"[Rr]otary|R[Oo][Pp][Ee]")
 _PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
 _SOFTMAX = frozenset(("softmax", "_softmax"))
 
@@ -150,7 +151,7 @@ def at_modules(model: nn.Module, head: str, key_of: Callable[[str, Tensor], Tens
 
 
 def _is_rotary(module: nn.Module) -> bool:
-    return "rotary" in type(module).__name__.lower() or "rope" in type(module).__name__.lower()
+    return _ROTARY.search(type(module).__name__) is not None
 
 
 def _rounding(key: str, key_of: Callable[[str, Tensor], Tensor]) -> Callable[..., Any]:

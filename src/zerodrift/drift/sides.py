@@ -97,6 +97,8 @@ class SidesApart:
     """The other side from the trainer."""
     fates: tuple[TensorFate, ...]
     """Tensors that are not what was trained, first those that explain most."""
+    as_trained: tuple[TensorFate, ...]
+    """The others that were read."""
     cells: tuple[ExplainedCell, ...]
     """Faults first, then by what they explain."""
     unexplained: float
@@ -175,6 +177,7 @@ def compare(trainer: Trainer, other: OtherSide, sequences: Ids, bar: float = BAR
     return SidesApart(
         whole=whole,
         fates=tuple(faults),
+        as_trained=tuple(fate for fate in fates if fate.verdict.is_precision),
         cells=tuple(explained),
         unexplained=unexplained,
         router_flips=tuple(sorted(((name, n) for name, n in flips.items() if n), key=lambda pair: -pair[1])),

@@ -210,6 +210,7 @@ def sides_json(found: SidesApart) -> str:
                 }
                 for fate in found.fates
             ],
+            "digests": {fate.name: dict(fate.digests) for fate in (*found.fates, *found.as_trained)},
         },
         "cells": [
             {
