@@ -1,0 +1,287 @@
+"""Is an audit right, and do its pins pay? Estimates beside replays, a recommendation beside rules of thumb.
+
+    python bench/audit.py                               # every architecture, some 10M parameters
+    python bench/audit.py --size 100m --models llama --trained 0
+
+Each model is audited in mode bf16 with random weights, and after `--trained` steps of plain AdamW in fp32 on
+the sources of Python's standard library, pairs of bytes as tokens. Two things are printed:
+
+- `estimate`: Spearman's rank correlation between what three passes estimate of a cell and what a replay of
+  that cell alone measures, over all cells, or `--cells` of them, taken evenly from the order of the
+  estimates; how many seconds the passes took, beside those of one replay.
+- a table of pins: the share of the squared drift that pinning everything removes, that each set of pins
+  removes, and what it costs in bytes at rest, at peak, on the wire, and of weights as a forward reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from about import about
+
+from zerodrift.api import make_plan
+from zerodrift.drift.audit import audit
+from zerodrift.drift.measure import Bench, three_passes
+from zerodrift.drift.nouns import Point
+from zerodrift.drift.recommend import Candidate, Search
+from zerodrift.drift.runs import Subject
+from zerodrift.drift.signals import drift
+from zerodrift.drift.variants import for_micro_batches, only, without_update
+from zerodrift.errors import ZerodriftError
+from zerodrift.policy.nouns import Mode
+
+SIZES = {
+    "tiny": {"hidden": 64, "layers": 2, "inner": 192, "vocabulary": 512},
+    "10m": {"hidden": 256, "layers": 6, "inner": 768, "vocabulary": 8192},
+    "100m": {"hidden": 768, "layers": 10, "inner": 2048, "vocabulary": 16384},
+    "500m": {"hidden": 1536, "layers": 14, "inner": 4096, "vocabulary": 32768},
+}
+EXPERTS = 8
+
+
+def transformer(name: str, size: str) -> nn.Module:
+    """A model of `transformers`, with random weights."""
+    import transformers as t
+
+    s = SIZES[size]
+    heads = s["hidden"] // 32
+    shared: dict[str, Any] = {
+        "vocab_size": s["vocabulary"],
+        "hidden_size": s["hidden"],
+        "intermediate_size": s["inner"],
+        "num_hidden_layers": s["layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    inner = s["inner"] // 4
+    if name == "llama":
+        return t.LlamaForCausalLM(t.LlamaConfig(**shared))
+    if name == "gpt-oss":
+        moe = {**shared, "intermediate_size": inner, "head_dim": 32, "sliding_window": 32}
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        config = t.GptOssConfig(**moe, num_local_experts=EXPERTS, num_experts_per_tok=2, rope_parameters=rope)
+        return t.GptOssForCausalLM(config)
+    if name == "qwen3-moe":
+        config = t.Qwen3MoeConfig(
+            **shared, head_dim=32, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=inner,
+            norm_topk_prob=True,
+        )  # fmt: skip
+        return t.Qwen3MoeForCausalLM(config)
+    config = t.DeepseekV3Config(
+        **shared, moe_intermediate_size=inner, n_shared_experts=1, n_routed_experts=EXPERTS,
+        num_experts_per_tok=2, n_group=2, topk_group=1, q_lora_rank=64, kv_lora_rank=64,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, first_k_dense_replace=1,
+    )  # fmt: skip
+    return t.DeepseekV3ForCausalLM(config)
+
+
+MODELS = ("llama", "gpt-oss", "qwen3-moe", "deepseek-v3")
+
+
+class Text:
+    """Pairs of bytes of Python's standard library, folded into a vocabulary."""
+
+    def __init__(self, vocabulary: int) -> None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        files = sorted(folder.glob("*.py"))[:120]
+        raw = b"".join(path.read_bytes() for path in files)
+        pairs = torch.frombuffer(bytearray(raw[: len(raw) // 2 * 2]), dtype=torch.uint8).view(-1, 2).long()
+        self.tokens = (pairs[:, 0] * 181 + pairs[:, 1] * 7919) % vocabulary
+
+    def batch(self, seed: int, rows: int, length: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(0, len(self.tokens) - length, (rows,), generator=generator)
+        ids = torch.stack([self.tokens[start : start + length] for start in starts.tolist()])
+        return {"input_ids": ids, "labels": ids}
+
+
+def train(model: nn.Module, text: Text, steps: int) -> float:
+    """Briefly, in fp32; the last loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    loss = torch.zeros(())
+    for step in range(steps):
+        loss = model(**text.batch(step, 8, 64)).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+# --- estimates -----------------------------------------------------------------------------------------
+
+
+def ranks(values: Sequence[float]) -> torch.Tensor:
+    order = torch.tensor(values, dtype=torch.float64).argsort()
+    placed = torch.empty(len(values), dtype=torch.float64)
+    placed[order] = torch.arange(len(values), dtype=torch.float64)
+    return placed
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    return float(torch.corrcoef(torch.stack([ranks(one), ranks(other)]))[0, 1])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    cells: int
+    spearman: float
+    found: int
+    """Of the ten cells that are worth most by replay, how many are among the first ten by estimate."""
+    flips: int
+    """Choices of routers that are other in the plan."""
+    seconds: float
+    replay: float
+    """Seconds of one replay."""
+
+
+def agreement(bench: Bench, most: int) -> Agreement:
+    passes, plan = three_passes(bench)
+    cells = [estimate for estimate in passes.estimates if estimate.square > 0]
+    if len(cells) > most:
+        cells = [cells[number * len(cells) // most] for number in range(most)]
+    estimated, measured = [], []
+    began = time.perf_counter()
+    for estimate in cells:
+        for output in (None, "input"):
+            try:
+                alone = bench.signals(
+                    only(plan, [estimate.choice], output),  # type: ignore[arg-type]
+                    passes.narrowed,
+                )
+            except ZerodriftError:
+                continue
+            estimated.append(estimate.square)
+            measured.append(drift(alone, passes.reference).square)
+            break
+    replay = (time.perf_counter() - began) / max(1, len(measured))
+    first = set(sorted(range(len(measured)), key=lambda at: -measured[at])[:10])
+    guessed = set(sorted(range(len(estimated)), key=lambda at: -estimated[at])[:10])
+    return Agreement(
+        len(measured), spearman(estimated, measured), len(first & guessed), passes.total.flips,
+        passes.seconds, replay,
+    )  # fmt: skip
+
+
+# --- pins ------------------------------------------------------------------------------------------------
+
+
+def _router(name: str) -> bool:
+    return ".router." in name or ".mlp.gate." in name
+
+
+RULES: dict[str, Callable[[str], bool]] = {
+    "head": lambda name: name.startswith("lm_head"),
+    "router and head": lambda name: name.startswith("lm_head") or _router(name),
+    "norms": lambda name: "norm" in name,
+    "norms, router, head": lambda name: "norm" in name or name.startswith("lm_head") or _router(name),
+}
+
+
+def points(bench: Bench, model: nn.Module, config: dict[str, Any], budget: float) -> dict[str, Point]:
+    """Everything that is compared, by what it is called."""
+    plan = make_plan(config, model)
+    found = audit(plan, model, list(bench.batches), budget=budget)
+    advice = found.recommendation
+    if advice is None:
+        raise SystemExit("nothing is narrow in this plan")
+    passes, ran = three_passes(bench)
+    whole = for_micro_batches(plan.policy, len(bench.batches), plan.mesh.data)
+    search = Search(bench, ran, whole, passes.reference, budget, "rest")
+    kept = {"nothing": advice.points[0]}
+    for rule, chosen in RULES.items():
+        names = tuple(row.name for row in ran.rows if chosen(row.name))
+        for output in (None, "input"):
+            candidate = Candidate(rule, names, 1, 0.0, output)  # type: ignore[arg-type]
+            point = search.point(Mode.BF16, [candidate]) if names else None
+            if point is not None:
+                kept[rule] = point
+                break
+    taken = advice.points[advice.taken]
+    kept[f"audit: {taken.mode}, {len(taken.pins)} pins"] = taken
+    kept["everything"] = advice.widest
+    return kept
+
+
+def table(kept: dict[str, Point]) -> list[str]:
+    first, last = kept["nothing"], kept["everything"]
+    lines = [
+        "| pins | removed | flips | rest | peak | wire | compute |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, point in kept.items():
+        gap = first.drift.square - last.drift.square
+        removed = (first.drift.square - point.drift.square) / gap if gap > 0 else 0.0
+        more = " | ".join(
+            f"{100 * (getattr(point.bytes, kind) / getattr(first.bytes, kind) - 1):+.2f}%"
+            if getattr(first.bytes, kind)
+            else "-"
+            for kind in ("rest", "peak", "wire", "compute")
+        )
+        lines.append(f"| {name} | {100 * removed:.1f}% | {point.drift.flips} | {more} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--size", default="10m", choices=SIZES)
+    parser.add_argument("--trained", type=int, nargs="+", default=[0, 150], metavar="STEPS")
+    parser.add_argument("--cells", type=int, default=60)
+    parser.add_argument("--budget", type=float, default=0.01)
+    args = parser.parse_args()
+    print(about("transformers"))
+    text = Text(SIZES[args.size]["vocabulary"])
+    batches = [text.batch(10_000 + number, 4, 64) for number in range(4)]
+    for name in args.models:
+        torch.manual_seed(0)
+        model = transformer(name, args.size)
+        done = 0
+        for steps in sorted(args.trained):
+            loss = train(model, text, steps - done) if steps > done else float("nan")
+            done = steps
+            one(name, model, steps, loss, batches, args)
+
+
+def one(
+    name: str, model: nn.Module, steps: int, loss: float, batches: list[Any], args: argparse.Namespace
+) -> None:
+    """One model at one point of its training, printed."""
+    config = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    plan = make_plan(config, model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    whole = for_micro_batches(plan.policy, len(batches), plan.mesh.data)
+    bench = Bench(Subject.of(model, None), without_update(whole), plan.mesh, batches)
+    trained = f"after {steps} steps, loss {loss:.2f}" if steps else "random weights"
+    print(f"\n{name}, {count / 1e6:.1f}M parameters, {trained}", flush=True)
+    if args.cells:
+        seen = agreement(bench, args.cells)
+        print(
+            f"estimate: Spearman {seen.spearman:.2f} over {seen.cells} cells, {seen.found} of the first ten; "
+            f"{seen.flips} flips; 3 passes in {seen.seconds:.1f} s, a replay {seen.replay:.1f} s",
+            flush=True,
+        )
+    began = time.perf_counter()
+    kept = points(bench, model, config, args.budget)
+    print("\n".join(table(kept)))
+    print(
+        "pins of the audit:", ", ".join(pattern for pattern, _, _ in list(kept.values())[-2].pins) or "none"
+    )
+    print(f"audit and rules in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
