@@ -31,14 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from about import about
 
 from zerodrift.api import make_plan
-from zerodrift.drift.audit import audit
-from zerodrift.drift.measure import Bench, three_passes
-from zerodrift.drift.nouns import Point
-from zerodrift.drift.recommend import Candidate, Search
-from zerodrift.drift.runs import Subject
-from zerodrift.drift.signals import drift
-from zerodrift.drift.variants import for_micro_batches, only, without_update
 from zerodrift.errors import ZerodriftError
+from zerodrift.numerics.audit import audit
+from zerodrift.numerics.measure import Bench, three_passes
+from zerodrift.numerics.nouns import Point
+from zerodrift.numerics.recommend import Candidate, Search
+from zerodrift.numerics.runs import Subject
+from zerodrift.numerics.signals import drift
+from zerodrift.numerics.variants import for_micro_batches, only, without_update
 from zerodrift.policy.nouns import Mode
 
 SIZES = {

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from zerodrift.api import load_weights as load_weights
     from zerodrift.api import make_plan as make_plan
     from zerodrift.api import save_16bit as save_16bit
-    from zerodrift.audit.observation import Observation as Observation
-    from zerodrift.audit.observation import observe as observe
     from zerodrift.config.load import load as load
     from zerodrift.config.schema import Bf16 as Bf16
     from zerodrift.config.schema import Config as Config
@@ -57,6 +55,10 @@ if TYPE_CHECKING:
     from zerodrift.mesh import MeshShape as MeshShape
     from zerodrift.model.sources import describe as describe
     from zerodrift.model.spec import ModelSpec as ModelSpec
+    from zerodrift.numerics.audit import audit as audit
+    from zerodrift.numerics.audit_text import Audit as Audit
+    from zerodrift.observer.observation import Observation as Observation
+    from zerodrift.observer.observation import observe as observe
     from zerodrift.pipeline.cut import Parts as Parts
     from zerodrift.pipeline.deprecated import PipelineEngine as PipelineEngine
     from zerodrift.plan.build import build as build
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "api": "empty export initialize initialize_pipeline load_weights make_plan save_16bit",
-    "audit.observation": "Observation observe",
+    "observer.observation": "Observation observe",
     "config.load": "load",
     "config.schema": (
         "Bf16 Config DataTypes Experts Fp16 OffloadOptimizer Optimizer Pipeline Precision Reduce Rule "
@@ -89,6 +91,8 @@ _NAMES = {
     "mesh": "MeshShape",
     "model.sources": "describe",
     "model.spec": "ModelSpec",
+    "numerics.audit": "audit",
+    "numerics.audit_text": "Audit",
     "pipeline.cut": "Parts",
     "pipeline.deprecated": "PipelineEngine",
     "plan.build": "build",

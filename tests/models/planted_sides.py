@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerodrift.drift.sampler import sampler
-from zerodrift.drift.sides import OtherSide, SidesApart, compare
-from zerodrift.drift.token_files import recorded
-from zerodrift.drift.trainer import trainer
+from zerodrift.numerics.sampler import sampler
+from zerodrift.numerics.sides import OtherSide, SidesApart, compare
+from zerodrift.numerics.token_files import recorded
+from zerodrift.numerics.trainer import trainer
 
 VOCABULARY, LENGTH, SEQUENCES = 96, 24, 4
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -17,8 +17,8 @@ import zerodrift
 pytest.importorskip("transformers")
 
 from tests.models.planted_sides import ARCHITECTURES, PLANTS, PlantFound, lively, planted, token_ids
-from zerodrift.drift.sides import OtherSide, compare
-from zerodrift.drift.trainer import trainer
+from zerodrift.numerics.sides import OtherSide, compare
+from zerodrift.numerics.trainer import trainer
 
 SHOWN_IN = {"expert_bias_rounded": "plain-moe", "expert_dropped": "plain-moe", "experts_permuted": "gpt-oss"}
 SHOWN_IN |= {"router_rounded": "plain-moe", "router_in_bf16": "plain-moe", "untied": "llama-tied"}

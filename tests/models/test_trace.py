@@ -18,11 +18,11 @@ from tests.models.architectures import ARCHITECTURES, since, tokens
 from tests.models.test_precision import build
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from zerodrift.audit.hidden import computes
-from zerodrift.audit.observe import observe
-from zerodrift.audit.trace import trace
 from zerodrift.dtypes import DType
 from zerodrift.model.inputs import Inputs
+from zerodrift.observer.hidden import computes
+from zerodrift.observer.observe import observe
+from zerodrift.observer.trace import trace
 
 WIDTH = 16
 

@@ -8,8 +8,8 @@ from torch import nn
 import zerodrift
 from tests.ranks.harness import run_ranks
 from zerodrift.comm.mesh import started
-from zerodrift.drift.audit import audit
-from zerodrift.drift.audit_text import Audit
+from zerodrift.numerics.audit import audit
+from zerodrift.numerics.audit_text import Audit
 
 VOCABULARY = 23
 

@@ -11,12 +11,12 @@ from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
-from zerodrift.audit import compare
-from zerodrift.audit.compare import Finding
-from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import Observed, merged
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
+from zerodrift.observer import compare
+from zerodrift.observer.compare import Finding
+from zerodrift.observer.observe import observe
+from zerodrift.observer.observed import Observed, merged
 
 
 def step(engine: Engine) -> Observed:

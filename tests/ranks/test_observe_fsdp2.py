@@ -11,12 +11,12 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_observe import Widened, step, watched
-from zerodrift.audit import compare
-from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import merged
 from zerodrift.backends.fsdp_collectives import ReduceScatter
 from zerodrift.dtypes import DType
 from zerodrift.errors import PrecisionError
+from zerodrift.observer import compare
+from zerodrift.observer.observe import observe
+from zerodrift.observer.observed import merged
 from zerodrift.policy.nouns import Reduction
 
 ON_FSDP2 = [

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import (
 from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from zerodrift.audit import compare
-from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import merged
 from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
+from zerodrift.observer import compare
+from zerodrift.observer.observe import observe
+from zerodrift.observer.observed import merged
 
 SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
 

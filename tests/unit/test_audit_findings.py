@@ -11,13 +11,13 @@ from torch import nn
 
 from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
-from zerodrift.drift.findings import findings
-from zerodrift.drift.measure import ThreePasses, held_by
-from zerodrift.drift.nouns import AuditFinding, Estimate, GradientLine, Replayed, UpdateCost
-from zerodrift.drift.operations import Rounding
-from zerodrift.drift.runs import Subject
-from zerodrift.drift.signals import Drift, Signals
-from zerodrift.drift.variants import Choice
+from zerodrift.numerics.findings import findings
+from zerodrift.numerics.measure import ThreePasses, held_by
+from zerodrift.numerics.nouns import AuditFinding, Estimate, GradientLine, Replayed, UpdateCost
+from zerodrift.numerics.operations import Rounding
+from zerodrift.numerics.runs import Subject
+from zerodrift.numerics.signals import Drift, Signals
+from zerodrift.numerics.variants import Choice
 from zerodrift.plan.table import Plan
 
 NONE = Drift(0.0, 0.0, 0.0, 0.0, 100, 0.0, 0, 0)

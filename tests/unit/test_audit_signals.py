@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zerodrift.drift.signals import CloseCalls, Judged, Recorder, Signals, close_calls, signed_costs
-from zerodrift.drift.where import path_in
+from zerodrift.numerics.signals import CloseCalls, Judged, Recorder, Signals, close_calls, signed_costs
+from zerodrift.numerics.where import path_in
 
 
 def scores() -> torch.Tensor:

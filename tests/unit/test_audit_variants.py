@@ -8,12 +8,12 @@ import pytest
 
 from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
-from zerodrift.drift import variants
-from zerodrift.drift.nouns import Bytes, Point
-from zerodrift.drift.recommend import Candidate, candidates, rules_for
-from zerodrift.drift.runs import Subject, planned
-from zerodrift.drift.signals import Drift
-from zerodrift.drift.variants import Choice, narrow_cells
+from zerodrift.numerics import variants
+from zerodrift.numerics.nouns import Bytes, Point
+from zerodrift.numerics.recommend import Candidate, candidates, rules_for
+from zerodrift.numerics.runs import Subject, planned
+from zerodrift.numerics.signals import Drift
+from zerodrift.numerics.variants import Choice, narrow_cells
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Columns, Policy
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zerodrift.drift.operations import Rounding, Roundings, Watch, Widened
-from zerodrift.drift.where import path_in
+from zerodrift.numerics.operations import Rounding, Roundings, Watch, Widened
+from zerodrift.numerics.where import path_in
 
 
 class Narrows(nn.Module):

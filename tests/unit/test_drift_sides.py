@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from tests.models.planted_sides import PlainDecoder, PlantedSide, head_in_fp32, lively, token_ids
 from zerodrift.api import make_plan
-from zerodrift.audit.seen import SeenModel, SeenParameter
-from zerodrift.drift.apart import apart, share
-from zerodrift.drift.roles import roles
-from zerodrift.drift.sampler import KEYS, read_sampler, sampler
-from zerodrift.drift.sides import OtherSide, SidesApart, compare
-from zerodrift.drift.sides_text import sides_json, sides_text
-from zerodrift.drift.tensors import judged, neighbours
-from zerodrift.drift.token_files import ids, read_ids, read_recorded, recorded
-from zerodrift.drift.trainer import Trainer, as_config, trainer
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
 from zerodrift.model.sources import describe
+from zerodrift.numerics.apart import apart, share
+from zerodrift.numerics.roles import roles
+from zerodrift.numerics.sampler import KEYS, read_sampler, sampler
+from zerodrift.numerics.sides import OtherSide, SidesApart, compare
+from zerodrift.numerics.sides_text import sides_json, sides_text
+from zerodrift.numerics.tensors import judged, neighbours
+from zerodrift.numerics.token_files import ids, read_ids, read_recorded, recorded
+from zerodrift.numerics.trainer import Trainer, as_config, trainer
+from zerodrift.observer.seen import SeenModel, SeenParameter
 
 FP32, BF16 = ({"precision": {"mode": mode}} for mode in ("fp32", "bf16"))
 IDS = token_ids()[:2, :12].tolist()

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import zerodrift
-from zerodrift.drift.during import Look, look, require_lookable
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
+from zerodrift.numerics.during import Look, look, require_lookable
 
 CONFIG = {
     "precision": {"mode": "bf16"},

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import zerodrift
-from zerodrift.audit.expected import unexpected
-from zerodrift.audit.finding import RunFinding
-from zerodrift.audit.seen import SeenModel, SeenParameter, SeenProcess
-from zerodrift.audit.tables import encoded
 from zerodrift.errors import ConfigError
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
+from zerodrift.observer.expected import unexpected
+from zerodrift.observer.finding import RunFinding
+from zerodrift.observer.seen import SeenModel, SeenParameter, SeenProcess
+from zerodrift.observer.tables import encoded
 from zerodrift.plan.cost import cost
 from zerodrift.report.as_json import plan_json
 

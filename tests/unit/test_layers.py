@@ -35,12 +35,12 @@ ROOMS: dict[str, set[str]] = {
         *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "files", "mesh", "optimizers", "record", "versions"},
     },
-    "audit": {
+    "observer": {
         *{"backends", "engine", "comm", "config", "model", "plan", "policy", "report"},
         *{"dtypes", "errors"},
     },
-    "drift": {
-        *{"audit", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
+    "numerics": {
+        *{"observer", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
         *{"dtypes", "errors", "files", "legible", "mesh", "optimizers", "record"},
     },
     "api": {
@@ -50,8 +50,8 @@ ROOMS: dict[str, set[str]] = {
     "train": {
         *{
             "api",
-            "audit",
-            "drift",
+            "observer",
+            "numerics",
             "pipeline",
             "config",
             "engine",
@@ -69,8 +69,8 @@ ROOMS: dict[str, set[str]] = {
         "optimizers",
     },
     "cli": {
-        "audit",
-        "drift",
+        "observer",
+        "numerics",
         "train",
         "api",
         "pipeline",
@@ -177,7 +177,7 @@ def test_only_comm_calls_collectives() -> None:
 def test_no_room_reads_the_environment_but_those_that_may() -> None:
     allowed = {
         *("comm/mesh.py", "comm/rendezvous.py", "cli/streams.py"),
-        *("train/launch.py", "deepspeed/launch.py", "audit/launch.py"),
+        *("train/launch.py", "deepspeed/launch.py", "observer/launch.py"),
         "engine/deterministic.py",  # sets what cuBLAS reads
     }
     for path in FILES:

@@ -16,13 +16,13 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 import zerodrift
-from zerodrift.audit.imports import when_imported
-from zerodrift.audit.models import WatchedModel
-from zerodrift.audit.owners import Owners
-from zerodrift.audit.parameter import WatchedParameter
-from zerodrift.audit.samples import Samples, read
-from zerodrift.audit.seen import COLUMNS
 from zerodrift.errors import ModelError, ZerodriftError
+from zerodrift.observer.imports import when_imported
+from zerodrift.observer.models import WatchedModel
+from zerodrift.observer.owners import Owners
+from zerodrift.observer.parameter import WatchedParameter
+from zerodrift.observer.samples import Samples, read
+from zerodrift.observer.seen import COLUMNS
 
 
 class Net(nn.Module):

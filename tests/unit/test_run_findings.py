@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from zerodrift.audit.findings import run_findings
-from zerodrift.audit.ranks import completed
-from zerodrift.audit.seen import SeenModel, SeenParameter, SeenProcess, Sighting
+from zerodrift.observer.findings import run_findings
+from zerodrift.observer.ranks import completed
+from zerodrift.observer.seen import SeenModel, SeenParameter, SeenProcess, Sighting
 
 OWNS = ([1.0, -2.0, 0.5, 4.0], [3.0, 2.0, -1.5, 1.0])
 """Of two ranks."""

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import make_plan
-from zerodrift.audit.hidden import computes, hidden
-from zerodrift.audit.trace import trace
-from zerodrift.audit.trace_operations import NORMS, ONE_DTYPE
 from zerodrift.errors import ModelError
 from zerodrift.model.inputs import Inputs, inputs_for
+from zerodrift.observer.hidden import computes, hidden
+from zerodrift.observer.trace import trace
+from zerodrift.observer.trace_operations import NORMS, ONE_DTYPE
 from zerodrift.plan.traced import Trace
 
 WIDTH = 16

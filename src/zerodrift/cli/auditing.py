@@ -17,9 +17,9 @@ from zerodrift.cli.planning import write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerodrift.drift.audit_text import Audit
-    from zerodrift.drift.recommend import Told
-    from zerodrift.drift.runs import Batch, Subject
+    from zerodrift.numerics.audit_text import Audit
+    from zerodrift.numerics.recommend import Told
+    from zerodrift.numerics.runs import Batch, Subject
     from zerodrift.plan.table import Plan
 
 
@@ -42,7 +42,7 @@ def audit(
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
         share = _share(budget)
-        from zerodrift.drift.runs import place
+        from zerodrift.numerics.runs import place
 
         rank, _ = place()
         with _shown(rank) as told:
@@ -50,15 +50,15 @@ def audit(
         if rank:
             return
         if html is not None:
-            from zerodrift.drift.audit_page import audit_page
+            from zerodrift.numerics.audit_page import audit_page
 
             write_page(html, audit_page(found))
         if json:
-            from zerodrift.drift.audit_text import audit_json
+            from zerodrift.numerics.audit_text import audit_json
 
             streams.emit(audit_json(found))
         else:
-            from zerodrift.drift.audit_text import audit_text
+            from zerodrift.numerics.audit_text import audit_text
 
             streams.emit(audit_text(found, color=streams.color()))
 
@@ -73,8 +73,8 @@ def _audited(
     overrides: list[str],
     told: Told,
 ) -> Audit:
-    from zerodrift.drift.audit import audit_subject
-    from zerodrift.drift.subjects import of_config
+    from zerodrift.numerics.audit import audit_subject
+    from zerodrift.numerics.subjects import of_config
 
     plan, subject, batches = (
         _of_job(source, overrides, count, (model, weights, tokens))

@@ -16,7 +16,7 @@ from zerodrift.cli.planning import write_page
 from zerodrift.errors import ZerodriftError
 
 if TYPE_CHECKING:
-    from zerodrift.audit.launch import SeenRun
+    from zerodrift.observer.launch import SeenRun
 
 NOT_AS_EXPECTED = 3
 
@@ -33,11 +33,11 @@ def check(
 ) -> None:
     """Run a training command, and show which dtypes every parameter has in it."""
     with streams.errors(debug):
-        from zerodrift.audit.expected import unexpected
-        from zerodrift.audit.findings import run_findings
-        from zerodrift.audit.launch import run
-        from zerodrift.audit.ranks import completed
-        from zerodrift.audit.tables import encoded
+        from zerodrift.observer.expected import unexpected
+        from zerodrift.observer.findings import run_findings
+        from zerodrift.observer.launch import run
+        from zerodrift.observer.ranks import completed
+        from zerodrift.observer.tables import encoded
 
         seen = run(command, steps, keep_going, stdout=sys.stderr.fileno() if json else None)
         _require_seen(seen, command, steps)
@@ -47,13 +47,13 @@ def check(
         if save is not None:
             save.write_text(encoded(processes, findings))
         if html is not None:
-            from zerodrift.audit.page import run_page
+            from zerodrift.observer.page import run_page
 
             write_page(html, run_page(processes, findings, _notes(seen, steps), shlex.join(command)))
         if json:
             streams.emit(encoded(processes, findings))
         else:
-            from zerodrift.audit.text import run_text
+            from zerodrift.observer.text import run_text
 
             streams.emit(run_text(processes, findings, _notes(seen, steps), color=streams.color()))
     if any(process.ended in ("crash", "broken") for process in seen.processes):
@@ -106,7 +106,7 @@ def _notes(seen: SeenRun, steps: int) -> list[str]:
 def diff(a: options.TableA, b: options.TableB, debug: options.Debug = False) -> None:
     """Compare two tables that `check --save` wrote."""
     with streams.errors(debug):
-        from zerodrift.audit.tables import differences, read
+        from zerodrift.observer.tables import differences, read
 
         told = differences(read(a), read(b))
         if not told:

@@ -29,10 +29,10 @@ def drift(
 ) -> None:
     """Compare a trainer with a sampler, and show which difference their drift comes from."""
     with streams.errors(debug):
-        from zerodrift.drift import sides, sides_text
-        from zerodrift.drift.sampler import read_sampler
-        from zerodrift.drift.token_files import read_ids, read_recorded
-        from zerodrift.drift.trainer import trainer
+        from zerodrift.numerics import sides, sides_text
+        from zerodrift.numerics.sampler import read_sampler
+        from zerodrift.numerics.token_files import read_ids, read_recorded
+        from zerodrift.numerics.trainer import trainer
 
         sequences = read_ids(tokens)
         other = sides.OtherSide(

@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from zerodrift.audit import compare
-from zerodrift.audit.observe import observe
-from zerodrift.audit.observed import merged
-from zerodrift.drift.during import look, require_lookable
 from zerodrift.engine.digest import computed_by
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, first_line, said
 from zerodrift.legible import legible
+from zerodrift.numerics.during import look, require_lookable
+from zerodrift.observer import compare
+from zerodrift.observer.observe import observe
+from zerodrift.observer.observed import merged
 from zerodrift.train import nonfinite
 from zerodrift.train.digests import DigestsOfStep
 from zerodrift.train.display import Display

@@ -1,0 +1,92 @@
+"""The question the other way round: what may be narrower, and what it would do to gradients and updates.
+
+Invariant: every number is of real steps, beside the same steps with the column as planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from zerodrift.errors import ZerodriftError
+from zerodrift.numerics import signals
+from zerodrift.numerics.measure import Bench, gradient_apart
+from zerodrift.numerics.nouns import Narrower
+from zerodrift.numerics.recommend import bytes_of
+from zerodrift.numerics.runs import planned, running
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Policy
+
+STEPS = 3
+"""Optimizer steps that updates are compared over."""
+
+WORTH_SAYING = 0.05
+"""Of a norm: what is told of a parameter by name."""
+
+
+def narrower(bench: Bench, plan: Plan, whole: Policy) -> list[Narrower]:
+    """What a bf16 wire would do to gradients, and 8-bit moments to updates; only what is wide now, and what
+    the plan admits."""
+    found = []
+    wires = {str(row.columns.update.reduce.wire) for row in plan.rows if row.columns.update is not None}
+    if "fp32" in wires and bench.mesh.data > 1 and not whole.tree:
+        wire = _asked(whole, "reduce.wire", "bf16")
+        found.append(_measured("reduce", "bf16", bench, whole, wire, _gradients))
+    states = {str(row.columns.update.state) for row in plan.rows if row.columns.update is not None}
+    if "fp32" in states and whole.optimizer is not None:
+        found.append(_measured("state", "8bit", bench, whole, _asked(whole, "state", "8bit"), _updates))
+    return [one for one in found if one is not None]
+
+
+def _asked(policy: Policy, column: str, value: str) -> Policy:
+    """The same, where the column of every parameter has a value unless a rule says otherwise."""
+    others = tuple(demand for demand in policy.demands if demand[0] != column)
+    return replace(policy, demands=(*others, (column, value, "the audit")))
+
+
+def _measured(
+    column: str,
+    value: str,
+    bench: Bench,
+    policy: Policy,
+    asked: Policy,
+    apart: Callable[[Bench, Policy, Policy], dict[str, float]],
+) -> Narrower | None:
+    """None where the plan does not admit it."""
+    try:
+        plans = [planned(bench.subject, each, bench.mesh) for each in (policy, asked)]
+        lines = apart(bench, asked, policy)
+    except ZerodriftError:
+        return None
+    before, after = map(bytes_of, plans)
+    worst = max(lines, key=lambda name: lines[name], default="")
+    middle = sorted(lines.values())[len(lines) // 2] if lines else 0.0
+    many = sum(change > WORTH_SAYING for change in lines.values())
+    return Narrower(column, value, middle, worst, lines.get(worst, 0.0), many, before, after)
+
+
+def _gradients(bench: Bench, asked: Policy, policy: Policy) -> dict[str, float]:
+    return gradient_apart(bench, replace(asked, optimizer=None), replace(policy, optimizer=None))
+
+
+def _updates(bench: Bench, asked: Policy, policy: Policy) -> dict[str, float]:
+    """Parameter -> how far it comes to be from where it would, over how far it goes."""
+    ends = [_after(bench, each) for each in (policy, asked)]
+    return {
+        name: float((ends[1][name][1] - end).norm() / ((end - start).norm() or math.inf))
+        for name, (start, end) in ends[0].items()
+    }
+
+
+def _after(bench: Bench, policy: Policy) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Every trained parameter before and after the steps."""
+    with running(bench.subject, replace(policy, schedule=None), bench.mesh) as engine:
+        names = [row.name for row in engine.plan.rows if row.trained]
+        before = {name: engine.parameter(name).master.cpu() for name in names}
+        for _ in range(STEPS):
+            signals.trained_signals(engine, bench.batches)
+            engine.step()
+        return {name: (before[name], engine.parameter(name).master.cpu()) for name in names}
