@@ -42,7 +42,7 @@ def told(
     **more: Any,
 ) -> list[AuditFinding]:
     seen = ThreePasses(Signals(routes=list(routes)), NONE, Signals(), total, frozenset(), **more)
-    return findings(of, Subject.of(model, None), seen, gradients, updates, replayed, None)
+    return findings(of, Subject.of(model, None), seen, gradients, updates, replayed)
 
 
 def kinds(found: Sequence[AuditFinding]) -> list[tuple[str, str]]:

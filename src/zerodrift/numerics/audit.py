@@ -140,7 +140,7 @@ def _audit(
         updates=tuple(lost),
         flips=signals.flips_of(passes.planned, passes.reference),
         caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
-        findings=tuple(findings.findings(ran, subject, passes, gradients, lost, replayed, advice)),
+        findings=tuple(findings.findings(ran, subject, passes, gradients, lost, replayed)),
         recommendation=advice,
         narrower=tuple(narrower.narrower(bench, ran, whole)) if confirm and budget is not None else (),
         seconds=passes.seconds,

@@ -21,7 +21,6 @@ from zerodrift.numerics.nouns import (
     AuditFinding,
     FindingKind,
     GradientLine,
-    Recommendation,
     Replayed,
     UpdateCost,
 )
@@ -66,7 +65,6 @@ def findings(
     gradients: Sequence[GradientLine],
     updates: Sequence[UpdateCost],
     replayed: Sequence[Replayed],
-    advice: Recommendation | None,
 ) -> list[AuditFinding]:
     """All of a plan that was audited."""
     found = [

@@ -374,15 +374,6 @@ def _whole(engine: Engine, found: Roundings) -> list[Rounding]:
         for place in places.values():
             into = whole.at(place.module, place.operation, place.line, place.parameter)
             into.dtype, into.constant = place.dtype, place.constant
-            into.longest = max(into.longest, place.longest)
             for name in ("calls", "square", "signed", "error", "size", "saturated", "vanished", "numel"):
                 setattr(into, name, getattr(into, name) + getattr(place, name))
     return list(whole.places.values())
-
-
-def require_same_batches(engine: Engine, batches: Sequence[Batch]) -> None:
-    """All ranks must have as many micro-batches."""
-    counts = engine.comm.all_gather_object(len(batches), "data")
-    if len(set(counts)) > 1:
-        must = "must be as many on every rank"
-        raise ModelError("batches", must, got=", ".join(map(str, counts)))

@@ -87,8 +87,6 @@ class Rounding:
     vanished: int = 0
     """Elements that are zero, and are not in fp32."""
     numel: int = 0
-    longest: int = 0
-    """Elements that one number was summed over, at most."""
     constant: bool = False
     """Whether it is about numbers that need no gradient."""
 
@@ -197,7 +195,6 @@ class Watch(TorchFunctionMode):
         if not place.calls:
             place.dtype = str(out.dtype).removeprefix("torch.")
         place.calls += 1
-        place.longest = max(place.longest, max((t.numel() for t in given), default=0) // max(1, out.numel()))
         if out.requires_grad:
             error = _note(place, out, exact)
             if error is not None:
