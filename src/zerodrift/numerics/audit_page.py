@@ -238,10 +238,11 @@ def _replayed(audit: Audit) -> Markup:
             tag("td", percent(each.alone.square / whole), class_="number"),
             tag("td", percent(max(0.0, 1 - each.widened.square / whole)), class_="number"),
             tag("td", f"{each.alone.flips:,}" if each.alone.choices else "", class_="number"),
+            tag("td", f"{each.alone.loss:+.2g}", class_="number"),
         )
         for each in audit.replayed
     )
-    head = heads(("parameter", "cell", "alone", "removes", "flips"))
+    head = heads(("parameter", "cell", "alone", "removes", "flips", "loss"))
     return tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="rows")
 
 
