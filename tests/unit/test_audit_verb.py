@@ -49,7 +49,7 @@ def audited(folder: Path, *more: str, model: str = "small") -> Result:
     ids = torch.randint(0, 31, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
     (folder / "ids.json").write_text(json.dumps(ids))
     words = ["audit", str(folder / "config.yaml"), "--model", f"{HERE}:{model}", "--batches", "2"]
-    return CliRunner().invoke(app, [*words, "--confirm", "2", "--tokens", str(folder / "ids.json"), *more])
+    return CliRunner().invoke(app, [*words, "--confirm", "2", "--data", str(folder / "ids.json"), *more])
 
 
 def test_what_is_printed_is_what_the_json_says(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def _of_job(
 
     if any(option is not None for option in others):
         raise ConfigError(
-            "--model, --weights, --tokens",
+            "--model, --weights, --data",
             "must be left out with a job, which names its model and data",
             got="one of them",
             do="Override the job's: `--set model.source=...`.",

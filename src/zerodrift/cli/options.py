@@ -120,7 +120,7 @@ WeightsOfModel = Annotated[
 TokensOfAudit = Annotated[
     Path | None,
     typer.Option(
-        "--tokens",
+        "--data",
         metavar="FILE",
         help="Token ids: .npy, .pt, .safetensors, .json or .jsonl. Default: drawn at random.",
     ),

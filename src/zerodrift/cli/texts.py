@@ -88,7 +88,7 @@ told first. Under torchrun every rank takes its share.
 \b
 Examples:
   zerodrift audit job.yaml
-  zerodrift audit config.yaml --model path/to/model --tokens ids.npy --html audit.html
+  zerodrift audit config.yaml --model path/to/model --data ids.npy --html audit.html
   zerodrift audit config.yaml --model package.module:function --budget 0.5% --of wire
 """
 
