@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from zerodrift.comm.mesh import started
-from zerodrift.errors import ConfigError, MeshError, ZerodriftError
+from zerodrift.errors import ConfigError, MeshError
 from zerodrift.numerics import findings, narrower, recommend, signals, updates, variants
 from zerodrift.numerics.audit_text import Audit
 from zerodrift.numerics.measure import Bench, ThreePasses, gradient_apart, rounded_on_the_wire, three_passes
 from zerodrift.numerics.nouns import Estimate, GradientLine, Replayed
 from zerodrift.numerics.recommend import ByteKind, Told
-from zerodrift.numerics.runs import Batch, Subject, checked
+from zerodrift.numerics.runs import REFUSED, Batch, Subject, checked
 from zerodrift.numerics.variants import Choice
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Output
@@ -197,9 +197,9 @@ def _replayed(bench: Bench, plan: Plan, passes: ThreePasses, choice: Choice) -> 
     alone = wide = None
     outputs: tuple[Output | None, ...] = (None, "input")
     for output in outputs:
-        with contextlib.suppress(ZerodriftError):
+        with contextlib.suppress(*REFUSED):
             alone = alone or bench.signals(variants.only(plan, [choice], output), passes.narrowed)
-        with contextlib.suppress(ZerodriftError):
+        with contextlib.suppress(*REFUSED):
             wide = wide or bench.signals(variants.widened(plan, [choice], output))
     if alone is None or wide is None:
         return None

@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from zerodrift.errors import ZerodriftError
 from zerodrift.numerics import signals
 from zerodrift.numerics.measure import Bench, gradient_apart
 from zerodrift.numerics.nouns import Narrower
 from zerodrift.numerics.recommend import bytes_of
-from zerodrift.numerics.runs import planned, running
+from zerodrift.numerics.runs import REFUSED, planned, running
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
 
@@ -59,7 +58,7 @@ def _measured(
     try:
         plans = [planned(bench.subject, each, bench.mesh) for each in (policy, asked)]
         lines = apart(bench, asked, policy)
-    except ZerodriftError:
+    except REFUSED:
         return None
     before, after = map(bytes_of, plans)
     worst = max(lines, key=lambda name: lines[name], default="")

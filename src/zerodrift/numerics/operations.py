@@ -36,7 +36,7 @@ DRAWS = frozenset((
 ))  # fmt: skip
 """Operations that would leave other numbers if they ran again."""
 
-WRITES = frozenset((
+NO_OPERATION = frozenset((
     "requires_grad_", "register_hook", "retain_grad", "backward", "set_", "resize_", "detach_",
     "share_memory_", "__set__", "__delete__", "numpy", "item", "tolist", "__len__", "size", "dim", "stride",
     "data_ptr", "is_floating_point", "is_contiguous", "storage_offset", "untyped_storage", "__repr__",
@@ -144,7 +144,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = _name(func)
-        line = "" if name in WRITES or name in DRAWS else _line()
+        line = "" if name in NO_OPERATION or name in DRAWS else _line()
         if not line:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -263,7 +263,7 @@ class Widened(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, _name(func)
-        if name in WRITES or (self._path.current, _line()) not in self._places:
+        if name in NO_OPERATION or (self._path.current, _line()) not in self._places:
             return func(*args, **kwargs)
         if name in NARROWS:
             return args[0].float()

@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zerodrift.errors import ZerodriftError
 from zerodrift.numerics import variants
 from zerodrift.numerics.measure import Bench
 from zerodrift.numerics.nouns import Bytes, Point, Recommendation
-from zerodrift.numerics.runs import planned
+from zerodrift.numerics.runs import REFUSED, planned
 from zerodrift.numerics.signals import Signals, drift
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
@@ -130,7 +129,7 @@ class Search:
         try:
             seen = self.bench.signals(variants.pinned(run, names))
             bill = bytes_of(planned(self.bench.subject, variants.pinned(billed, names), self.bench.mesh))
-        except ZerodriftError:
+        except REFUSED:
             return None  # what one of them returns does not fit what comes after it
         pins = tuple((candidate.pattern, candidate.names, candidate.output) for candidate in taken)
         return Point(str(mode), pins, drift(seen, self.reference), bill)
@@ -144,7 +143,9 @@ def recommend(search: Search, first: Signals, found: Sequence[Candidate], told: 
     own = search.plan.policy.mode
     modes = [own, *([AUTOCAST[own]] if own in AUTOCAST else [])]
     told("pins", 0, 1)
-    start = search.point(own, []) or _unmeasured(search, own)
+    start = search.point(own, [])
+    if start is None:
+        raise AssertionError(f"the plan was run in mode {own}, and cannot be run again")
     start = replace(start, drift=drift(first, search.reference))
     everything = tuple(row.name for row in search.plan.rows if row.columns.compute.is_floating)
     widest = search.point(own, [Candidate("*", everything, 1, 0.0)]) or start
@@ -216,10 +217,6 @@ def _tried(
         added = [replace(candidate, output="input") for candidate in more]
         point = search.point(mode, [*taken, *added])
     return point, added
-
-
-def _unmeasured(search: Search, mode: Mode) -> Point:
-    raise AssertionError(f"the plan was run in mode {mode}, and cannot be run again")
 
 
 def in_mode(policy: Policy, mode: Mode) -> Policy:

@@ -29,11 +29,11 @@ from zerodrift.numerics.sent import SentTensor
 from zerodrift.numerics.signals import Signals, signals
 from zerodrift.numerics.trainer import Trainer, put
 from zerodrift.numerics.unlike import UnlikeCell, mode_of
-from zerodrift.numerics.variants import literal
+from zerodrift.numerics.variants import rule
 from zerodrift.numerics.where import Path
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Row
-from zerodrift.policy.nouns import Mode, Policy, ResolvedRule
+from zerodrift.policy.nouns import Mode, Policy
 from zerodrift.policy.rules import PIN
 
 Chosen = Collection[UnlikeCell]
@@ -133,7 +133,10 @@ class Replays:
             held = _as_here(now)
             if sets != held or (row.name in theirs and now.columns.pinned and sets["compute"] != "fp32"):
                 pin = sets["compute"] == "fp32" and mode.autocast
-                rules += [_rule(name, dict(PIN) if pin else sets, pin) for name in row.names]
+                rules += [
+                    rule(name, dict(PIN) if pin else sets, pin=pin, why="the other side")
+                    for name in row.names
+                ]
         return replace(policy, rules=(*policy.rules, *rules))
 
 
@@ -148,10 +151,6 @@ def _as_here(row: Row) -> dict[str, str]:
         "gather": str(columns.gather),
         "compute": str(columns.compute),
     }
-
-
-def _rule(name: str, sets: Mapping[str, str], pin: bool) -> ResolvedRule:
-    return ResolvedRule("glob", literal(name), "", tuple(sets.items()), pin, None, "the other side")
 
 
 def _in_mode(policy: Policy, mode: Mode) -> Policy:

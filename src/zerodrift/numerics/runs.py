@@ -24,7 +24,7 @@ from zerodrift.comm.mesh import start, started
 from zerodrift.engine.batches import batch_on
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import NativeExecutor
-from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.io.initial import InitialValues
 from zerodrift.mesh import MeshShape
 from zerodrift.model.empty import empty
@@ -37,6 +37,9 @@ def place() -> tuple[int, int]:
     """This rank, and how many were started."""
     return started()
 
+
+REFUSED = (ConfigError, ModelError, UnsupportedError)
+"""What comes of a variant that the plan or the model does not admit; anything else is a failure."""
 
 Batch = Mapping[str, Any]
 """Keyword arguments of the model."""

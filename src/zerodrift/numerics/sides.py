@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import DType, from_torch
-from zerodrift.errors import ConfigError, ZerodriftError
+from zerodrift.errors import ConfigError
 from zerodrift.numerics.apart import TokensApart, apart, share
 from zerodrift.numerics.compared import ComparedTokens, FarToken, batched, require_tokens
 from zerodrift.numerics.fates import TensorFate, fates_of, trained_tensors
 from zerodrift.numerics.replayed import Replays
 from zerodrift.numerics.roles import ROLES
+from zerodrift.numerics.runs import REFUSED
 from zerodrift.numerics.sampler import SamplerDtypes, sampler
 from zerodrift.numerics.sent import SentTensor
 from zerodrift.numerics.signals import Signals, flips_of
@@ -315,7 +316,7 @@ def _tried(
                 cells += _unlike_buffers(trainer, table)
                 replays = replace(given, table=table, dtypes=there, done={})
                 cells += _unlike_activations(replays, values)
-            except ZerodriftError:
+            except REFUSED:
                 continue  # the model has nothing of the kind, or not in that dtype
             if cells:
                 left = _left(theirs, taken(replays.whole([*values, *cells])[0]), whole)

@@ -109,8 +109,8 @@ def widened(plan: Plan, choices: Iterable[Choice], output: Output | None = None)
     for choice in choices:
         sets = _sets_wide(choice.cell)
         beside = _beside(plan, choice) if "compute" in sets else []
-        rules += [_rule(name, sets, output=output) for name in choice.names]
-        rules += [_rule(name, {"compute": _WIDE}, output=output) for name in beside]
+        rules += [rule(name, sets, output=output) for name in choice.names]
+        rules += [rule(name, {"compute": _WIDE}, output=output) for name in beside]
     return replace(plan.policy, rules=(*plan.policy.rules, *rules))
 
 
@@ -136,7 +136,7 @@ def _beside(plan: Plan, choice: Choice) -> list[str]:
 
 def pinned(plan: Plan, outputs: Mapping[str, Output | None]) -> Policy:
     """The policy of a plan, with these parameters in fp32 everywhere; each with what its module returns."""
-    rules = [_rule(name, dict(PIN), pin=True, output=output) for name, output in outputs.items()]
+    rules = [rule(name, dict(PIN), pin=True, output=output) for name, output in outputs.items()]
     return replace(plan.policy, rules=(*plan.policy.rules, *rules))
 
 
@@ -151,10 +151,10 @@ def only(plan: Plan, choices: Iterable[Choice], output: Output | None = None) ->
             row = plan.row(name)
             if row is None:
                 raise AssertionError(f"{name} is not in the plan")
-            rules.append(_rule(name, _sets_as(row, choice.cell), output=output))
+            rules.append(rule(name, _sets_as(row, choice.cell), output=output))
         if choice.cell == "compute":
             narrow = next(iter(rules[-1].sets))[1]
-            rules += [_rule(name, {"compute": narrow}, output=output) for name in _beside(plan, choice)]
+            rules += [rule(name, {"compute": narrow}, output=output) for name in _beside(plan, choice)]
     wide = reference(plan.policy)
     return replace(wide, rules=(*wide.rules, *rules))
 
@@ -176,10 +176,16 @@ def _sets_as(row: Row, cell: Cell) -> dict[str, str]:
     return {cell: str(getattr(update, cell))}
 
 
-def _rule(
-    name: str, sets: dict[str, str], *, pin: bool = False, output: Output | None = None
+def rule(
+    name: str,
+    sets: Mapping[str, str],
+    *,
+    pin: bool = False,
+    output: Output | None = None,
+    why: str = "the audit",
 ) -> ResolvedRule:
-    return ResolvedRule("glob", literal(name), "", tuple(sets.items()), pin, output, "the audit")
+    """A rule for the parameter of this name alone."""
+    return ResolvedRule("glob", literal(name), "", tuple(sets.items()), pin, output, why)
 
 
 def literal(name: str) -> str:
