@@ -17,6 +17,9 @@ from collections.abc import Mapping
 
 __version__ = "0.1.0"
 
+DEEPSPEED = "0.19.6"
+"""The version of DeepSpeed whose surface the drop-in has."""
+
 TESTED: Mapping[str, tuple[str, str]] = {
     "python": ("3.10", "3.13"),
     "torch": ("2.13", "2.15"),

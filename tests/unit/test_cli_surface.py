@@ -108,6 +108,7 @@ SURFACE = {
     ],
     "inspect": ["--debug", "--help", "--json", "--verify", "CHECKPOINT"],
     "replay": ["--debug", "--from", "--help", "--nproc", "--to", "RUN"],
+    "run": ["-- COMMAND...", "--as", "--config", "--debug", "--help", "--pin", "--set"],
     "sample": [
         "--chat",
         "--debug",

@@ -15,6 +15,8 @@ ROOMS: dict[str, set[str]] = {
     "dtypes": {"errors"},
     "mesh": {"errors"},
     "versions": set(),
+    "startup": {"errors"},
+    "alias": {"errors", "versions"},
     "optimizers": set(),
     "config": {"dtypes", "errors", "files", "mesh", "optimizers"},
     "model": {"dtypes", "errors", "files"},
@@ -37,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "observer": {
         *{"backends", "engine", "comm", "config", "model", "plan", "policy", "report"},
-        *{"dtypes", "errors"},
+        *{"dtypes", "errors", "startup"},
     },
     "numerics": {
         *{"observer", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
@@ -66,9 +68,11 @@ ROOMS: dict[str, set[str]] = {
     },
     "deepspeed": {
         *{"api", "io", "config", "engine", "comm", "optim", "plan", "policy", "dtypes", "errors"},
-        "optimizers",
+        *{"optimizers", "alias", "versions"},
     },
     "cli": {
+        "alias",
+        "startup",
         "observer",
         "numerics",
         "train",
@@ -177,7 +181,7 @@ def test_only_comm_calls_collectives() -> None:
 def test_no_room_reads_the_environment_but_those_that_may() -> None:
     allowed = {
         *("comm/mesh.py", "comm/rendezvous.py", "cli/streams.py"),
-        *("train/launch.py", "deepspeed/launch.py", "observer/launch.py"),
+        *("startup.py", "train/launch.py", "deepspeed/launch.py", "deepspeed/launcher/runner.py"),
         "engine/deterministic.py",  # sets what cuBLAS reads
     }
     for path in FILES:

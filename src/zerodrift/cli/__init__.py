@@ -1,8 +1,8 @@
 """The command line: thin verbs over the library. What a verb prints, `report` has written.
 
-The verbs are in `planning`, `checking`, `auditing`, `drifting`, `files` and `training`, their options in
-`options`, what `--help` says of them in `texts`, and how they end in `streams`. Rooms are imported inside the
-verbs, so that `--help` is instant and needs neither torch nor pydantic.
+The verbs are in `planning`, `checking`, `running`, `auditing`, `drifting`, `files` and `training`, their
+options in `options`, what `--help` says of them in `texts`, and how they end in `streams`. Rooms are imported
+inside the verbs, so that `--help` is instant and needs neither torch nor pydantic.
 
 Invariant: what zerodrift refuses ends as one message and exit code 2, never as a traceback.
 """
@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from zerodrift.cli import auditing, checking, drifting, files, planning, streams, texts, training
+from zerodrift.cli import auditing, checking, drifting, files, planning, running, streams, texts, training
 from zerodrift.versions import __version__
 
 app = typer.Typer(
@@ -53,6 +53,7 @@ for verb, line, text in (
     (planning.explain, "Show one parameter: its dtypes, their reasons, its slices.", texts.EXPLAIN),
     (planning.support, "Show which combinations are supported, and why others are not.", texts.SUPPORT),
     (checking.check, "Run a training command, and show which dtypes it has.", texts.CHECK),
+    (running.run, "Run a DeepSpeed command, unchanged, on zerodrift.", texts.RUN),
     (checking.diff, "Compare two tables that check saved.", texts.DIFF),
     (auditing.audit, "Measure what every dtype costs, and which pins pay.", texts.AUDIT),
     (drifting.drift, "Compare a trainer with a sampler, and show where drift comes from.", texts.DRIFT),

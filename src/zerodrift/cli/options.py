@@ -71,7 +71,7 @@ Inputs = Annotated[
 Parameter = Annotated[str, typer.Argument(metavar="PARAM", help="The full name of a parameter.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as a Markdown page.")]
 
-# --- check and diff ------------------------------------------------------------------------------------
+# --- check, run and diff -------------------------------------------------------------------------------
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="The command that trains, as it would be run.")
@@ -94,6 +94,29 @@ HtmlTable = Annotated[
 ]
 KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Let the command run to its end, and see the files it writes.")
+]
+StandInFor = Annotated[
+    str,
+    typer.Option("--as", metavar="NAME", help="What zerodrift stands in for: deepspeed, and no other yet."),
+]
+PinnedPatterns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="PATTERN",
+        help="Keep parameters in fp32 whose names match this glob, as in '*.router.*'. Repeatable.",
+    ),
+]
+AddedKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Add a key to every config, as in precision.reduce=fp32. Repeatable.",
+    ),
+]
+AddedFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Add the keys of a file to every config.")
 ]
 TableA = Annotated[Path, typer.Argument(metavar="A", help="A table that `check --save` wrote.")]
 TableB = Annotated[Path, typer.Argument(metavar="B", help="Another one.")]

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import argparse
 
+from zerodrift.alias import activate
 from zerodrift.deepspeed import accelerator, comm, ops, pipe, runtime, unsupported, utils, zero
 from zerodrift.deepspeed.accelerator import get_accelerator
-from zerodrift.deepspeed.alias import activate
 from zerodrift.deepspeed.assemble import initialize
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.launch import init_distributed
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from zerodrift.errors import ConfigError as DeepSpeedConfigError
+from zerodrift.versions import DEEPSPEED
 
-__version__ = "0.19.6"
-"""The version of DeepSpeed whose surface this is."""
-__version_major__, __version_minor__, __version_patch__ = 0, 19, 6
+__version__ = DEEPSPEED
+__version_major__, __version_minor__, __version_patch__ = map(int, DEEPSPEED.split("."))
 
 __all__ = [
     "DeepSpeedConfigError",

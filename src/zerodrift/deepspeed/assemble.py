@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerodrift.alias import errand
 from zerodrift.api import initialize as make_engine
+from zerodrift.config.additions import Additions
 from zerodrift.config.load import load
 from zerodrift.config.plain import plain
 from zerodrift.config.read import read
@@ -28,7 +31,7 @@ from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.ops import OVER_PARAMETERS
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
-from zerodrift.errors import ConfigError, ModelError, Problems, UnsupportedError
+from zerodrift.errors import ConfigError, ModelError, Problems, UnsupportedError, ZerodriftError
 from zerodrift.optim.flat import TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, either, meant
 
@@ -56,17 +59,38 @@ def initialize(  # DeepSpeed's thirteen parameters
             "model", "must be a torch.nn.Module", got=type(model).__name__, do="Pass `model=...`."
         )
     _refuse(mpu, mesh_param)
-    written = written_config(args, config, config_params)
+    passed = written_config(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank()
-    loaded = load(written)
-    built = _optimizer(optimizer, model_parameters, model, written)
-    has_one = built is not None or loaded.optimizer is not None
-    schedule = lr_scheduler if has_one else None
-    engine = make_engine(model, built, loaded, schedule=schedule, quiet=True)
+    with _with_additions(passed) as written:
+        loaded = load(written)
+        built = _optimizer(optimizer, model_parameters, model, written)
+        has_one = built is not None or loaded.optimizer is not None
+        schedule = lr_scheduler if has_one else None
+        engine = make_engine(model, built, loaded, schedule=schedule, quiet=errand() is None)
     wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer)
     return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
+
+
+@contextlib.contextmanager
+def _with_additions(passed: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A config with what `zerodrift run` adds to it; errors inside are told by its flags."""
+    given = errand()
+    if given is None:
+        yield passed
+        return
+    given.reached("initialized")
+    additions = Additions(dict(given.config), given.flags)
+    precision = passed.get("precision")
+    rules = precision.get("rules") if isinstance(precision, Mapping) else None
+    try:
+        yield additions.added_to(passed)
+    except ZerodriftError as error:
+        flagged = additions.flagged(error, len(rules or ()))
+        if flagged is error:
+            raise
+        raise flagged from None
 
 
 def _refuse(mpu: Any, mesh_param: Any) -> None:

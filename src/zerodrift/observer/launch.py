@@ -1,7 +1,7 @@
 """Runs somebody's command with a watcher in each of its Python processes, and collects what they saw.
 
-The command runs as it stands, with one folder before its `PYTHONPATH`: Python imports the `sitecustomize` in
-it at its start, which imports the one that would have been there, and waits for torch to be imported.
+The command runs as it stands. How something is put into every process is `startup`'s business; what is put
+there waits for torch to be imported (`process.py`).
 
 Invariant: no process of the command outlives the check, unless it was to go on and has not ended by itself.
 """
@@ -13,15 +13,14 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerodrift.errors import ZerodriftError
 from zerodrift.observer.seen import SeenProcess
+from zerodrift.startup import Start, failures, spawn, starting
 
 END = "end"
 """File that says that every process may end."""
@@ -55,24 +54,16 @@ def run(
     waiting: Callable[[], Any] = lambda: None,
 ) -> SeenRun:
     """Run it, and return when its processes have ended."""
-    with tempfile.TemporaryDirectory(prefix="zerodrift-check-") as folder:
-        place = Path(folder)
-        (place / "site").mkdir()
-        (place / "seen").mkdir()
-        (place / "site" / "sitecustomize.py").write_text(_start(place / "seen", steps, keep_going))
-        paths = [str(place / "site"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    start = Start("zerodrift.observer.start", "watch_with_torch", (steps, keep_going))
+    with starting(start, "zerodrift-check-") as folder:
+        seen = folder / "seen"
+        seen.mkdir()
+        child = spawn(command, folder, stdout, apart=True)
         try:
-            child = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)
-        except OSError as error:
-            raise ZerodriftError(
-                command[0], "must be a command that can be run", got=error.strerror or error
-            ) from None
-        try:
-            code = _wait(child, place / "seen", keep_going, waiting)
+            code = _wait(child, seen, keep_going, waiting)
         finally:
             _end(child)
-        return _collected(code, place / "seen")
+        return _collected(code, folder, seen)
 
 
 def _wait(child: subprocess.Popen[bytes], seen: Path, keep_going: bool, waiting: Callable[[], Any]) -> int:
@@ -115,7 +106,7 @@ def _reports(seen: Path) -> list[SeenProcess]:
     return [SeenProcess.from_json(json.loads(path.read_text())) for path in sorted(seen.glob("*.json"))]
 
 
-def _collected(code: int, seen: Path) -> SeenRun:
+def _collected(code: int, folder: Path, seen: Path) -> SeenRun:
     reports = _reports(seen)
     stepped = [report for report in reports if report.steps]
     together = [report for report in stepped if report.world > 1]
@@ -123,65 +114,5 @@ def _collected(code: int, seen: Path) -> SeenRun:
         code=code,
         processes=sorted(together or stepped, key=lambda report: report.rank),
         idle=[report for report in reports if not report.steps],
-        failures=[path.read_text() for path in sorted(seen.glob("*.failed"))],
+        failures=failures(folder),
     )
-
-
-def _start(seen: Path, steps: int, keep_going: bool) -> str:
-    """The text of `sitecustomize.py`. It may run in a Python that has no zerodrift: then ours is found."""
-    package = Path(__file__).resolve().parents[1]
-    return _START.format(
-        package=str(package), seen=str(seen), settings=repr((str(seen), steps, keep_going)), line=repr("\n")
-    )
-
-
-_START = '''\
-import importlib.machinery, importlib.util, os, sys
-
-_HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
-
-
-class _Zerodrift:
-    """Found where no other is."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name == "zerodrift":
-            folder = {package!r}
-            return importlib.util.spec_from_file_location(
-                name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
-            )
-
-
-def _watch():
-    sys.meta_path.append(_Zerodrift)
-    from zerodrift.observer.imports import when_imported
-
-    def begin(torch):
-        try:
-            from zerodrift.observer.process import begin
-
-            begin(*{settings})
-        except Exception as error:
-            _failed(error)
-
-    when_imported("torch", begin)
-
-
-def _failed(error):
-    with open(os.path.join({seen!r}, str(os.getpid()) + ".failed"), "w") as file:
-        file.write(sys.executable + ": " + type(error).__name__ + ": " + str(error))
-
-
-try:
-    _watch()
-except Exception as error:
-    _failed(error)
-
-_other = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
-if _other is not None and _other.loader is not None:
-    _module = importlib.util.module_from_spec(_other)
-    sys.modules["sitecustomize"] = _module
-    _other.loader.exec_module(_module)
-'''

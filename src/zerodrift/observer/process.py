@@ -1,6 +1,6 @@
 """Begins to watch in a process of somebody's command, and leaves what was seen for `check`.
 
-Called by the `sitecustomize` that `launch` writes, when the process has imported torch. Processes that never
+Called by `start`, when the process has imported torch. Processes that never
 train (launchers, workers of data loaders) leave an empty record, or none.
 """
 

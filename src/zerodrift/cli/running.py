@@ -1,0 +1,137 @@
+"""The verb over commands that were written for something else: `run`.
+
+Invariant: no process of the command gets the installed DeepSpeed for a name that was to be zerodrift's,
+without a word of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from zerodrift import alias, startup
+from zerodrift.cli import options, streams
+from zerodrift.errors import ZerodriftError
+from zerodrift.versions import DEEPSPEED, __version__
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are the command's. SIGINT comes to it from the terminal."""
+
+_DEAF = (
+    "Python must read PYTHONPATH: no `python -I`, `-E` or `-S`, no PYTHONPATH that replaces the one given."
+)
+
+
+def run(
+    command: options.Command,
+    as_: options.StandInFor = alias.NAME,
+    pin: options.PinnedPatterns = None,
+    set_: options.AddedKeys = None,
+    config: options.AddedFile = None,
+    debug: options.Debug = False,
+) -> None:
+    """Run a command in which `import deepspeed` is zerodrift."""
+    with streams.errors(debug):
+        if as_ != alias.NAME:
+            raise ZerodriftError("--as", f"must be {alias.NAME}", got=repr(as_))
+        _require_first(command)
+        added, flags = _additions(config, set_ or [], pin or [])
+        code = _run(command, added, flags)
+    if code:
+        raise typer.Exit(code)
+
+
+def _require_first(command: list[str]) -> None:
+    """This can reach the command's processes, and nobody else does."""
+    option = startup.deaf(command)
+    if option:
+        raise ZerodriftError(
+            shlex.join(command),
+            "must run a Python that reads PYTHONPATH",
+            got=f"`{option}`",
+            do="Leave it out.",
+        )
+    if alias.errand() is not None:
+        raise ZerodriftError(
+            "zerodrift run",
+            "must not be inside another one",
+            got="a process of `zerodrift run`",
+            do="Leave one of the two out.",
+        )
+
+
+def _additions(
+    config: Path | None, sets: list[str], pins: list[str]
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Keys to add to every config, and the flags that they came by."""
+    if config is None and not sets and not pins:
+        return {}, {}
+    from zerodrift.config.additions import Additions
+
+    additions = Additions.of(config, sets, pins)
+    return additions.config, dict(additions.flags)
+
+
+def _run(command: list[str], added: dict[str, object], flags: dict[str, str]) -> int:
+    start = startup.Start("zerodrift.alias", "begin", (added, flags), guarded=(alias.NAME,))
+    with startup.starting(start, "zerodrift-run-") as folder:
+        _write_launcher(folder / "bin" / "deepspeed")
+        more = f"; added to its config: {', '.join(flags.values())}" if flags else ""
+        _say(f"`{alias.NAME}` is zerodrift {__version__}, with the names of DeepSpeed {DEEPSPEED}{more}")
+        child = startup.spawn(command, folder)
+        with _signals(child):
+            code = child.wait()
+        return _judged(folder, code if code >= 0 else 128 - code, flags)
+
+
+def _write_launcher(path: Path) -> None:
+    """The command `deepspeed`, for where it is not installed."""
+    path.parent.mkdir()
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m deepspeed.launcher.runner "$@"\n')
+    path.chmod(0o755)
+
+
+@contextlib.contextmanager
+def _signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """What is sent to this process goes to the command."""
+    before = {number: signal.signal(number, lambda it, _: child.send_signal(it)) for number in _FORWARDED}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _judged(folder: Path, code: int, flags: dict[str, str]) -> int:
+    """The command's exit code; that of a refusal where it did not run on zerodrift."""
+    reached = {path.name for path in folder.iterdir()}
+    failures = startup.failures(folder)
+    for failure in failures:
+        print(f"zerodrift: error: {failure}", file=sys.stderr)
+    if failures and "imported" not in reached:
+        return code or streams.USAGE
+    if "started" not in reached:
+        error = ZerodriftError(
+            "zerodrift run", "must reach the Python processes of the command", got="none", do=_DEAF
+        )
+        print(f"zerodrift: error: {error}", file=sys.stderr)
+        return code or streams.USAGE
+    if "imported" not in reached:
+        _say(f"no process imported `{alias.NAME}` from zerodrift. If one was to: {_DEAF}")
+    elif "initialized" not in reached and flags:
+        _say(
+            f"no process called `{alias.NAME}.initialize`: nothing was done with {', '.join(flags.values())}"
+        )
+    return code
+
+
+def _say(text: str) -> None:
+    print(f"zerodrift run: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,204 @@
+"""`zerodrift run -- COMMAND`: `deepspeed` is zerodrift in every Python process below, or somebody says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PYTHON = sys.executable
+
+SEEN = """
+import importlib.metadata, importlib.util
+assert importlib.util.find_spec("deepspeed") is not None
+import sys
+assert "torch" not in sys.modules, "nothing of the drop-in is imported before it is asked for"
+loader = importlib.util.find_spec("deepspeed").loader
+print(importlib.metadata.version("deepspeed"), type(loader).__module__)
+"""
+"""What a script sees without an import of DeepSpeed, which takes seconds."""
+
+TRAIN = """
+import argparse, deepspeed, os, torch
+from deepspeed.utils import safe_get_full_fp32_param
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=-1)
+given = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+engine, *_ = deepspeed.initialize(args=given, model=model, model_parameters=model.parameters())
+loss = engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+engine.backward(loss)
+engine.step()
+print("rank", engine.global_rank, "of", engine.world_size, "at", os.environ["LOCAL_RANK"], given.local_rank)
+print("trained on", type(engine).__module__, engine.running.plan.row("1.weight").columns.pinned)
+"""
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def zerodrift(*arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [PYTHON, "-m", "zerodrift", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "seen.py").write_text(SEEN)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_every_python_below_finds_it_and_its_version(folder: Path) -> None:
+    (folder / "outer.sh").write_text(f"{PYTHON} seen.py && {PYTHON} inner.py && exit 7\n")
+    (folder / "inner.py").write_text(
+        "import multiprocessing, runpy, subprocess, sys\n"
+        "subprocess.run([sys.executable, 'seen.py'], check=True)\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=runpy.run_path, args=('seen.py',))\n"
+        "    child.start(); child.join(); sys.exit(child.exitcode)\n"
+    )
+    done = zerodrift("run", "--", "sh", "outer.sh", folder=folder)
+    assert done.returncode == 7, done.stderr
+    # The spawned process imports `inner.py` once more.
+    assert done.stdout.split("\n")[:-1] == ["0.19.6 zerodrift.alias"] * 4
+    assert "`deepspeed` is zerodrift" in done.stderr and "DeepSpeed 0.19.6" in done.stderr
+    assert "no process imported `deepspeed`" in done.stderr
+
+
+def test_a_script_trains_with_the_pins_and_keys_of_the_command_line(folder: Path) -> None:
+    (folder / "more.yaml").write_text("gradient_clipping: 0.5\n")
+    added = ["--pin", "1.*", "--set", "precision.reduce=fp32", "--config", "more.yaml"]
+    command = [PYTHON, "train.py", "--deepspeed", "--deepspeed_config", "ds.json"]
+    done = zerodrift("run", *added, "--", *command, folder=folder, LOCAL_RANK="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained on zerodrift.deepspeed.engine True" in done.stdout
+    assert "--pin 1.*" in done.stderr and "--set precision.reduce=fp32" in done.stderr
+    assert "precision.rules[0]: '1.*'" in done.stdout, "the plan is printed"
+    assert "no process" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "precision.redcue=fp32"], "`--set precision.redcue=fp32`: must be a key of `precision`"),
+        (["--set", "precision.reduce"], "`--set precision.reduce`: must be `dotted.path=value`"),
+        (["--set", "precision.mode=bf17"], "`--set precision.mode=bf17`: must be"),
+        (
+            ["--set", "wall_clock_breakdown=true"],
+            "`--set wall_clock_breakdown=true`: must be a key that decides",
+        ),
+        (["--config", "ds.jsn"], "`ds.jsn`: must exist; got no such file. Did you mean `ds.json`?"),
+        (["--as", "fsdp"], "`--as`: must be deepspeed; got 'fsdp'"),
+        (["--"], "PYTHONPATH"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_added_is_said_before_anything_starts(
+    arguments: list[str], said: str, folder: Path
+) -> None:
+    command = [PYTHON, "-I", "seen.py"] if arguments == ["--"] else ["--", PYTHON, "seen.py"]
+    done = zerodrift("run", *arguments, *command, folder=folder)
+    assert done.returncode == 2 and said in done.stderr and not done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (
+            ["--set", "zero_optimization.stage=3"],
+            "`--set zero_optimization.stage=3`: must not contradict the config that the command passes; got "
+            "`zero_optimization.stage: 2` there",
+        ),
+        (["--pin", "*.router.*"], "`--pin *.router.*`: must match"),
+    ],
+)
+def test_what_does_not_fit_the_commands_config_is_told_by_its_flag(
+    flag: list[str], said: str, folder: Path
+) -> None:
+    command = [PYTHON, "train.py", "--deepspeed_config", "ds.json"]
+    done = zerodrift("run", *flag, "--", *command, folder=folder)
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+
+
+def test_a_command_that_does_not_exist_is_named(folder: Path) -> None:
+    done = zerodrift("run", "--", "no-such-program", folder=folder)
+    assert done.returncode == 2 and "`no-such-program`: must be a command" in done.stderr
+
+
+@pytest.mark.parametrize("way", ["-I", "PYTHONPATH"])
+def test_python_that_ignores_the_environment_is_not_silent(way: str, folder: Path) -> None:
+    start = f"{PYTHON} -I" if way == "-I" else f"env -u PYTHONPATH {PYTHON}"
+    (folder / "all.sh").write_text(f"{start} -c 'print(1)'\n")
+    done = zerodrift("run", "--", "sh", "all.sh", folder=folder)
+    assert done.returncode == 2 and "must reach the Python processes of the command" in done.stderr
+    assert done.stdout == "1\n"
+
+
+def test_deepspeed_that_was_imported_already_ends_the_process(folder: Path) -> None:
+    site = folder / "site"
+    site.mkdir()
+    (site / "deepspeed.py").write_text("")
+    (folder / "make.py").write_text(
+        "import sys, sysconfig, subprocess, venv\n"
+        "venv.create('v')\n"
+        "import glob, pathlib\n"
+        "(place,) = glob.glob('v/lib/python*/site-packages')\n"
+        "pathlib.Path(place, 'a.pth').write_text('import sys; sys.path.append(\"site\"); import deepspeed')\n"
+    )
+    subprocess.run([PYTHON, "make.py"], cwd=folder, check=True)
+    done = zerodrift("run", "--", "v/bin/python", "-c", "print('went on')", folder=folder)
+    assert done.returncode == 2 and "must be called before DeepSpeed is imported" in done.stderr
+    assert "went on" not in done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_signal_is_the_commands(folder: Path) -> None:
+    text = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(9))\n"
+    text += "print(1, flush=True)\ntime.sleep(60)"
+    command = [PYTHON, "-m", "zerodrift", "run", "--", PYTHON, "-c", text]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder)
+    assert process.stdout is not None and process.stdout.readline() == b"1\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 9
+
+
+def test_the_command_deepspeed_is_there_where_deepspeed_is_not(folder: Path) -> None:
+    launch = ["deepspeed", "--num_gpus", "2", "--master_port", "29713", "train.py"]
+    done = zerodrift(
+        "run",
+        "--",
+        *launch,
+        "--deepspeed",
+        "--deepspeed_config",
+        "ds.json",
+        folder=folder,
+        PATH="/usr/bin:/bin",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {f"rank {rank} of 2 at {rank} {rank}" for rank in (0, 1)} <= set(done.stdout.splitlines())
+    done = zerodrift(
+        "run", "--", "deepspeed", "--num_nodes=2", "train.py", folder=folder, PATH="/usr/bin:/bin"
+    )
+    assert done.returncode == 2 and "torchrun --nnodes" in done.stderr
