@@ -314,18 +314,22 @@ def two_writers(folder: str) -> Any:
     engine = make(config(3, "bf16"))
     other = Checkpoints(engine, folder, quiet=True)
     not_mine = refused(other.save)
+    at_once = refused(lambda: train(engine, 1))
+    engine.zero_grad()
     other.load()
+    train(engine, 1)
     other.save("mine-now")
     engine.destroy()
-    return while_held, not_mine
+    return while_held, not_mine, at_once
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     results = run_ranks(two_writers, 2, str(tmp_path))
     assert results[0] == results[1]
-    while_held, not_mine = results[0]
+    while_held, not_mine, at_once = results[0]
     assert "must have one writer; got process" in while_held and "save to another folder" in while_held
     assert f"must hold checkpoints of this run alone; got {OLD}, now, {NEW} of another" in not_mine
+    assert at_once == not_mine, "with the first step, before work is lost"
 
 
 # --- a rank that dies -------------------------------------------------------------------------------------

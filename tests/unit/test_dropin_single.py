@@ -18,7 +18,7 @@ import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.unsupported import NotHereError
 from zerodrift.deepspeed.utils import zero_to_fp32
-from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
+from zerodrift.errors import CheckpointError, ConfigError, MeshError, ModelError, UnsupportedError
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -324,3 +324,28 @@ def test_a_state_dict_goes_in_and_out() -> None:
     with pytest.raises(UnsupportedError, match="keep_vars"):
         engine.module_state_dict(keep_vars=True)
     assert isinstance(engine.optimizer, DeepSpeedOptimizer)
+
+
+def test_a_second_run_replaces_the_tags_of_the_first(tmp_path: Path) -> None:
+    first, *_ = make()
+    step(first)
+    first.save_checkpoint(tmp_path, "a", client_state={"run": 1})
+    first.save_checkpoint(tmp_path, "b", client_state={"run": 1})
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "mp_rank_00_model_states.pt").write_bytes(b"as DeepSpeed leaves it")
+    second, *_ = make()
+    step(second)
+    step(second)
+    for tag in ("theirs", "a"):
+        second.save_checkpoint(tmp_path, tag, client_state={"run": 2})
+    after = step(second)
+    third, *_ = make()
+    assert third.load_checkpoint(tmp_path)[1] == {"run": 2}
+    assert step(third) == after and third.global_steps == 3
+    assert third.load_checkpoint(tmp_path, "b")[1] == {"run": 1}
+    assert third.load_checkpoint(tmp_path, "theirs")[1] == {"run": 2}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(CheckpointError, match="holds something else"):
+        third.save_checkpoint(tmp_path, "mine")

@@ -425,7 +425,7 @@ class DeepSpeedEngine(nn.Module):
         path = os.path.realpath(folder)
         if self._checkpoints is None or self._checkpoints[0] != path:
             run = "" if self._checkpoints is None else self._checkpoints[1].run
-            self._checkpoints = (path, Checkpoints(self._engine, folder, quiet=True, run=run))
+            self._checkpoints = (path, Checkpoints(self._engine, folder, quiet=True, run=run, shared=True))
         return self._checkpoints[1]
 
     def save_checkpoint(

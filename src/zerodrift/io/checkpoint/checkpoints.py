@@ -45,7 +45,8 @@ from zerodrift.io.checkpoint.manifest import (
     read_manifest,
     read_plan,
 )
-from zerodrift.io.checkpoint.writing import Head, RankContents, Save
+from zerodrift.io.checkpoint.writing import Head, RankContents, Save, require_own
+from zerodrift.io.deepspeed.files import is_deepspeed
 
 if TYPE_CHECKING:
     from zerodrift.comm.collectives import Collectives
@@ -106,21 +107,30 @@ class Checkpoints:
         asynchronous: bool = False,
         quiet: bool = False,
         run: str = "",
+        shared: bool = False,
     ) -> None:
         """`keep` is how many are kept of those whose tag is not chosen; 0 keeps all. `asynchronous` copies
         the state and writes it beside training. `quiet` says nothing on rank 0. `run` is of a run that also
-        saves elsewhere; one is drawn without it."""
+        saves elsewhere; one is drawn without it. A folder that holds another run's checkpoints is refused,
+        with the first step, unless one of them has been loaded by then. One that is `shared` is not, and a
+        tag there may replace another run's, or DeepSpeed's own."""
         if type(keep) is not int or keep < 0:
             raise CheckpointError("keep", "must be a whole number of at least 0", got=repr(keep))
         self._engine = engine
         self._comm: Collectives = engine.comm
-        self._folder = CheckpointFolder(folder)
+        self._folder = CheckpointFolder(folder, is_deepspeed) if shared else CheckpointFolder(folder)
         self._keep = keep
         self._asynchronous = asynchronous
         self._quiet = quiet
-        self.run = run or self._comm.broadcast_object(uuid.uuid4().hex, 0)
-        """Which run this is; that of a checkpoint that was loaded, from then on."""
+        lead = self._comm.mesh.rank() == 0
+        found = (run or uuid.uuid4().hex, self._folder.runs_found() if lead and not shared else {})
+        self.run, self._runs = self._comm.broadcast_object(found, 0)
+        """Which run this is; that of a checkpoint that was loaded, from then on. And whose checkpoints were
+        there before."""
+        self._shared = shared
         self._pending: tuple[Save, Head | None] | None = None
+        if self._runs and engine.progress.background is None:
+            engine.progress.background = self
         self.digest: Digest | None = None
         """Of the state that was saved or loaded last; None where none was, or it was converted."""
 
@@ -156,7 +166,7 @@ class Checkpoints:
             return contents.head(engine, self.run, named, ranks, digest, frozen)
 
         head = everywhere(comm, summarize)
-        under_way = Save(comm, self._folder, named, self.run, latest)
+        under_way = Save(comm, self._folder, named, None if self._shared else self.run, latest)
         name = states.own_file(comm.mesh.rank())
         if self._asynchronous:
             self._pending = (under_way, head)
@@ -174,8 +184,11 @@ class Checkpoints:
             self._say_saved(save.finish(head, self._keep))
 
     def check(self) -> None:
-        """Called by the engine in every step while a save is under way."""
-        if self._pending is not None and self._pending[0].done():
+        """Called by the engine in every step while a save is under way, and in the first."""
+        if self._pending is None:
+            self._engine.progress.background = None
+            require_own(self._folder, self._runs, self.run)
+        elif self._pending[0].done():
             self.wait()
 
     finish = wait

@@ -102,8 +102,12 @@ def _no_tag(path: Path, got: str) -> CheckpointError:
 class CheckpointFolder:
     """The checkpoints below one path. Whoever changes anything holds the folder's lock."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], replaceable: Callable[[Path], bool] = lambda path: False
+    ) -> None:
+        """`replaceable` says of a folder that is no checkpoint of ours whether one may replace it."""
         self.path = Path(path)
+        self._replaceable = replaceable
 
     def tags(self) -> list[str]:
         """The checkpoints, oldest first by the step they were saved at. What is damaged comes first."""
@@ -119,6 +123,13 @@ class CheckpointFolder:
             except CheckpointError:
                 runs[tag] = ""
         return runs
+
+    def runs_found(self) -> dict[str, str]:
+        """The same of what can be read; a folder that cannot be is told by whoever uses it."""
+        try:
+            return self.runs()
+        except (CheckpointError, OSError):
+            return {}
 
     def unfinished(self) -> list[Path]:
         """Saves that are under way or were cut short."""
@@ -239,7 +250,7 @@ class CheckpointFolder:
         if not exists(home):
             return
         got = "a link" if home.is_symlink() else "" if home.is_dir() else "a file"
-        if not got and not _is_checkpoint(home) and any(home.iterdir()):
+        if not got and not _is_checkpoint(home) and not self._replaceable(home) and any(home.iterdir()):
             got = "a folder that holds something else"
         if got:
             raise CheckpointError(

@@ -10,7 +10,7 @@ Invariant: a tag appears in the folder if and only if every rank has written all
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,26 @@ class _Outcome:
     error: ZerodriftError | None = None
 
 
+def require_own(folder: CheckpointFolder, runs: Mapping[str, str], run: str) -> None:
+    """That all checkpoints of a folder are one run's. `runs` has whose each is, by tag."""
+    others = [tag for tag, owner in runs.items() if owner not in ("", run)]
+    if others:
+        raise CheckpointError(
+            folder.path,
+            "must hold checkpoints of this run alone",
+            got=f"{', '.join(others[:5])} of another",
+            do="Load one of them first to go on with it, or save to another folder.",
+        )
+
+
 class Save:
     """A save under way."""
 
     def __init__(
-        self, comm: Collectives, folder: CheckpointFolder, tag: str, run: str, latest: bool = True
+        self, comm: Collectives, folder: CheckpointFolder, tag: str, run: str | None, latest: bool = True
     ) -> None:
-        """Collective: rank 0 takes the lock and makes a folder to write into, or all raise. Without `latest`
-        the file of that name goes on naming another."""
+        """Collective: rank 0 takes the lock and makes a folder to write into, or all raise. Without `run` the
+        folder may hold any run's checkpoints; without `latest` the file of that name goes on naming another."""
         self._comm, self._folder, self._tag = comm, folder, tag
         self._latest = latest
         self._rank = comm.mesh.rank()
@@ -89,19 +101,13 @@ class Save:
                 self._drop()
         self._path = _of_rank_0(comm, path)
 
-    def _begin(self, run: str) -> Path:
-        self._new = self._folder.begin(self._tag, lambda: self._require_own(run))
-        return self._new.path
+    def _begin(self, run: str | None) -> Path:
+        def check() -> None:
+            if run is not None:
+                require_own(self._folder, self._folder.runs(), run)
 
-    def _require_own(self, run: str) -> None:
-        others = [tag for tag, owner in self._folder.runs().items() if owner not in ("", run)]
-        if others:
-            raise CheckpointError(
-                self._folder.path,
-                "must hold checkpoints of this run alone",
-                got=f"{', '.join(others[:5])} of another",
-                do="Load one of them first to go on with it, or save to another folder.",
-            )
+        self._new = self._folder.begin(self._tag, check)
+        return self._new.path
 
     # --- alone --------------------------------------------------------------------------------------------
 
