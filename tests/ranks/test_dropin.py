@@ -191,19 +191,6 @@ def test_parameters_without_an_engine() -> None:
     run_ranks(outside, 2)
 
 
-def external() -> None:
-    model = Model()
-    engine = make(3, model)
-    deepspeed.zero.register_external_parameter(model.blocks[0], model.head.weight)  # the root's: always there
-    with pytest.raises(UnsupportedError, match=r"blocks.1.linear.weight.*sharding.units"):
-        deepspeed.zero.register_external_parameter(model.blocks[0], model.blocks[1].linear.weight)
-    engine.destroy()
-
-
-def test_a_parameter_of_another_unit_is_refused_before_it_is_nan() -> None:
-    run_ranks(external, 2)
-
-
 # --- states -----------------------------------------------------------------------------------------------
 
 

@@ -79,23 +79,22 @@ def generation(stage: int) -> Any:
 
 
 def calls_of_parts(stage: int) -> Any:
-    """A unit by itself gathers itself; a part of one says what to do."""
+    """A unit that is called by itself gathers itself, and so does a part of one, in no forward too."""
     engine, plain = pair(GPT(tied=False), stage)
     x = torch.ones(1, 3, 32)
-    expected = plain.layers[1](x)
-    problems = [] if torch.equal(engine.module.layers[1](x), expected) else ["a unit"]
-    part, name = engine.module.layers[1].mlp.up, "layers.1.mlp.up"
-    if sharded(engine, stage):
-        engine.zero_grad()
-        for unit in engine.executor.units:
-            unit.forget()
-        with pytest.raises(
-            ModelError, match=rf"`{name}`: its parameters must be gathered .*`engine.gathered"
-        ):
-            part(x)
-    with engine.gathered():
-        if not torch.equal(part(x), plain.layers[1].mlp.up(x)):
-            problems.append("a part")
+    problems, losses = [], [torch.zeros(()), torch.zeros(())]
+    for path in ("layers.1", "layers.1.mlp.up", "layers.0.mlp", "norm"):
+        found, expected = engine.module.get_submodule(path)(x), plain.get_submodule(path)(x)
+        if not torch.equal(found, expected):
+            problems.append(path)
+        losses = [loss + out.square().mean() for loss, out in zip(losses, (found, expected), strict=True)]
+    with torch.no_grad():
+        engine.module.layers[0].attention.out(x)
+    engine.backward(engine(batch(0)) + losses[0])
+    (plain(batch(0)) + losses[1]).backward()
+    problems += differs(engine, plain)
+    if sharded(engine, stage) and any(unit.is_full for unit in engine.executor.units):
+        problems.append("something stays gathered")
     engine.destroy()
     return problems
 

@@ -11,6 +11,8 @@ is one that is not gathered where a module computes with it.
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +21,6 @@ from torch import nn
 
 from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.engine.attached import LOAD
-from zerodrift.engine.unit import not_gathered
 from zerodrift.errors import ModelError, Problem, Problems
 
 
@@ -144,3 +145,28 @@ def _problem(member: Member, current: nn.Parameter | None, *, stepping: bool) ->
             do="Set it before `initialize`, and build the engine anew to change it.",
         )
     return None
+
+
+def not_gathered(path: str, unit: str) -> ModelError:
+    """For a module of a unit that is called while the unit is not gathered."""
+    todo = "Call the model"
+    if unit:
+        todo = (
+            f"Call `{unit}` itself, not its parts or its `forward`, or write `sharding.units: "
+            f"{finer(unit, path + '.')}`, so that its parts are gathered by themselves; else call "
+            f"the model"
+        )
+    return ModelError(
+        path or "model",
+        "its parameters must be gathered when it is called",
+        got="sharded ones",
+        do=f"{todo}, or call it inside `engine.gathered()`.",
+    )
+
+
+def finer(unit: str, name: str) -> str:
+    """Globs for `sharding.units` that make units of the parts of a unit, down to what holds a parameter; as
+    they are written in a config."""
+    depth = name.count(".") - unit.count(".") - 1 if unit else 0
+    shape = re.sub(r"(?<![^.])\d+(?![^.])", "*", unit)
+    return json.dumps([shape + ".*" * deep for deep in range(1, max(1, depth) + 1)])

@@ -27,7 +27,6 @@ from zerodrift.deepspeed.launch import local_rank
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.parameters import mark_parameters, unmark
 from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader, make_loader
-from zerodrift.deepspeed.zero import external
 from zerodrift.deepspeed.zero.slices import release
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import Problem, UnsupportedError
@@ -72,7 +71,6 @@ class DeepSpeedEngine(nn.Module):
         for parameter in self.module.parameters():
             release(parameter)
         mark_parameters(engine)
-        external.check(engine)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._batches: Iterator[Any] | None = None
         """What `train_batch` reads where it gets no iterator."""

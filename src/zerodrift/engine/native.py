@@ -38,7 +38,7 @@ from zerodrift.engine.scale import (
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import trained
 from zerodrift.engine.traversal import Traversal
-from zerodrift.engine.unit import LiveUnit, guard, in_transform, refuse_wrapper
+from zerodrift.engine.unit import LiveUnit, attach_parts, in_transform, refuse_wrapper
 from zerodrift.engine.update_function import choose_update_function
 from zerodrift.engine.values import SegmentValues
 from zerodrift.experts.dispatch import distribute_experts
@@ -83,7 +83,7 @@ class NativeExecutor:
         self.gradients = Gradients(self.units, self._traversal, policy.averaging.before)
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self._handles: list[Any] = self._attach()
-        self._handles += [*guard(model, self.segments), refuse_wrapper(model)]
+        self._handles += [*attach_parts(model, self.units), refuse_wrapper(model)]
         self._handles += distribute_experts(self.part, model, comm)
         self.attached = AttachedParameters(model, self.segments)
         self._handles += self.attached.attach()

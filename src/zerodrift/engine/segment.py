@@ -26,6 +26,8 @@ forward does so in all of them. In the same way ranks compare what is frozen and
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,6 +96,8 @@ class FlatSegment:
         """How often each parameter is held while no graph has saved it."""
         self.starts = [row.offset for row in rows]
         """Of each row, in elements."""
+        self.lender: Callable[[], Callable[[], bool] | None] | None = None
+        """A weak reference to what gathers the unit for somebody else's forward; see `LiveUnit.borrow`."""
         self._absences: list[type] = []
         """The class of each parameter while it is not there."""
         self._absent = torch.empty(0)
@@ -157,7 +161,8 @@ class FlatSegment:
         self._show(self.stubs)
         if not self._absences:
             pairs = zip(self.parameters, self.rows, strict=True)
-            self._absences = [ungathered_class(row.name) for parameter, row in pairs]
+            borrow = _borrow(weakref.ref(self))
+            self._absences = [ungathered_class(row.name, borrow) for parameter, row in pairs]
         for parameter, kind in zip(self.parameters, self._absences, strict=True):
             mark_ungathered(parameter, kind)
 
@@ -429,6 +434,17 @@ class FlatSegment:
             for row, (start, end) in zip(self.rows, spans, strict=True)
             if blocks[start * size // BYTES : -(-end * size // BYTES)].any()
         ]
+
+
+def _borrow(segment: weakref.ref[FlatSegment]) -> Callable[[], bool]:
+    """What the parameters of a segment ask while they are not there; they do not keep it alive."""
+
+    def borrow() -> bool:
+        held = segment()
+        lender = None if held is None or held.lender is None else held.lender()
+        return lender is not None and lender()
+
+    return borrow
 
 
 def _holders(flat: torch.Tensor) -> int:

@@ -29,7 +29,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -129,6 +129,8 @@ class Traversal:
         self.checksum = 0
         """See [Note: order]; the engine clears it in every step."""
         self._arrange([unit for unit in units if not unit.is_root])
+        self.under_way: list[Any] = []
+        """Units whose forward is under way, the innermost last."""
         self._meet = meet
         """None as soon as the order is known; see [Note: learned order]."""
         self._before = {

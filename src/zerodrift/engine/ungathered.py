@@ -15,7 +15,7 @@ Invariant: no number comes out of an absent parameter, and nothing that is writt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,10 +50,14 @@ class UngatheredParameter(nn.Parameter):
     kind: type = nn.Parameter
     """The class that it is of while its values are there."""
     lost = False
+    borrow: Callable[[], bool]
+    """Gathers it, where that is possible: in a forward. Returns whether it did."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, asks = _what(func)
+        if asks and not cls.lost and cls.borrow():
+            return func(*args, **(kwargs or {}))  # with the classes that the arguments are of now
         # What torch's page on subclasses writes, and in `torch._C` for all that (2.13 to 2.15).
         with torch._C.DisableTorchFunctionSubclass():
             if not asks:
@@ -148,9 +152,9 @@ def _refusal(path: str, what: str, is_lost: bool) -> ModelError:
     )
 
 
-def ungathered_class(path: str) -> type[UngatheredParameter]:
+def ungathered_class(path: str, borrow: Callable[[], bool]) -> type[UngatheredParameter]:
     """The class of a parameter of that name while it is not there."""
-    return type("UngatheredParameter", (UngatheredParameter,), {"path": path})
+    return type("UngatheredParameter", (UngatheredParameter,), {"path": path, "borrow": staticmethod(borrow)})
 
 
 def mark_ungathered(parameter: Any, absent: Any) -> None:

@@ -24,6 +24,11 @@ it builds, and nothing there ever tells.
 is gathered and released around a forward in there, and that is all: no hook of ours is on a tensor that is
 not there outside of the transform, and a graph that has saved a buffer holds it.
 
+[Note: parts] A script calls what is inside of a block and never the block, or `block.forward`, or uses a
+weight of one block in another. A part that is called while its unit is not under way counts as a forward of
+the unit. A parameter that is asked for in a forward elsewhere is gathered with its unit, on the spot and on
+every rank, and let go where that forward ends, or asks for one of another unit.
+
 [Note: copies] A deep copy of a module carries its hooks along, and they are ours. A hook that is called for
 another module than the unit's does nothing: a copy is a plain module.
 
@@ -34,8 +39,8 @@ ours is one of them: then it is, first.
 
 from __future__ import annotations
 
-import json
-import re
+import contextlib
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -99,12 +104,17 @@ class LiveUnit:
         """The way through all units that this one is on."""
         self._calls: list[ForwardInputs] = []
         """Forwards under way, the innermost last."""
+        self._borrowed: list[LiveUnit] = []
+        """Units whose parameters its forward uses."""
         self._first, self._last = -1, [-1]
+        self._backward: Backward
         self._before_backward: Any = None
         """Hooks of the module, by number."""
         self._begins: Callable[[], None]
         self._gathers = any(segment.gathers for segment in segments)
         self.trained = trained(segments)
+        for segment in segments:
+            segment.lender = weakref.WeakMethod(self.borrow)
 
     def __repr__(self) -> str:
         return f"LiveUnit({self.spec.name or 'root'})"
@@ -153,6 +163,8 @@ class LiveUnit:
         """What was under way is not: an exception ended it."""
         self.uses = 0
         self._calls.clear()
+        self._borrowed.clear()
+        self.traversal.under_way.clear()
         self.release()
 
     # --- what a backward reaches --------------------------------------------------------------------------
@@ -175,63 +187,21 @@ class LiveUnit:
 
     def attach(self, backward: Backward) -> list[Any]:
         """Put the hooks on the module; returns their handles."""
+        self._backward = backward
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not self.module:
                 return  # see [Note: copies]
             self.take_places()
-            if in_transform():
-                self._calls.append(ForwardInputs((), BEFORE_ALL))
-                with temporarily_clear_interpreter_stack():
-                    self.gather()
-                return  # see [Note: transforms]
-            if in_backward():
-                backward.begin()
-                self.traversal.recompute(self, backward)
-                self._open_gradients(backward)
-            else:
-                backward.forward_begins()
-                if self.is_root:
-                    self.traversal.enter(torch.is_grad_enabled())
-                self.traversal.forward(self)
-            self._calls.append(ForwardInputs.of(args, kwargs))
-            discarded = in_backward() and will_be_recomputed()  # see [Note: recomputation]
-            if torch.is_grad_enabled() and not discarded:
-                self._calls[-1].tell(lambda: self.backward_is_over(backward), inside=in_backward())
+            self._enter(args, kwargs, whole=True)
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if module is not self.module or in_backward():
-                return
-            if in_transform():
-                with temporarily_clear_interpreter_stack():
-                    self.release()
-                return
-            call = self._calls[-1]
-            if self.is_root:
-                self.traversal.leave()
-            _refuse_unfinished(self.spec.name, output)
-            if not torch.is_grad_enabled():
-                self.release()
-                return
-            # What only went through, as the position bias of T5 does, is not the unit's own.
-            left = [tensor for tensor in (*tensors_in(output), *call.changed()) if call.made(tensor)]
-            nodes = {tensor.grad_fn for tensor in left if tensor.grad_fn is not None}
-            if not nodes:
-                self.release()
-                return
-            nobody_tells = call.newest == BEFORE_ALL
-            for node in nodes:
-                # After all hooks of tensors: the unit that comes next tells by one of these that it is over.
-                node.register_prehook(lambda grads: self._backward_begins(backward, nobody_tells))
-            self.uses += 1
-            if self._gathers and not self._keep_after_forward:
-                gathering = [segment for segment in self.segments if segment.gathers]
-                saved.pack(left, call.newest, gathering, lambda: self._backward_begins(backward))
-            self.leave()
+            if module is self.module:
+                self._exit(output, whole=True)
 
         def ended(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if module is self.module and self._calls:
-                self._calls.pop()
+            if module is self.module:
+                self._end()
 
         handles = [
             self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -241,6 +211,125 @@ class LiveUnit:
         self._first, *self._last = (handle.id for handle in handles)
         self._begins = lambda: self._backward_begins(backward)
         return handles
+
+    def attach_part(self, part: nn.Module) -> Any:
+        """The same for what is inside of it and has parameters, where that is called and the unit is not;
+        returns a handle. See [Note: parts]."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is not part or self._calls:
+                return
+            self._enter(args, kwargs, whole=False)
+            handle: Any = part.register_forward_hook(
+                lambda *called: after(handle, called[-1]), always_call=True
+            )
+
+        def after(handle: Any, output: Any) -> None:
+            handle.remove()
+            if output is not None:  # it is None where the forward raised, too
+                self._exit(output, whole=False)
+            self._end()
+
+        return part.register_forward_pre_hook(before, with_kwargs=True)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool) -> None:
+        """A forward of the unit begins, or of a part of it alone."""
+        backward = self._backward
+        if in_transform():
+            self._begin(ForwardInputs((), BEFORE_ALL))
+            with temporarily_clear_interpreter_stack():
+                self.gather()
+            return  # see [Note: transforms]
+        if in_backward():
+            backward.begin()
+            self.traversal.recompute(self, backward)
+            self._open_gradients(backward)
+        else:
+            backward.forward_begins()
+            if self.is_root and whole:
+                self.traversal.enter(torch.is_grad_enabled())
+            self.traversal.forward(self)
+        self._begin(ForwardInputs.of(args, kwargs))
+        discarded = in_backward() and will_be_recomputed()  # see [Note: recomputation]
+        if torch.is_grad_enabled() and not discarded:
+            self._calls[-1].tell(lambda: self.backward_is_over(backward), inside=in_backward())
+
+    def _exit(self, output: Any, *, whole: bool) -> None:
+        """It has returned this."""
+        if in_backward():
+            return
+        if in_transform():
+            with temporarily_clear_interpreter_stack():
+                self.release()
+            return
+        call, backward = self._calls[-1], self._backward
+        if self.is_root and whole:
+            self.traversal.leave()
+        _refuse_unfinished(self.spec.name, output)
+        if not torch.is_grad_enabled():
+            self.release()
+            return
+        # What only went through, as the position bias of T5 does, is not the unit's own.
+        left = [tensor for tensor in (*tensors_in(output), *call.changed()) if call.made(tensor)]
+        nodes = {tensor.grad_fn for tensor in left if tensor.grad_fn is not None}
+        for other in self._borrowed if nodes else ():
+            saved.pack(left, call.newest, other.gathering, other.gather)
+        if not nodes:
+            self.release()
+            return
+        nobody_tells = call.newest == BEFORE_ALL
+        for node in nodes:
+            # After all hooks of tensors: the unit that comes next tells by one of these that it is over.
+            node.register_prehook(lambda grads: self._backward_begins(backward, nobody_tells))
+        self.uses += 1
+        if self._gathers and not self._keep_after_forward:
+            saved.pack(left, call.newest, self.gathering, lambda: self._backward_begins(backward))
+        self.leave()
+
+    def _begin(self, call: ForwardInputs) -> None:
+        self._calls.append(call)
+        self.traversal.under_way.append(self)
+
+    def _end(self) -> None:
+        """It is not under way any more, whatever came of it."""
+        under_way = self.traversal.under_way
+        if self._calls:
+            self._calls.pop()
+            while under_way and under_way.pop() is not self:
+                pass  # one that nobody has told of its end
+        if not self._calls:
+            self._give_back()
+
+    # --- parameters that others use; see [Note: parts] ---------------------------------------------------
+
+    @property
+    def gathering(self) -> list[FlatSegment]:
+        """The segments whose full form is not their storage."""
+        return [segment for segment in self.segments if segment.gathers]
+
+    def borrow(self) -> bool:
+        """Whether a forward may have this unit's values now, which is under way elsewhere: full, then."""
+        under_way = self.traversal.under_way
+        if not under_way and not in_backward():
+            return False
+        with temporarily_clear_interpreter_stack() if in_transform() else contextlib.nullcontext():
+            if under_way:
+                under_way[-1].borrows(self)
+            self.gather()
+        return True
+
+    def borrows(self, other: LiveUnit) -> None:
+        """Until this forward ends, or has use for yet another one."""
+        if self._borrowed != [other]:
+            self._borrowed = [*(unit for unit in self._borrowed if unit is not other), other]
+            for unit in self._borrowed[:-1]:
+                unit.leave()
+
+    def _give_back(self) -> None:
+        borrowed, self._borrowed = self._borrowed, []
+        for other in borrowed:
+            if not other._calls:
+                other.leave()
 
     def take_places(self) -> None:
         """Ours first and last among the hooks of the module; see [Note: order of hooks]."""
@@ -315,18 +404,16 @@ def _refuse_unfinished(path: str, output: Any) -> None:
             )
 
 
-def guard(model: nn.Module, segments: list[FlatSegment]) -> list[Any]:
-    """Modules that hold sharded parameters refuse to run where these are not gathered; returns the handles.
-
-    A unit gathers in its own hook, so only a part of one that is called by itself meets the refusal.
-    """
-    home = {id(p): segment for segment in segments if segment.gathers for p in segment.parameters}
-    handles = []
-    for path, module in model.named_modules():
-        held = [home[id(p)] for p in module.parameters(recurse=False) if id(p) in home]
-        if held:
-            handles.append(module.register_forward_pre_hook(_refusal(path, module, held)))
-    return handles
+def attach_parts(model: nn.Module, units: Iterable[LiveUnit]) -> list[Any]:
+    """Hooks on all modules that hold sharded parameters and are no units; returns the handles."""
+    held: dict[nn.Module, dict[LiveUnit, None]] = {}
+    of = {id(p): unit for unit in units for segment in unit.gathering for p in segment.parameters}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            unit = of.get(id(parameter))
+            if unit is not None and unit.module is not module:
+                held.setdefault(module, {})[unit] = None
+    return [unit.attach_part(module) for module, found in held.items() for unit in found]
 
 
 def refuse_wrapper(model: nn.Module) -> Any:
@@ -344,39 +431,6 @@ def refuse_wrapper(model: nn.Module) -> Any:
             )
 
     return model.register_forward_pre_hook(refuse)
-
-
-def _refusal(path: str, owner: nn.Module, held: list[FlatSegment]) -> Callable[..., None]:
-    def refuse(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module is owner and not all(segment.is_full for segment in held):
-            raise not_gathered(path, next(segment.unit for segment in held if not segment.is_full))
-
-    return refuse
-
-
-def not_gathered(path: str, unit: str) -> ModelError:
-    """For a module of a unit that is called while the unit is not gathered."""
-    todo = "Call the model"
-    if unit:
-        todo = (
-            f"Call `{unit}` itself, not its parts or its `forward`, or write `sharding.units: "
-            f"{finer(unit, path + '.')}`, so that its parts are gathered by themselves; else call "
-            f"the model"
-        )
-    return ModelError(
-        path or "model",
-        "its parameters must be gathered when it is called",
-        got="sharded ones",
-        do=f"{todo}, or call it inside `engine.gathered()`.",
-    )
-
-
-def finer(unit: str, name: str) -> str:
-    """Globs for `sharding.units` that make units of the parts of a unit, down to what holds a parameter; as
-    they are written in a config."""
-    depth = name.count(".") - unit.count(".") - 1 if unit else 0
-    shape = re.sub(r"(?<![^.])\d+(?![^.])", "*", unit)
-    return json.dumps([shape + ".*" * deep for deep in range(1, max(1, depth) + 1)])
 
 
 def loss_in(output: Any) -> Any:

@@ -1,0 +1,10 @@
+"""All scripts, by name."""
+
+from __future__ import annotations
+
+from tests.dropin import parameters
+from tests.dropin.script import Script
+
+KINDS = (parameters,)
+
+SCRIPTS: dict[str, Script] = {script.name: script for kind in KINDS for script in kind.SCRIPTS}

@@ -1,0 +1,108 @@
+"""Plain torch behind as many of DeepSpeed's names as scripts use: the same at every stage, nothing hidden.
+
+Gradients are averaged over micro-batches and ranks by hand, an optimizer of torch updates whatever has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+
+
+class Engine:
+    """One model."""
+
+    def __init__(self, model: nn.Module, config: dict[str, Any], optimizer: Any, schedule: Any) -> None:
+        self.module = model
+        for value in (*model.parameters(), *model.buffers()):
+            dist.broadcast(value.data, 0)
+        if optimizer is None:
+            block = config["optimizer"]
+            params = {key: value for key, value in block["params"].items() if key != "torch_adam"}
+            optimizer = OPTIMIZERS[block["type"]](model.parameters(), **params)
+        self.optimizer = optimizer(list(model.parameters())) if not hasattr(optimizer, "step") else optimizer
+        self.lr_scheduler = schedule
+        self._steps = config.get("gradient_accumulation_steps", 1)
+        self._counts = config.get("managed_gradient_accumulation", True)
+        self._clip = config["gradient_clipping"]
+        self.micro_steps = self.global_steps = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return self.module(*args, **kwargs)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self._counts and (self.micro_steps + 1) % self._steps == 0
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self._steps).backward()
+        if self.is_gradient_accumulation_boundary():
+            self._average()
+
+    def _average(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+    def step(self) -> None:
+        if not self._counts:
+            self._average()
+        if not self._counts or self.is_gradient_accumulation_boundary():
+            if self._clip:
+                nn.utils.clip_grad_norm_(self.module.parameters(), self._clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.global_steps += 1
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        self.micro_steps += 1
+
+    def zero_grad(self) -> None:
+        self.module.zero_grad()
+
+    def train(self, mode: bool = True) -> Any:
+        return self.module.train(mode)
+
+    def eval(self) -> Any:
+        return self.module.eval()
+
+    def destroy(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def initialize(
+    model: nn.Module,
+    config: dict[str, Any],
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    model_parameters: Any = None,
+) -> tuple[Any, ...]:
+    engine = Engine(model, config, optimizer, lr_scheduler)
+    return engine, engine.optimizer, None, lr_scheduler
+
+
+@contextlib.contextmanager
+def _whole(params: Any, modifier_rank: int | None = None, **rest: Any) -> Iterator[None]:
+    yield
+    if modifier_rank is not None:
+        for parameter in [params] if isinstance(params, nn.Parameter) else params:
+            dist.broadcast(parameter.data, modifier_rank)
+
+
+@contextlib.contextmanager
+def _init(**rest: Any) -> Iterator[None]:
+    yield
+
+
+zero = SimpleNamespace(
+    GatheredParameters=_whole, Init=_init, register_external_parameter=lambda module, parameter: None
+)

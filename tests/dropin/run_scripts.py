@@ -1,0 +1,58 @@
+"""Runs scripts on one rank under one package. As a program, under DeepSpeed, on ranks of torchrun:
+
+torchrun --nproc-per-node=2 tests/dropin/run_scripts.py FILE
+
+What is told goes to FILE: by script and stage, the told values, or the text of the error.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.dropin.script import STAGES, Run, Script
+
+
+def told(script: Script, package: Any, stage: int) -> dict[str, Any]:
+    """What a script tells on this rank."""
+    folder = [tempfile.mkdtemp(prefix="script-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    torch.manual_seed(0)
+    run = Run(package, stage, Path(folder[0]))
+    try:
+        script.run(run)
+        run.finish()
+    finally:
+        for engine in run.engines:
+            engine.destroy()
+    return run.told
+
+
+def main() -> None:
+    import deepspeed
+
+    from tests.dropin.kinds import SCRIPTS
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    found: dict[tuple[str, int], Any] = {}
+    for script in SCRIPTS.values():
+        for stage in STAGES:
+            if stage in script.stages and stage in script.alike:
+                try:
+                    found[script.name, stage] = told(script, deepspeed, stage)
+                except Exception:
+                    found[script.name, stage] = traceback.format_exc()
+    if dist.get_rank() == 0:
+        torch.save(found, sys.argv[1])
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Every script under the drop-in: as plain torch at every stage, and as DeepSpeed where it is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerodrift.deepspeed
+from tests.dropin import plain
+from tests.dropin.kinds import SCRIPTS
+from tests.dropin.run_scripts import told
+from tests.dropin.script import apart
+from tests.ranks.harness import run_ranks
+
+RUNNER = Path(__file__).parent / "run_scripts.py"
+
+
+def against_plain(name: str) -> list[str]:
+    """What the drop-in does otherwise than plain torch, at any stage."""
+    script = SCRIPTS[name]
+    expected = told(script, plain, 0)
+    wrong = []
+    for stage in script.stages:
+        wrong += apart(told(script, zerodrift.deepspeed, stage), expected, f"stage {stage}:")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_does_as_plain_torch_does(name: str, ranks: int) -> None:
+    for wrong in run_ranks(against_plain, ranks, name):
+        assert not wrong, "\n".join(wrong)
+
+
+# --- beside DeepSpeed -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def of_deepspeed() -> dict[tuple[str, int], Any]:
+    """What DeepSpeed does on two ranks, of all scripts in one start."""
+    with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
+        file = Path(folder) / "told"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(
+            [*launch, str(RUNNER), str(file)], env=environment, capture_output=True, text=True, timeout=500
+        )
+        assert file.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+        found: dict[tuple[str, int], Any] = torch.load(file, weights_only=False)
+        return found
+
+
+def at_a_stage(name: str, stage: int) -> dict[str, Any]:
+    return told(SCRIPTS[name], zerodrift.deepspeed, stage)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.timeout(800)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_does_as_deepspeed_does(name: str) -> None:
+    script = SCRIPTS[name]
+    wrong = []
+    for stage in script.stages:
+        if stage in script.alike:
+            theirs = of_deepspeed()[name, stage]
+            wrong += apart(run_ranks(at_a_stage, 2, name, stage)[0], theirs, f"stage {stage}:")
+    assert not wrong, "\n".join(wrong)
