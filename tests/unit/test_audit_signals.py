@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from zerodrift.numerics.signals import CloseCalls, Judged, Recorder, Signals, close_calls, signed_costs
-from zerodrift.numerics.where import path_in
+from zerodrift.observer.places import paths_in
 
 
 def scores() -> torch.Tensor:
@@ -15,7 +15,7 @@ def scores() -> torch.Tensor:
 
 def recorded(choose: object) -> Recorder:
     model = nn.Module()
-    with path_in(model) as path:
+    with paths_in(model) as path:
         recorder = Recorder(path)
         with recorder:
             choose(scores())  # type: ignore[operator]

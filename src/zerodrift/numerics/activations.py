@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerodrift.dtypes import DType
 from zerodrift.numerics.signals import LOSSES
-from zerodrift.numerics.where import Path
+from zerodrift.observer.places import ModulePaths
 
 _ATTENTION = re.compile(r"(.*\.)?[^.]*(attn|attention)[^.]*(\..*)?", re.IGNORECASE)
 _ROTARY = re.compile(r"[Rr]otary|R[Oo][Pp][Ee]")
@@ -42,7 +42,7 @@ class Done:
 class Activations(TorchFunctionMode):
     """Does them in the dtypes that are asked for."""
 
-    def __init__(self, path: Path, asked: Mapping[str, DType], done: Done) -> None:
+    def __init__(self, path: ModulePaths, asked: Mapping[str, DType], done: Done) -> None:
         super().__init__()
         self._path = path
         self._asked = {key: dtype.torch for key, dtype in asked.items()}

@@ -32,7 +32,7 @@ from zerodrift.numerics.operations import Rounding, Roundings, Watch, Widened
 from zerodrift.numerics.runs import Batch, Subject, running
 from zerodrift.numerics.signals import CloseCalls, Drift, Signals
 from zerodrift.numerics.variants import Choice
-from zerodrift.numerics.where import path_in
+from zerodrift.observer.places import paths_in
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Policy
 
@@ -237,7 +237,7 @@ def signed(
 ) -> Signals:
     """The third pass."""
     seen, names = Signals(), names_of(engine)
-    with path_in(engine.module) as path:
+    with paths_in(engine.module) as path:
         for number, batch in signals.numbered(engine, batches):
             with Watch(engine.module, names, path, found, constants):
                 judged = signals.forward(engine, batch, number, path, seen)

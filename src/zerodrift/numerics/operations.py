@@ -12,8 +12,6 @@ the model, draws a random number or writes into a tensor of the run.
 from __future__ import annotations
 
 import math
-import os
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,8 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerodrift.engine import compute, pins
-from zerodrift.numerics.where import Path
+from zerodrift.observer.places import ModulePaths, place_of_code
 
 DRAWS = frozenset((
     "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",
@@ -52,11 +49,6 @@ HALF = (
 
 NARROWS = frozenset(("half", "bfloat16"))
 """Casts that say so in their name, whatever dtype they are given."""
-
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_CASTING = (compute.__file__, pins.__file__)
 
 
 @dataclass(slots=True)
@@ -123,7 +115,7 @@ class Watch(TorchFunctionMode):
         self,
         model: nn.Module,
         names: Mapping[int, str],
-        path: Path,
+        path: ModulePaths,
         found: Roundings,
         constants: Mapping[int, torch.Tensor],
     ) -> None:
@@ -144,7 +136,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = _name(func)
-        line = "" if name in NO_OPERATION or name in DRAWS else _line()
+        line = "" if name in NO_OPERATION or name in DRAWS else place_of_code()[0]
         if not line:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -255,7 +247,7 @@ class Watch(TorchFunctionMode):
 class Widened(TorchFunctionMode):
     """Leaves out what the model's own code narrows, at places by module and line."""
 
-    def __init__(self, path: Path, places: frozenset[tuple[str, str]]) -> None:
+    def __init__(self, path: ModulePaths, places: frozenset[tuple[str, str]]) -> None:
         super().__init__()
         self._path, self._places = path, places
 
@@ -263,7 +255,7 @@ class Widened(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, _name(func)
-        if name in NO_OPERATION or (self._path.current, _line()) not in self._places:
+        if name in NO_OPERATION or (self._path.current, place_of_code()[0]) not in self._places:
             return func(*args, **kwargs)
         if name in NARROWS:
             return args[0].float()
@@ -347,18 +339,3 @@ def _writes(name: str) -> bool:
 def _name(func: Any) -> str:
     named = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", named) if named == "__get__" else str(named)
-
-
-def _line() -> str:
-    """`modeling_llama.py:92`: the innermost line that is neither torch's nor ours; empty for what an engine
-    does for itself. What a boundary or a pin casts is its module's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_OURS):
-            if file not in _CASTING and not file.startswith(_HERE):
-                return ""
-        elif not file.startswith((_TORCH, "<")) and os.path.basename(file) != "contextlib.py":
-            return f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

@@ -30,7 +30,7 @@ from zerodrift.numerics.signals import Signals, signals
 from zerodrift.numerics.trainer import Trainer, put
 from zerodrift.numerics.unlike import UnlikeCell, mode_of
 from zerodrift.numerics.variants import rule
-from zerodrift.numerics.where import Path
+from zerodrift.observer.places import ModulePaths
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Mode, Policy
@@ -188,9 +188,9 @@ def round_buffers(module: nn.Module, dtype: DType) -> None:
             buffer.copy_(buffer.to(dtype.torch).to(buffer.dtype))
 
 
-def _around(asked: Mapping[str, DType], done: Done) -> Callable[[Path], AbstractContextManager[Any]]:
+def _around(asked: Mapping[str, DType], done: Done) -> Callable[[ModulePaths], AbstractContextManager[Any]]:
     @contextlib.contextmanager
-    def around(path: Path) -> Iterator[None]:
+    def around(path: ModulePaths) -> Iterator[None]:
         with torch.no_grad(), Activations(path, asked, done):
             yield
 

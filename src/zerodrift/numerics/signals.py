@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError
 from zerodrift.numerics.runs import Batch, called, loss_of, seeded
-from zerodrift.numerics.where import Path, path_in
+from zerodrift.observer.places import ModulePaths, paths_in
 
 ROUTES = frozenset(("topk",))
 LOSSES = frozenset(("cross_entropy", "nll_loss"))
@@ -119,7 +119,7 @@ def flips_of(run: Signals, other: Signals) -> dict[str, int]:
 class Recorder(TorchFunctionMode):
     """Notes log-probabilities and routes of the forwards inside."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: ModulePaths) -> None:
         super().__init__()
         self._path = path
         self.negative: list[torch.Tensor] = []
@@ -167,11 +167,11 @@ def _per_target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return costs.reshape(-1)[(target != given.get("ignore_index", -100)).reshape(-1)].double()
 
 
-Around = Callable[[Path], AbstractContextManager[Any]]
+Around = Callable[[ModulePaths], AbstractContextManager[Any]]
 """What is done around each forward."""
 
 
-def plainly(path: Path) -> AbstractContextManager[Any]:
+def plainly(path: ModulePaths) -> AbstractContextManager[Any]:
     """Nothing."""
     return nullcontext()
 
@@ -184,7 +184,7 @@ def numbered(engine: Engine, batches: Sequence[Batch]) -> Iterator[tuple[int, Ba
 def signals(engine: Engine, batches: Sequence[Batch], around: Around = plainly) -> Signals:
     """Of the forwards of some micro-batches, without gradients."""
     seen = Signals()
-    with path_in(engine.module) as path, torch.no_grad():
+    with paths_in(engine.module) as path, torch.no_grad():
         for number, batch in numbered(engine, batches):
             with around(path):
                 forward(engine, batch, number, path, seen)
@@ -195,7 +195,7 @@ def trained_signals(engine: Engine, batches: Sequence[Batch], around: Around = p
     """The same, with a backward of each from its loss: the gradients stay in the engine, the step is not
     taken."""
     seen = Signals()
-    with path_in(engine.module) as path:
+    with paths_in(engine.module) as path:
         for number, batch in numbered(engine, batches):
             with around(path):
                 loss = forward(engine, batch, number, path, seen).loss
@@ -214,7 +214,7 @@ class Judged:
     """Of routers."""
 
 
-def forward(engine: Engine, batch: Batch, number: int, path: Path, seen: Signals) -> Judged:
+def forward(engine: Engine, batch: Batch, number: int, path: ModulePaths, seen: Signals) -> Judged:
     """Of a micro-batch, whose signals are noted."""
     seeded(number)
     recorder = Recorder(path)

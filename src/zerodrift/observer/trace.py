@@ -38,6 +38,7 @@ from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.place import tie
 from zerodrift.errors import ModelError, said
 from zerodrift.model.inputs import Inputs
+from zerodrift.observer.places import ModulePaths, line_of
 from zerodrift.observer.trace_operations import (
     DEVICE,
     FunctionCalls,
@@ -45,7 +46,6 @@ from zerodrift.observer.trace_operations import (
     RefusedError,
     name_of,
 )
-from zerodrift.observer.trace_places import ModulePaths, line_of
 from zerodrift.plan.table import Plan, Row
 from zerodrift.plan.traced import Trace
 from zerodrift.policy.nouns import Mode
@@ -173,7 +173,7 @@ class _Run:
 
     def _error(self, error: BaseException) -> ModelError:
         """Whatever went wrong, at the module and the line where it did."""
-        path, line = self._paths.failed or self._paths.current[0], line_of(error)
+        path, line = self._paths.failed or self._paths.current, line_of(error)
         if self._recorder.backward and self._recorder.failed is not None:
             (path, _), line, _ = self._recorder.failed
         where = f"{path or 'model'} ({type(self._model.get_submodule(path)).__name__})"

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import bisect
 import inspect
-import sys
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zerodrift.dtypes import from_torch
 from zerodrift.observer.operations import VIEWS
-from zerodrift.observer.trace_places import CASTING, ModulePaths, is_the_models, told
+from zerodrift.observer.places import ModulePaths, place_of_code
 from zerodrift.plan.traced import CastBy, Refusal, TracedOperation, TracedTensor
 
 DEVICE = "cpu"
@@ -277,13 +275,8 @@ class OperationRecorder(TorchDispatchMode):
             number = bisect.bisect_right(self._nodes, node._sequence_nr())
             path, call, line = self._made[number] if number < len(self._made) else ("", 0, "")
             return (path, call), line, "autograd"
-        by: CastBy = ""
-        frame: types.FrameType | None = sys._getframe(2)
-        while frame is not None and not is_the_models(frame.f_code.co_filename):
-            by = by or CASTING.get(frame.f_code.co_filename, "")
-            frame = frame.f_back
-        line = told(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
-        return self._paths.current, line, by
+        line, by = place_of_code()
+        return self._paths.call, line, by
 
     def _write_down(self, name: str, given: list[torch.Tensor], out: Any) -> None:
         if self.backward:
