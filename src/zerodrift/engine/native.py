@@ -83,7 +83,7 @@ class NativeExecutor:
         self.gradients = Gradients(self.units, self._traversal, policy.averaging.before)
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self._handles: list[Any] = self._attach()
-        self._handles += [*attach_parts(model, self.units), refuse_wrapper(model)]
+        self._handles.append(refuse_wrapper(model))
         self._handles += distribute_experts(self.part, model, comm)
         self.attached = AttachedParameters(model, self.segments)
         self._handles += self.attached.attach()
@@ -104,6 +104,7 @@ class NativeExecutor:
     def _attach(self) -> list[Any]:
         """Hooks that gather, cast and reduce around the model's forward; returns their handles."""
         handles = [handle for unit in self.units for handle in unit.attach(self.gradients)]
+        handles += attach_parts(self.module, self.units)
         return handles + compute.attach(self.module, self.plan.boundaries)
 
     @property
