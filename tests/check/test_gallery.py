@@ -21,18 +21,13 @@ from tests.check.gallery import ANY, BAD, BUGS, ENVIRONMENT, HEALTHY, HERE, Bad,
 SECONDS = 280
 SOURCE = HERE.parents[1] / "src"
 
-ALWAYS = ("bf16-adamw",)
-"""Those that are not slow: each starts a launcher and two processes."""
-
-pytestmark = pytest.mark.long
+pytestmark = (
+    pytest.mark.slow
+)  # each starts a launcher and two processes; tests/e2e/test_check.py has the likes
 
 
 def cells(scripts: Iterable[Script]) -> list[Any]:
-    slow = pytest.mark.slow
-    return [
-        pytest.param(script, id=script.name, marks=() if script.name in ALWAYS else slow)
-        for script in scripts
-    ]
+    return [pytest.param(script, id=script.name) for script in scripts]
 
 
 def check(script: Script, folder: Path, *more: str) -> tuple[int, str, dict[str, Any]]:
@@ -117,7 +112,6 @@ def test_a_healthy_run_has_no_finding(script: Script, tmp_path: Path) -> None:
     assert code == 0, printed
 
 
-@pytest.mark.slow  # tests/e2e/test_check.py has the likes of these
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_a_run_that_cannot_be_observed_says_why(bad: Bad, tmp_path: Path) -> None:
     code, printed, _ = check(bad.script, tmp_path)
@@ -133,7 +127,6 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     assert "torchrum" in done.stdout and "Traceback" not in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp_autocast", "ddp_fp16", "fsdp2", "fsdp1", "gan"])
 def test_the_numbers_are_those_without_the_observer(kind: str, tmp_path: Path) -> None:
     script = Script(kind, "torchrun", "healthy/plain.py", (kind, "digest"))

@@ -57,6 +57,7 @@ def test_convergence_measures_every_scheme_it_is_asked_for(
     assert plot.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_bytes_that_stay_are_the_plans(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

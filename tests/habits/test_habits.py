@@ -1,7 +1,7 @@
 """Every habit at stages 0 and 3 and in fp32 and bf16, on two ranks; what a habit is, is in `__init__.py`.
 
 `make test` runs each at stage 3, where all that stage 0 does is done as well, and units are gathered and let
-go; those of `modules` and `values`, which lay hands on parameters, at stage 0 too.
+go; those of `values`, which lay hands on parameters, at stage 0 too.
 
 Habits of a stage and a mode run on one pair of ranks, dozens one after the other, and each is a test. After a
 habit that failed, or took its ranks with it, the others go on on a new pair.
@@ -35,7 +35,7 @@ HABITS = {
     habit.name: habit for room in (objects, graphs, hooks, modules, values, loops) for habit in room.HABITS
 }
 CELLS = [(stage, mode) for stage in (0, 3) for mode in ("fp32", "bf16")]
-OF_PARAMETERS = {habit.name for room in (modules, values) for habit in room.HABITS}
+OF_PARAMETERS = {habit.name for habit in values.HABITS}
 
 TOGETHER = 40
 """Habits on one pair of ranks: many, as a pair costs time, and few, so that workers can share a cell."""

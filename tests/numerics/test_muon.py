@@ -280,7 +280,9 @@ def test_all_stages_are_the_same_bits(world: int, mode: str, stages: tuple[int, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", [pytest.param("fp32", marks=pytest.mark.slow), "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fp32", "bf16")), "fp16"]
+)
 def test_a_run_that_learns_is_the_same_bits(mode: str, stages: tuple[int, ...]) -> None:
     for differs, losses in run_ranks(run_stages, 2, stages, mode, 10, {}, timeout=280):
         assert differs == []

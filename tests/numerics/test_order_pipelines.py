@@ -156,16 +156,16 @@ FEW = [
 
 
 @pytest.mark.long
-def test_pipelines_have_the_bits_of_one_rank() -> None:
-    assert differing(FEW, 4) == []
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "cells", [pytest.param(FEW[::3], id="few"), pytest.param(FEW, id="all", marks=pytest.mark.slow)]
+    ("world", "cells"),
+    [
+        pytest.param(2, FEW[::3], id="one pipeline"),
+        pytest.param(4, [cell for number, cell in enumerate(FEW) if number % 3], id="two pipelines"),
+        *(pytest.param(world, FEW, id=f"all, {world} ranks", marks=pytest.mark.slow) for world in (2, 4)),
+    ],
 )
-def test_one_pipeline_has_the_bits_of_one_rank(cells: list[Cell]) -> None:
-    assert differing(cells, 2) == []
+def test_pipelines_have_the_bits_of_one_rank(world: int, cells: list[Cell]) -> None:
+    assert differing(cells, world) == []
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ class Save:
         self, comm: Collectives, folder: CheckpointFolder, tag: str, run: str | None, latest: bool = True
     ) -> None:
         """Collective: rank 0 takes the lock and makes a folder to write into, or all raise. Without `run` the
-        folder may hold any run's checkpoints; without `latest` the file of that name goes on naming another."""
+        folder may hold any run's checkpoints; without `latest` the file of that name still names another."""
         self._comm, self._folder, self._tag = comm, folder, tag
         self._latest = latest
         self._rank = comm.mesh.rank()
