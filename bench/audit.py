@@ -16,6 +16,7 @@ the sources of Python's standard library, pairs of bytes as tokens. Two things a
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import sysconfig
 import time
@@ -32,13 +33,15 @@ from about import about
 
 from zerodrift.api import make_plan
 from zerodrift.errors import ZerodriftError
-from zerodrift.numerics.audit import audit
+from zerodrift.model.empty import empty
+from zerodrift.numerics.audit import CONFIRMED, audit
 from zerodrift.numerics.measure import Bench, three_passes
 from zerodrift.numerics.nouns import Point
 from zerodrift.numerics.recommend import Candidate, Search
 from zerodrift.numerics.runs import Subject
 from zerodrift.numerics.signals import drift
 from zerodrift.numerics.variants import for_micro_batches, only, without_update
+from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Mode
 
 SIZES = {
@@ -48,6 +51,8 @@ SIZES = {
     "500m": {"hidden": 1536, "layers": 14, "inner": 4096, "vocabulary": 32768},
 }
 EXPERTS = 8
+
+Made = nn.Module | Callable[[], nn.Module]
 
 
 def transformer(name: str, size: str) -> nn.Module:
@@ -191,10 +196,14 @@ RULES: dict[str, Callable[[str], bool]] = {
 }
 
 
-def points(bench: Bench, model: nn.Module, config: dict[str, Any], budget: float) -> dict[str, Point]:
+def points(bench: Bench, plan: Plan, model: Made, budget: float, confirm: int) -> dict[str, Point]:
     """Everything that is compared, by what it is called."""
-    plan = make_plan(config, model)
-    found = audit(plan, model, list(bench.batches), budget=budget)
+    began = time.perf_counter()
+
+    def told(what: str, done: int, count: int) -> None:
+        print(f"{time.perf_counter() - began:6.0f} s  {what} {done}/{count}", file=sys.stderr, flush=True)
+
+    found = audit(plan, model, list(bench.batches), budget=budget, confirm=confirm, told=told)
     advice = found.recommendation
     if advice is None:
         raise SystemExit("nothing is narrow in this plan")
@@ -242,31 +251,41 @@ def main() -> None:
     parser.add_argument("--trained", type=int, nargs="+", default=[0, 150], metavar="STEPS")
     parser.add_argument("--cells", type=int, default=60)
     parser.add_argument("--budget", type=float, default=0.01)
+    parser.add_argument("--confirm", type=int, default=CONFIRMED, help="cells that the audit replays")
+    parser.add_argument(
+        "--batches", type=int, nargs=3, default=(4, 4, 64), metavar=("COUNT", "ROWS", "LENGTH")
+    )
     args = parser.parse_args()
     print(about("transformers"))
     text = Text(SIZES[args.size]["vocabulary"])
-    batches = [text.batch(10_000 + number, 4, 64) for number in range(4)]
+    count, rows, length = args.batches
+    batches = [text.batch(10_000 + number, rows, length) for number in range(count)]
     for name in args.models:
-        torch.manual_seed(0)
-        model = transformer(name, args.size)
-        done = 0
-        for steps in sorted(args.trained):
-            loss = train(model, text, steps - done) if steps > done else float("nan")
+        if 0 in args.trained:
+            one(name, functools.partial(seeded, name, args.size), "random weights", batches, args)
+        model, done = None, 0
+        for steps in sorted(filter(None, args.trained)):
+            model = model or seeded(name, args.size)
+            loss = train(model, text, steps - done)
             done = steps
-            one(name, model, steps, loss, batches, args)
+            one(name, model, f"after {steps} steps, loss {loss:.2f}", batches, args)
 
 
-def one(
-    name: str, model: nn.Module, steps: int, loss: float, batches: list[Any], args: argparse.Namespace
-) -> None:
-    """One model at one point of its training, printed."""
+def seeded(name: str, size: str) -> nn.Module:
+    torch.manual_seed(0)
+    return transformer(name, size)
+
+
+def one(name: str, model: Made, weights: str, batches: list[Any], args: argparse.Namespace) -> None:
+    """One model with some weights, printed. A function builds it without holding its values."""
     config = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    plan = make_plan(config, model)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    with empty():
+        shape = model if isinstance(model, nn.Module) else model()
+    plan = make_plan(config, shape)
+    count = sum(parameter.numel() for parameter in shape.parameters())
     whole = for_micro_batches(plan.policy, len(batches), plan.mesh.data)
     bench = Bench(Subject.of(model, None), without_update(whole), plan.mesh, batches)
-    trained = f"after {steps} steps, loss {loss:.2f}" if steps else "random weights"
-    print(f"\n{name}, {count / 1e6:.1f}M parameters, {trained}", flush=True)
+    print(f"\n{name}, {count / 1e6:.1f}M parameters, {weights}", flush=True)
     if args.cells:
         seen = agreement(bench, args.cells)
         print(
@@ -275,7 +294,7 @@ def one(
             flush=True,
         )
     began = time.perf_counter()
-    kept = points(bench, model, config, args.budget)
+    kept = points(bench, plan, model, args.budget, args.confirm)
     print("\n".join(table(kept)))
     print(
         "pins of the audit:", ", ".join(pattern for pattern, _, _ in list(kept.values())[-2].pins) or "none"

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from zerodrift.engine.engine import Engine
 from zerodrift.numerics import signals
 from zerodrift.numerics.measure import Bench, gradient_apart
 from zerodrift.numerics.nouns import Narrower
@@ -73,19 +74,28 @@ def _gradients(bench: Bench, asked: Policy, policy: Policy) -> dict[str, float]:
 
 def _updates(bench: Bench, asked: Policy, policy: Policy) -> dict[str, float]:
     """Parameter -> how far it comes to be from where it would, over how far it goes."""
-    ends = [_after(bench, each) for each in (policy, asked)]
-    return {
-        name: float((ends[1][name][1] - end).norm() / ((end - start).norm() or math.inf))
-        for name, (start, end) in ends[0].items()
-    }
+    ends, ways = _ends_and_ways(bench, policy)
+    with running(bench.subject, replace(asked, schedule=None), bench.mesh) as engine:
+        _steps(engine, bench)
+        return {
+            name: float((engine.parameter(name).master.cpu() - end).norm()) / (ways[name] or math.inf)
+            for name, end in ends.items()
+        }
 
 
-def _after(bench: Bench, policy: Policy) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Every trained parameter before and after the steps."""
+def _ends_and_ways(bench: Bench, policy: Policy) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Where every trained parameter comes to be, and how far that is from where it began."""
     with running(bench.subject, replace(policy, schedule=None), bench.mesh) as engine:
-        names = [row.name for row in engine.plan.rows if row.trained]
-        before = {name: engine.parameter(name).master.cpu() for name in names}
-        for _ in range(STEPS):
-            signals.trained_signals(engine, bench.batches)
-            engine.step()
-        return {name: (before[name], engine.parameter(name).master.cpu()) for name in names}
+        ends = {row.name: engine.parameter(row.name).master.cpu() for row in engine.plan.rows if row.trained}
+        _steps(engine, bench)
+        ways = {}
+        for name, start in ends.items():  # one at a time: a start is let go where its end is known
+            ends[name] = engine.parameter(name).master.cpu()
+            ways[name] = float((ends[name] - start).norm())
+    return ends, ways
+
+
+def _steps(engine: Engine, bench: Bench) -> None:
+    for _ in range(STEPS):
+        signals.trained_signals(engine, bench.batches)
+        engine.step()

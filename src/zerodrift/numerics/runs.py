@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ def place() -> tuple[int, int]:
 
 REFUSED = (ConfigError, ModelError, UnsupportedError)
 """What comes of a variant that the plan or the model does not admit; anything else is a failure."""
+
+LARGE = 10_000_000
+"""Parameters of a model that is not left to the garbage collector."""
 
 Batch = Mapping[str, Any]
 """Keyword arguments of the model."""
@@ -99,6 +103,8 @@ def running(subject: Subject, policy: Policy, mesh: MeshShape) -> Iterator[Engin
         )
     model = subject.make()
     _without_recomputation(model)
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+        gc.collect()  # the model of the run before this one and its hooks hold each other
     joined = start(mesh)
     try:
         first = InitialValues.begin(model, subject.weights, True, Collectives(joined))
