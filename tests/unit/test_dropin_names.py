@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Optional
 
 import pytest
+import torch
 
 import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed import unsupported
+from zerodrift.deepspeed.absent import ABSENT
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.getters import ConfigGetters
 from zerodrift.deepspeed.unsupported import NotHereError
@@ -22,6 +26,30 @@ IMPORTED = {
     "accelerator.abstract_accelerator": ("DeepSpeedAccelerator",),
     "accelerator.real_accelerator": ("get_accelerator",),
     "comm": ("all_reduce", "get_rank", "init_distributed", "ReduceOp"),
+    "": ("checkpointing", "__git_hash__", "__git_branch__", "logger", "log_dist"),
+    "checkpointing": (),
+    "comm.comm": ("init_distributed", "all_reduce"),
+    "constants": ("TORCH_DISTRIBUTED_DEFAULT_PORT",),
+    "git_version_info": ("version", "git_hash", "installed_ops", "compatible_ops"),
+    "launcher.runner": ("DEEPSPEED_ENVIRONMENT_NAME", "main"),
+    "moe.layer": ("MoE",),
+    "moe.utils": ("is_moe_param", "has_moe_layers", "split_params_into_different_moe_groups_for_optimizer"),
+    "ops": ("__compatible_ops__",),
+    "ops.op_builder": ("ALL_OPS", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder"),
+    "ops.transformer": ("DeepSpeedTransformerLayer",),
+    "runtime.base_optimizer": ("DeepSpeedOptimizer",),
+    "runtime.activation_checkpointing.checkpointing": ("checkpoint", "configure"),
+    "runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "runtime.pipe.module": ("PipelineModule", "LayerSpec"),
+    "runtime.sequence_parallel.ulysses_sp": ("UlyssesSPAttentionHF",),
+    "runtime.zero.config": ("ZeroStageEnum", "DeepSpeedZeroConfig"),
+    "runtime.zero.offload_config": ("OffloadDeviceEnum", "DeepSpeedZeroOffloadOptimizerConfig"),
+    "runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload",),
+    "runtime.zero.stage3": ("DeepSpeedZeroOptimizer_Stage3",),
+    "runtime.zero.stage_1_and_2": ("DeepSpeedZeroOptimizer",),
+    "utils.tensor_fragment": ("safe_get_full_fp32_param", "fragment_address"),
+    "utils.torch": ("required_torch_version",),
+    "utils.z3_leaf_module": ("set_z3_leaf_modules",),
     "ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
     "ops.lion": ("DeepSpeedCPULion", "FusedLion"),
     "pipe": ("PipelineModule", "LayerSpec"),
@@ -54,8 +82,16 @@ ENGINE = (
 
 @pytest.mark.parametrize(("module", "names"), IMPORTED.items(), ids=list(IMPORTED))
 def test_what_scripts_import_is_there(module: str, names: tuple[str, ...]) -> None:
-    found = importlib.import_module(f"zerodrift.deepspeed.{module}")
-    assert all(getattr(found, name) is not None for name in names)
+    there: Any = deepspeed
+    if module != "checkpointing":  # an attribute alone
+        there = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
+    assert all(getattr(there, name) is not None for name in names)
+    at: Any = deepspeed
+    for part in filter(None, module.split(".")):
+        at = getattr(at, part)
+    assert (
+        at.__name__.startswith("zerodrift.deepspeed") or module == "utils.z3_leaf_module"
+    )  # a function there
 
 
 def test_dotted_names_work_after_one_import() -> None:
@@ -71,14 +107,26 @@ def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
     assert not isinstance(object(), PipelineModule)
     with pytest.raises(UnsupportedError, match=r"`deepspeed.pipe.PipelineModule`.*stage: 3"):
         PipelineModule(layers=[])
-    with pytest.raises(UnsupportedError, match="PipelineModule"):
-        type("Mine", (), {}).__class__("x", (), {})  # a class of one's own is fine
-        exec("class Mine(PipelineModule): pass", {"PipelineModule": PipelineModule})
+
+    class Mine(PipelineModule, torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            raise AssertionError("is not reached")
+
+    assert issubclass(Mine, PipelineModule) and not issubclass(torch.nn.Linear, PipelineModule)
+    with pytest.raises(UnsupportedError, match=r"`deepspeed.pipe.PipelineModule`.*stage: 3"):
+        Mine()
+    assert (PipelineModule | None) == Optional[PipelineModule]  # noqa: UP045
     with pytest.raises(UnsupportedError, match="init_inference"):
         deepspeed.init_inference(model=None)
 
 
-@pytest.mark.parametrize(("module", "names"), unsupported.NAMES.items(), ids=list(unsupported.NAMES))
+NAMES = {
+    **unsupported.NAMES,
+    **{f"deepspeed.{short}": dict.fromkeys(names.split(), do) for short, (do, names) in ABSENT.items()},
+}
+
+
+@pytest.mark.parametrize(("module", "names"), NAMES.items(), ids=list(NAMES))
 def test_every_absent_name_says_what_to_use(module: str, names: dict[str, str]) -> None:
     there = importlib.import_module(f"zerodrift.{module}")
     for name, instead in names.items():
@@ -104,6 +152,33 @@ def test_the_accelerator_answers_or_names_torchs_own() -> None:
     assert found.memory_allocated() >= 0 and found.supported_dtypes()
     with pytest.raises(NotHereError, match=r"torch\."):
         found.create_op_builder  # noqa: B018
+
+
+def test_nothing_else_has_the_name_of_one_of_deepspeeds_modules() -> None:
+    """As the standard library's `logging` had in `deepspeed.utils`."""
+    folder = Path(deepspeed.__file__).parent
+    files = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")]
+    modules = {file.removesuffix("/__init__").replace("/", ".") for file in files} | ABSENT.keys()
+    for module in modules - {"__init__"}:
+        package, _, last = module.rpartition(".")
+        held = vars(importlib.import_module(f"zerodrift.deepspeed.{package}".rstrip("."))).get(last)
+        named = getattr(held, "__name__", "")
+        assert not isinstance(held, ModuleType) or named == f"zerodrift.deepspeed.{module}", (module, named)
+    assert logging.getLogger("zerodrift.deepspeed") is deepspeed.utils.logging.logger
+
+
+def test_operations_that_are_done_without_need_not_be_built() -> None:
+    ops = deepspeed.ops.op_builder
+    assert ops.CPUAdamBuilder().is_compatible() and ops.CPUAdamBuilder().load() is None
+    assert deepspeed.ops.__compatible_ops__["fused_adam"] and not deepspeed.ops.__compatible_ops__["async_io"]
+    with pytest.raises(UnsupportedError, match="async_io"):
+        ops.AsyncIOBuilder().load()
+
+
+def test_torchs_version_is_compared_with_what_is_written() -> None:
+    required = deepspeed.utils.torch.required_torch_version
+    assert required(min_version="1.13") and required(min_version=2.0, max_version="99")
+    assert not required(min_version="99.1") and not required(max_version=1.13)
 
 
 # --- against the installed package ------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import base64
+import copy
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -349,3 +351,55 @@ def test_a_second_run_replaces_the_tags_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="holds something else"):
         third.save_checkpoint(tmp_path, "mine")
+
+
+# --- what others reach for ----------------------------------------------------------------------------------
+
+
+def test_keys_with_dots_are_the_keys_that_they_name(caplog: pytest.LogCaptureFixture) -> None:
+    written = {
+        **CONFIG,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5, "stage3_prefetch_bucket_size": "auto"},
+        "zero_optimization.reduce_bucket_size": 1024,
+        "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 1024,
+        "bf16.enabled": True,
+    }
+    before = copy.deepcopy(written)
+    engine, *_ = make(written)
+    assert written == before and engine.bfloat16_enabled()
+    assert engine.config["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 5,
+        "stage3_prefetch_bucket_size": 921.6,
+    }
+    assert "`zero_optimization.reduce_bucket_size: 1024` is in its block as 5, which holds" in caplog.text
+    with pytest.raises(ConfigError, match=r"zero_optimization.stagge"):
+        make({**CONFIG, "zero_optimization.stagge": 3})
+
+
+@pytest.mark.parametrize("mode", [{}, {"torch_autocast": {"enabled": True}}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_without_zero_the_optimizer_passes_for_the_callers(stage: int, mode: dict[str, Any]) -> None:
+    net = model()
+    mine = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, **mode}
+    engine, optimizer, *_ = make(config, model=net, optimizer=mine)
+    passes = stage == 0 and "bf16" not in mode
+    assert isinstance(optimizer, torch.optim.AdamW) is passes
+    assert (optimizer == mine) is passes and (mine == optimizer) is passes
+    assert (hash(optimizer) == hash(mine)) is passes and (mine in [optimizer]) is passes
+    assert optimizer == engine.optimizer and isinstance(optimizer, DeepSpeedOptimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    zero12 = importlib.import_module("zerodrift.deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
+    assert isinstance(optimizer, zero12) is (stage == 1)
+
+
+def test_the_loss_scale_is_told_by_all_of_its_names() -> None:
+    fp16 = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7}}
+    engine, optimizer, *_ = make(fp16)
+    assert optimizer.needs_scaler() and optimizer.loss_scaler.dynamic
+    assert optimizer.loss_scaler.cur_scale == optimizer.loss_scale_config.cur_scale == 16.0
+    assert optimizer.loss_scaler.scale_window == 7 and optimizer.loss_scale_config.min_loss_scale == 1
+    engine, optimizer, *_ = make()
+    assert not optimizer.needs_scaler() and optimizer.loss_scaler.cur_scale == 1.0
+    engine.empty_partition_cache()

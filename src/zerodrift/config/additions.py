@@ -71,10 +71,10 @@ class Additions:
         if ignored:
             raise self.flagged(ConfigError.of(ignored))
 
-    def added_to(self, written: Mapping[str, Any]) -> Tree:
+    def added_to(self, written: Tree) -> Tree:
         """A config with them; an error where it says something else."""
         problems = Problems()
-        tree = copy.deepcopy(dict(written))
+        tree = copy.deepcopy(written)
         self._add(tree, self.config, "", problems)
         problems.raise_as(ConfigError)
         return tree

@@ -20,7 +20,7 @@ MAX_WORDS = 3
 
 def suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
     """A sentence for a key that is not known in the block called `name`, or nothing."""
-    if not name and (deepspeed.find(key) is not None or key in _paths()) and "." in key:
+    if not name and is_path(key) and "." in key:
         return f"Nest it: `{key.replace('.', '` > `')}`."
     here = {*(fields.fields(block) if block is not None else ()), *deepspeed.names_in(name)}
     lower = {word.lower(): word for word in sorted(here)}
@@ -39,6 +39,11 @@ def suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
         f"`{word}`{'' if '.' in word or word in here else ' at top level'}" for word in dict.fromkeys(paths)
     ]
     return f"Did you mean {' or '.join(shown[:MAX_WORDS])}?"
+
+
+def is_path(key: str) -> bool:
+    """Whether it is the full path of a key that is known."""
+    return deepspeed.find(key) is not None or key in _paths()
 
 
 @functools.cache

@@ -3,9 +3,10 @@
 Names, signatures and meanings are those of DeepSpeed 0.19.6; where it is silently wrong this is right, which
 `docs/deepspeed.md` lists. A name that is not here says so when it is used, and what to use instead.
 
-What each file has: `launch` joins the ranks, `assemble` is `initialize`, `engine` its methods, `answers` its
-getters, `zero` and `owner` parameters in pieces, `states` their full values, `checkpoints` and `consolidated`
-files; `comm`, `utils`, `ops`, `runtime`, `accelerator` and `pipe` stand where DeepSpeed has them.
+What each file has: `launch` joins the ranks, `written` is the config as it was passed, `assemble` is
+`initialize`, `engine` its methods, `getters` its getters, `zero` and `parameters` parameters in pieces,
+`states` their full values, `checkpoints` and `consolidated` files; `comm`, `utils`, `ops`, `runtime`, `moe`,
+`launcher`, `accelerator` and `pipe` stand where DeepSpeed has them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from zerodrift.deepspeed.assemble import initialize
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.launch import init_distributed
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.runtime.activation_checkpointing import checkpointing
 from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from zerodrift.deepspeed.utils.logging import log_dist, logger
 from zerodrift.errors import ConfigError as DeepSpeedConfigError
 from zerodrift.versions import DEEPSPEED
 
 __version__ = DEEPSPEED
+__git_hash__ = __git_branch__ = "unknown"
 __version_major__, __version_minor__, __version_patch__ = map(int, DEEPSPEED.split("."))
 
 __all__ = [
@@ -34,10 +38,13 @@ __all__ = [
     "accelerator",
     "activate",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
     "ops",
     "pipe",
     "runtime",
@@ -46,7 +53,9 @@ __all__ = [
 ]
 
 
-__getattr__ = unsupported.lookup(__name__)
+unsupported.AbsentModules.begin()
+
+__getattr__ = unsupported.lookup(__name__, "checkpoint", "constants", "git_version_info", "launcher", "moe")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -9,12 +9,8 @@ Invariant: on every rank the same things are refused, before anything is allocat
 
 from __future__ import annotations
 
-import base64
-import binascii
-import contextlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,16 +18,14 @@ from torch import nn
 
 from zerodrift.alias import errand
 from zerodrift.api import initialize as make_engine
-from zerodrift.config.additions import Additions
 from zerodrift.config.load import load
-from zerodrift.config.plain import plain
-from zerodrift.config.read import read
 from zerodrift.config.schema import Config
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.ops import OVER_PARAMETERS
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
-from zerodrift.errors import ConfigError, ModelError, Problems, UnsupportedError, ZerodriftError
+from zerodrift.deepspeed.written import with_additions, written_config
+from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.optim.flat import TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, either, meant
 
@@ -52,7 +46,7 @@ def initialize(  # DeepSpeed's thirteen parameters
     config: Path | Mapping[str, Any] | Config | None = None,
     mesh_param: Any = None,
     config_params: Path | Mapping[str, Any] | Config | None = None,
-) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, Any, Any]:
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Engine, optimizer, loader of `training_data`, schedule; what there is none of is None."""
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -63,7 +57,7 @@ def initialize(  # DeepSpeed's thirteen parameters
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank()
-    with _with_additions(passed) as written:
+    with with_additions(passed) as written:
         loaded = load(written)
         built = _optimizer(optimizer, model_parameters, model, written)
         has_one = built is not None or loaded.optimizer is not None
@@ -71,26 +65,6 @@ def initialize(  # DeepSpeed's thirteen parameters
         engine = make_engine(model, built, loaded, schedule=schedule, quiet=errand() is None)
     wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer)
     return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
-
-
-@contextlib.contextmanager
-def _with_additions(passed: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A config with what `zerodrift run` adds to it; errors inside are told by its flags."""
-    given = errand()
-    if given is None:
-        yield passed
-        return
-    given.reached("initialized")
-    additions = Additions(dict(given.config), given.flags)
-    precision = passed.get("precision")
-    rules = precision.get("rules") if isinstance(precision, Mapping) else None
-    try:
-        yield additions.added_to(passed)
-    except ZerodriftError as error:
-        flagged = additions.flagged(error, len(rules or ()))
-        if flagged is error:
-            raise
-        raise flagged from None
 
 
 def _refuse(mpu: Any, mesh_param: Any) -> None:
@@ -105,55 +79,6 @@ def _refuse(mpu: Any, mesh_param: Any) -> None:
         raise UnsupportedError(
             "mesh_param", "must have no sequence-parallel ranks", got=repr(mesh_param), do="Leave it out."
         )
-
-
-# --- the config -----------------------------------------------------------------------------------------
-
-
-def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
-    """The one config that was passed, as it was written."""
-    ways = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-        "args.deepscale_config": getattr(args, "deepscale_config", None),
-    }
-    given = {name: value for name, value in ways.items() if value is not None}
-    if not given:
-        raise ConfigError(
-            "config",
-            "must be given",
-            got="none",
-            do="Pass `config=` to `initialize`, or `--deepspeed_config` on the command line.",
-        )
-    if len(given) > 1:
-        raise ConfigError("config", "must be given once", got=" and ".join(given), do="Keep one.")
-    (value,) = given.values()
-    if isinstance(value, Config):
-        return plain(value, Problems())
-    if isinstance(value, Mapping):
-        return dict(value)
-    if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(
-            "config", "must be a path, a dict or a `zerodrift.Config`", got=type(value).__name__
-        )
-    if isinstance(value, str) and not os.path.exists(value):
-        decoded = _decoded(value)
-        if decoded is not None:
-            return decoded
-    parsed = read(value)
-    if not isinstance(parsed, dict):
-        raise ConfigError(os.fspath(value), "must hold a block of keys at its top")
-    return parsed
-
-
-def _decoded(text: str) -> dict[str, Any] | None:
-    """Base64 of JSON, as launchers pass it; None for anything else."""
-    try:
-        config = json.loads(base64.urlsafe_b64decode(text).decode("utf-8"))
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
 
 
 # --- optimizer and schedule -----------------------------------------------------------------------------

@@ -25,12 +25,19 @@ from zerodrift.deepspeed import batches, checkpoints, comm, consolidated, unsupp
 from zerodrift.deepspeed.getters import ConfigGetters
 from zerodrift.deepspeed.launch import local_rank
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.parameter_offload import ParameterOffload
 from zerodrift.deepspeed.parameters import mark_parameters, unmark
 from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader, make_loader
 from zerodrift.deepspeed.zero.slices import release
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import Problem, UnsupportedError
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
+
+
+def _optimizer(engine: Engine) -> DeepSpeedOptimizer | ParameterOffload | None:
+    if engine.updater is not None:
+        return DeepSpeedOptimizer(engine)
+    return ParameterOffload(engine.module) if engine.plan.policy.sharding.stage == 3 else None
 
 
 class DeepSpeedEngine(nn.Module):
@@ -66,7 +73,8 @@ class DeepSpeedEngine(nn.Module):
         self.gradient_average = engine.plan.policy.averaging.mean
         self.client_optimizer = client_optimizer
         self.collate_fn = collate_fn
-        self.optimizer = DeepSpeedOptimizer(engine) if engine.updater is not None else None
+        self.optimizer = _optimizer(engine)
+        """What DeepSpeed has there: at stage 3 without an optimizer, who gathers parameters."""
         self._micro_batch = engine.plan.policy.batch.micro
         for parameter in self.module.parameters():
             release(parameter)
@@ -196,7 +204,7 @@ class DeepSpeedEngine(nn.Module):
         self._engine.zero_grad()
 
     def _require_optimizer(self, what: str) -> None:
-        if self.optimizer is None:
+        if self._engine.updater is None:
             raise UnsupportedError(
                 what,
                 "must have an optimizer",
@@ -337,12 +345,14 @@ class DeepSpeedEngine(nn.Module):
 
     def get_mom(self) -> list[Any]:
         """Betas per group, or momentum where the optimizer has no betas."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        groups = self._groups()
         return self._of_groups("betas" if any("betas" in group for group in groups) else "momentum")
 
     def _of_groups(self, key: str) -> list[Any]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get(key, 0.0) for group in groups]
+        return [group.get(key, 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if isinstance(self.optimizer, torch.optim.Optimizer) else []
 
     # --- modes, values, files ---------------------------------------------------------------------------
 
@@ -460,6 +470,9 @@ class DeepSpeedEngine(nn.Module):
             strict=load_module_strict,
         )
         return checkpoints.load(self, load_dir, tag, wanted)
+
+    def empty_partition_cache(self) -> None:
+        """Nothing is cached: a unit is released when it is left."""
 
     def destroy(self) -> None:
         """Take the hooks off and leave the process groups that were made for it."""

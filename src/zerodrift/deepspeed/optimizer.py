@@ -9,22 +9,108 @@ Invariant: nothing is kept here; every answer is the engine's.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
+from zerodrift.deepspeed.parameter_offload import ParameterOffload
 from zerodrift.deepspeed.parameters import engine_gone
 from zerodrift.deepspeed.unsupported import absent
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 
 
+class LossScaler:
+    """The loss scale as it is now, by the names of DeepSpeed's `loss_scaler` and `loss_scale_config`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._spec = engine.plan.policy.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        return self._engine.scaler.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        return self._spec is not None and self._spec.dynamic
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def use_grad_scaling(self) -> bool:
+        return self._spec is not None
+
+    @property
+    def scale_factor(self) -> float:
+        return 2.0
+
+    @property
+    def scale_window(self) -> int | None:
+        return None if self._spec is None else self._spec.window
+
+    @property
+    def min_scale(self) -> float | None:
+        return None if self._spec is None else self._spec.minimum
+
+    min_loss_scale = min_scale
+
+    @property
+    def delayed_shift(self) -> int | None:
+        return None if self._spec is None else self._spec.hysteresis
+
+    @property
+    def consecutive_hysteresis(self) -> bool:
+        return self._spec is not None and self._spec.consecutive
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward` on by hand."""
+        return self._engine.scale(loss)
+
+
+class StageOfOptimizer(type):
+    """A class of DeepSpeed's for some stages: what it says of an optimizer is its stage."""
+
+    stages: tuple[int, ...]
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, DeepSpeedOptimizer) and value.stage in cls.stages
+
+
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """An optimizer to torch's schedulers, which accept nothing else; its groups are another's."""
+    """An optimizer to torch's schedulers, which accept nothing else; its groups are another's.
+
+    At stage 0 without 16-bit parameters DeepSpeed returns the caller's own. There this is an instance of that
+    one's class, and equal to it; it is not that one, whose `step` would do nothing.
+    """
 
     def __init__(self, engine: Engine) -> None:
         # Not torch's own __init__, which would make groups and state.
         self._engine = weakref.ref(engine)
+        policy = engine.plan.policy
+        self.stage = policy.sharding.stage
+        """Of ZeRO."""
+        self._passes = self.stage == 0 and (policy.mode.autocast or policy.mode.dtype is DType.FP32)
+        if self.stage == 3:
+            self.parameter_offload = ParameterOffload(engine.module)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        passes = self.__dict__.get("_passes", False)
+        return type(self.optimizer) if passes and self._engine() is not None else DeepSpeedOptimizer
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (self._passes and other is self.optimizer)
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> Hashable:
+        return self.optimizer if self._passes else id(self)
 
     def _running(self) -> Engine:
         engine = self._engine()
@@ -77,6 +163,16 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def dynamic_loss_scale(self) -> bool:
         spec = self._running().plan.policy.loss_scale
         return spec is not None and spec.dynamic
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        return LossScaler(self._running())
+
+    loss_scale_config = loss_scaler
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must go through `engine.scale` before a backward by hand."""
+        return self._running().scaler.active
 
     @property
     def overflow(self) -> bool:

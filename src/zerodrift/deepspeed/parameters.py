@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import ItemsView
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,14 @@ def mark_parameters(engine: Engine) -> None:
                 parameter.comm_dtype = wire  # type: ignore[attr-defined]
         if segments[row.segment].sharded:
             mark(parameter, number)
+    if any(segment.sharded for segment in segments):
+        for module in engine.module.modules():
+            module.ds_external_parameters = _external_parameters  # type: ignore[assignment]
+
+
+def _external_parameters() -> ItemsView[str, nn.Parameter]:
+    """A module's `ds_external_parameters()`: none, since what it uses of others is gathered with its unit."""
+    return {}.items()
 
 
 def mark(parameter: nn.Parameter, number: int) -> None:
@@ -77,6 +86,7 @@ def mark(parameter: nn.Parameter, number: int) -> None:
     parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
     parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
     parameter.ds_param_type = ZeroParamType.PARTITIONED  # type: ignore[attr-defined]
+    parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
 
 
 def unmark(parameter: nn.Parameter) -> None:
@@ -86,6 +96,7 @@ def unmark(parameter: nn.Parameter) -> None:
         "ds_numel",
         "ds_status",
         "ds_param_type",
+        "ds_active_sub_modules",
         "comm_dtype",
         ENGINE_PARAMETER,
     ):

@@ -1,8 +1,9 @@
 """What DeepSpeed has and this package has not: names that can be imported, and say no when they are used.
 
 Scripts import more than they use, and ask `isinstance(model, PipelineModule)` of models that are none. So an
-absent name is an object: it can be imported, nothing is an instance of it, and a call raises an error that
-names it and what to use instead. A method of the engine that is absent raises when it is looked up.
+absent name is an object: it can be imported and derived from, nothing is an instance of it, and a call raises
+an error that names it and what to use instead. A method of the engine that is absent raises when it is looked
+up. A module of which nothing is here is made from `absent.py`.
 
 Invariant: nobody gets an AttributeError from deep inside for a name that DeepSpeed documents.
 """
@@ -11,9 +12,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn, Union
 
+from zerodrift.deepspeed.absent import ABSENT
 from zerodrift.errors import UnsupportedError, did_you_mean
 
 
@@ -24,22 +29,43 @@ class NotHereError(UnsupportedError, AttributeError):
 HERE = "must be a name of the drop-in"
 
 
+class _Base:
+    """What a class is derived from that is derived from a `Placeholder`."""
+
+    placeholder: Placeholder
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        cls.placeholder()
+
+
 class Placeholder:
     """Stands where DeepSpeed has a function or class."""
 
     def __init__(self, name: str, instead: str) -> None:
         self._name = name
         self._instead = instead
+        self.__module__, _, self.__name__ = name.rpartition(".")
+        self.__qualname__ = self.__name__
+        self._base = type(self.__name__, (_Base,), {"placeholder": self})
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(self._name, HERE, got="one of DeepSpeed's alone", do=self._instead)
 
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
-        """Asked for when somebody derives a class from it."""
-        self()
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        """Asked for when somebody derives a class from it: whoever makes one of those is told."""
+        return (self._base,)
 
     def __instancecheck__(self, value: object) -> bool:
         return False
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return issubclass(kind, self._base)
+
+    def __or__(self, other: Any) -> Any:
+        return Union[self, other]  # noqa: UP007 (which is what `|` would call)
+
+    def __ror__(self, other: Any) -> Any:
+        return Union[other, self]  # noqa: UP007
 
     def __repr__(self) -> str:
         return f"<`{self._name}` is not in zerodrift: {self._instead}>"
@@ -49,21 +75,53 @@ def lookup(module: str, *submodules: str) -> Callable[[str], Any]:
     """A module's `__getattr__`: its absent names, submodules that are imported when they are asked for, and
     the error for a name that nobody knows."""
     theirs = module.removeprefix("zerodrift.")
-    not_here = {
-        name: Placeholder(f"{theirs}.{name}", instead) for name, instead in NAMES.get(theirs, {}).items()
-    }
+    short = theirs.removeprefix("deepspeed").removeprefix(".")
+    instead, names = ABSENT.get(short, ("", ""))
+    absent_names = {**dict.fromkeys(names.split(), instead), **NAMES.get(theirs, {})}
+    not_here = {name: Placeholder(f"{theirs}.{name}", do) for name, do in absent_names.items()}
+    below = (*submodules, *_below(short))
 
     def look_up(name: str) -> Any:
         if name in not_here:
             return not_here[name]
-        if name in submodules:
+        if name in below:
             return importlib.import_module(f"{module}.{name}")
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         here = getattr(sys.modules[module], "__all__", ())
-        raise unknown(module, name, [*here, *submodules, *not_here])
+        raise unknown(module, name, [*here, *below, *not_here])
 
     return look_up
+
+
+def _below(short: str) -> list[str]:
+    """The last names of the absent modules that are right under a module of DeepSpeed's."""
+    start = f"{short}." if short else ""
+    rest = [name.removeprefix(start) for name in ABSENT if name.startswith(start)]
+    return list(dict.fromkeys(name.partition(".")[0] for name in rest))
+
+
+class AbsentModules(MetaPathFinder, Loader):
+    """Finds and makes them, behind Python's own finders: they have no files."""
+
+    @classmethod
+    def begin(cls) -> None:
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.append(cls())
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        short = name.removeprefix("zerodrift.deepspeed.")
+        if short == name or short not in ABSENT:
+            return None
+        return ModuleSpec(name, self, is_package=bool(_below(short)))
+
+    def exec_module(self, module: ModuleType) -> None:
+        instead, names = ABSENT[module.__name__.removeprefix("zerodrift.deepspeed.")]
+        module.__dict__["__doc__"] = f"Nothing of `{module.__name__.removeprefix('zerodrift.')}`. {instead}"
+        module.__dict__["__all__"] = names.split()
+        module.__dict__["__getattr__"] = lookup(module.__name__)
 
 
 def absent(name: str, instead: str) -> NotHereError:
@@ -94,16 +152,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "DeepSpeedTransformerConfig": "Use `torch.nn.TransformerEncoderLayer` or the model's own layer.",
         "replace_transformer_layer": "The model runs as it is; there is no kernel injection.",
         "revert_transformer_layer": "The model runs as it is; there is no kernel injection.",
-        "module_inject": "The model runs as it is; there is no kernel injection.",
         "add_tuning_arguments": "Write the schedule in the config's `scheduler` block.",
-        "log_dist": "Use `deepspeed.utils.log_dist`.",
         "is_compile_supported": "Call `torch.compile` on the model's blocks.",
         "DeepSpeedConfig": "Use `zerodrift.load(file)`, which checks every key.",
         "DeepSpeedOptimizerCallable": "Annotate with `Callable[[Any], torch.optim.Optimizer]`.",
         "DeepSpeedSchedulerCallable": "Annotate with `Callable[[torch.optim.Optimizer], Any]`.",
         "domino": "There is no tensor parallelism to overlap.",
         "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
-        "moe": "A mixture of experts in plain modules is sharded like any other part of the model.",
     },
     "deepspeed.comm": {
         "log_summary": "`zerodrift plan` lists every collective of a step.",
@@ -121,20 +176,17 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "TiledLinear": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
         "TiledLinearReturnBias": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
         "MiCS_Init": "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.",
-        "DeepSpeedZeRoOffload": "Shard with `zero_optimization.stage: 3`.",
         "DeepSpeedTensorOverride": "Buffers and tensors stay what the model made them.",
     },
     "deepspeed.utils": {
         "zero_to_torch": "Use `zero_to_fp32`, and cast what it wrote.",
         "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
-        "instrument_w_nvtx": "Use `torch.profiler.record_function`.",
         "get_full_hp_param": "Use `safe_get_full_fp32_param`.",
         "set_full_hp_param": "Use `safe_set_full_fp32_param`.",
         "get_full_hp_grad": "Use `safe_get_full_grad`.",
         "set_full_hp_grad": "Use `safe_set_full_grad`.",
         "link_hp_params": "Use `safe_get_full_fp32_param`.",
         "lazy_init_hp_params_optimizer_state": "Use `safe_get_full_optimizer_state`.",
-        "tensor_fragment": "Use `safe_get_full_fp32_param` and its kin.",
         "fragment_address": "Use `safe_get_full_fp32_param` and its kin.",
         "get_hp_fragment_mapping": "Use `safe_get_full_fp32_param` and its kin.",
         "map_to_flat_opt_states": "Use `safe_get_full_optimizer_state`.",
@@ -146,16 +198,21 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "set_tensor_model_parallel_rank": "There is no tensor parallelism: the model's ranks are one.",
         "set_tensor_model_parallel_world_size": "There is no tensor parallelism: the model's ranks are one.",
     },
+    "deepspeed.utils.tensor_fragment": dict.fromkeys(
+        (
+            "tensor_fragment",
+            "fragment_address",
+            "get_hp_fragment_mapping",
+            "get_full_hp_param",
+            "set_full_hp_param",
+        ),
+        "Use `safe_get_full_fp32_param` and its kin.",
+    ),
     "deepspeed.checkpoint": dict.fromkeys(
         ("DeepSpeedCheckpoint", "ds_to_universal", "universal_checkpoint"),
         "Every checkpoint loads on any number of ranks, at any stage: there is nothing to convert.",
     ),
     "deepspeed.ops": {
-        "lamb": "LAMB needs whole parameters. Use AdamW.",
-        "adagrad": "Use `torch.optim.Adagrad` without ZeRO, or AdamW.",
-        "transformer": "The model runs as it is; there is no kernel injection.",
-        "sparse_attention": "Attention is the model's own.",
-        "fp_quantizer": "Weights are not quantized.",
         "DeepSpeedTransformerLayer": "The model runs as it is; there is no kernel injection.",
         "DeepSpeedTransformerConfig": "The model runs as it is; there is no kernel injection.",
     },
@@ -163,11 +220,58 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ("ZenFlowCPUAdam", "ZenFlowSelectiveAdamW", "ZenFlowSelectiveAdamW_stage3"),
         "Every gradient is applied in the step that made it: use `FusedAdam`.",
     ),
+    "deepspeed.moe.utils": dict.fromkeys(
+        (
+            "split_params_into_different_moe_groups_for_optimizer",
+            "split_params_into_shared_and_expert_params",
+            "split_params_grads_into_shared_and_expert_params",
+            "configure_moe_param_groups",
+        ),
+        "A mixture of experts in plain modules is sharded like any other part of the model.",
+    ),
     "deepspeed.pipe": dict.fromkeys(
         ("PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"),
         "Use a plain module with `zero_optimization.stage: 3`.",
     ),
     "deepspeed.runtime.config": {"DeepSpeedConfig": "Use `zerodrift.load(file)`, which checks every key."},
+    "deepspeed.runtime.lr_schedules": dict.fromkeys(
+        (
+            "add_tuning_arguments",
+            "parse_arguments",
+            "override_params",
+            "get_config_from_args",
+            "get_lr_from_config",
+        ),
+        "Write the schedule in the config's `scheduler` block.",
+    ),
+    "deepspeed.runtime.zero.config": dict.fromkeys(
+        ("DeepSpeedZeroConfig", "get_zero_config", "read_zero_config_deprecated"),
+        "Use `zerodrift.load(file)`, which checks every key.",
+    ),
+    "deepspeed.runtime.zero.offload_config": dict.fromkeys(
+        ("DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig"),
+        "Use `zerodrift.load(file)`, which checks every key.",
+    ),
+    "deepspeed.runtime.zero.stage3": dict.fromkeys(
+        (
+            "estimate_zero3_model_states_mem_needs",
+            "estimate_zero3_model_states_mem_needs_all_live",
+            "estimate_zero3_model_states_mem_needs_all_cold",
+        ),
+        "`zerodrift plan` prints memory and traffic of a config without running it.",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2": dict.fromkeys(
+        (
+            "estimate_zero2_model_states_mem_needs",
+            "estimate_zero2_model_states_mem_needs_all_live",
+            "estimate_zero2_model_states_mem_needs_all_cold",
+        ),
+        "`zerodrift plan` prints memory and traffic of a config without running it.",
+    ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing": dict.fromkeys(
+        ("CheckpointFunction", "model_parallel_reconfigure_tp_seed", "gather_partitioned_activations"),
+        "Use `torch.utils.checkpoint`.",
+    ),
     "deepspeed.runtime.torch_autocast": {
         "is_autocast_initialized": "Ask `engine.torch_autocast_enabled()`.",
         "get_autocast_dtype": "Ask `engine.torch_autocast_dtype()`.",
@@ -194,7 +298,6 @@ ENGINE = {
     "get_pld_theta": "Every layer runs in every step; drop layers in the model.",
     "clip_fp32_gradients": "Write `gradient_clipping` in the config.",
     "load_moe_state_dict": "Experts are saved and loaded with the rest.",
-    "empty_partition_cache": "Gathered parameters are released when their unit is left.",
     "register_compile_pass": "Call `torch.compile` on the model's blocks before `initialize`.",
     "get_wall_clock_timers": "Use `torch.profiler`.",
     "set_batch_fn": "Prepare batches in the iterator that `train_batch` gets.",

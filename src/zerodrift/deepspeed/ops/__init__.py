@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from zerodrift.deepspeed import unsupported
-from zerodrift.deepspeed.ops import adam, lion
+from zerodrift.deepspeed.ops import adam, lion, op_builder
 from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
-__all__ = ["adam", "lion"]
+__all__ = ["adam", "lion", "op_builder"]
 
 OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
     ADAMW: adam.FusedAdam,
@@ -20,5 +20,7 @@ OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
     LION: lion.FusedLion,
 }
 """What makes a config's optimizer over some of a model's parameters, or groups of them."""
+
+__compatible_ops__ = {name: builder().is_compatible() for name, builder in op_builder.ALL_OPS.items()}
 
 __getattr__ = unsupported.lookup(__name__)

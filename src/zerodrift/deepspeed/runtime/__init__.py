@@ -8,4 +8,6 @@ from zerodrift.deepspeed.runtime import dataloader, lr_schedules, torch_autocast
 __all__ = ["dataloader", "lr_schedules", "torch_autocast"]
 
 
-__getattr__ = unsupported.lookup(__name__, "config", "engine", "utils", "zero")
+__getattr__ = unsupported.lookup(
+    __name__, "activation_checkpointing", "base_optimizer", "config", "engine", "utils", "zero"
+)

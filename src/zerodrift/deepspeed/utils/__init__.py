@@ -1,17 +1,10 @@
 """`deepspeed.utils`: full values of sharded parameters, logging, and a loader that never ends.
 
-The name is DeepSpeed's. Leaf modules need no mark here, because a unit is gathered whole: the functions that
-set one check their arguments, remember the mark, and change nothing.
+The name is DeepSpeed's. Nothing is imported whose name one of DeepSpeed's modules has: `logging` and `torch`
+are modules of this package.
 """
 
 from __future__ import annotations
-
-import logging
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import nn
 
 from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.runtime.dataloader import RepeatingLoader
@@ -30,7 +23,7 @@ from zerodrift.deepspeed.states import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from zerodrift.deepspeed.utils import groups
+from zerodrift.deepspeed.utils import groups, nvtx
 from zerodrift.deepspeed.utils.groups import (
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -39,6 +32,18 @@ from zerodrift.deepspeed.utils.groups import (
     get_model_parallel_world_size,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+)
+from zerodrift.deepspeed.utils.logging import log_dist, logger, warning_once
+from zerodrift.deepspeed.utils.nvtx import instrument_w_nvtx
+from zerodrift.deepspeed.utils.z3_leaf_module import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
 )
 
 __all__ = [
@@ -52,8 +57,10 @@ __all__ = [
     "get_tensor_model_parallel_world_size",
     "get_z3_leaf_modules",
     "groups",
+    "instrument_w_nvtx",
     "log_dist",
     "logger",
+    "nvtx",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -72,100 +79,11 @@ __all__ = [
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
+    "warning_once",
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
 
-logger = logging.getLogger("zerodrift.deepspeed")
-"""Where DeepSpeed's scripts log to; its handlers and level are the script's."""
-
-__getattr__ = unsupported.lookup(__name__, "zero_to_fp32")
-
-
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the named ranks; on all of them where -1 is one, and where torch.distributed does not run."""
-    running = torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if running else -1
-    if not running or not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, "[Rank %d] %s", rank, message)
-
-
-# --- leaf modules -----------------------------------------------------------------------------------------
-
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    return bool(model.__dict__.get("_z3_leaf", False))
-
-
-def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    return hasattr(model, "ds_z3_leaf_module")
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    model.__dict__["_z3_leaf"] = flag
-
-
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules of these classes, or of classes with these full names."""
-    return _mark(
-        model, _of_classes(model, leaf_module_classes), True, raise_if_not_found, leaf_module_classes
-    )
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    return _mark(
-        model, _of_classes(model, leaf_module_classes), False, raise_if_not_found, leaf_module_classes
-    )
-
-
-def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their path; returns them and the names that were not found."""
-    paths = dict(model.named_modules())
-    missing = [name for name in module_names if name not in paths]
-    marked = _mark(
-        model, [paths[n] for n in module_names if n in paths], flag, raise_if_not_found, module_names
-    )
-    return marked, missing
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules whose path ends like one of these; returns them and the suffixes that nothing has."""
-    paths = dict(model.named_modules())
-    missing = [end for end in module_name_suffixes if not any(path.endswith(end) for path in paths)]
-    ends = tuple(module_name_suffixes)
-    chosen = [module for path, module in paths.items() if path.endswith(ends)]
-    return _mark(model, chosen, flag, raise_if_not_found, module_name_suffixes), missing
-
-
-def _of_classes(model: nn.Module, classes: Sequence[Any]) -> list[nn.Module]:
-    names = {item for item in classes if isinstance(item, str)}
-    kinds = tuple(item for item in classes if not isinstance(item, str))
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, kinds)
-        or type(module).__name__ in names
-        or f"{type(module).__module__}.{type(module).__qualname__}" in names
-    ]
-
-
-def _mark(
-    model: nn.Module, modules: list[nn.Module], flag: bool, must_find: bool, asked: Sequence[Any]
-) -> list[nn.Module]:
-    if not modules and must_find:
-        raise ValueError(f"No modules were found for {list(asked)} in {type(model).__name__}.")
-    for module in modules:
-        set_z3_leaf_module(module, flag)
-    return modules
+__getattr__ = unsupported.lookup(
+    __name__, "logging", "tensor_fragment", "torch", "z3_leaf_module", "zero_to_fp32"
+)

@@ -9,12 +9,14 @@ from typing import Any
 from torch import nn
 
 from zerodrift.deepspeed import unsupported
+from zerodrift.deepspeed.parameter_offload import ParameterOffload as DeepSpeedZeRoOffload
 from zerodrift.deepspeed.parameters import ZeroParamStatus, ZeroParamType
 from zerodrift.deepspeed.zero.external import register_external_parameter, unregister_external_parameter
 from zerodrift.deepspeed.zero.gathered import GatheredParameters
 from zerodrift.deepspeed.zero.init import Init
 
 __all__ = [
+    "DeepSpeedZeRoOffload",
     "GatheredParameters",
     "Init",
     "ZeroParamStatus",

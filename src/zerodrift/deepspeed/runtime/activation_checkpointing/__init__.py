@@ -1,0 +1,1 @@
+"""`deepspeed.runtime.activation_checkpointing`: torch's own, by DeepSpeed's names."""
