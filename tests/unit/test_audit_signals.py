@@ -1,10 +1,15 @@
-"""What routers almost chose otherwise: margins, which of them are close, and what they are charged with."""
+"""What routers almost chose otherwise: margins, which of them are close, and what they are charged with; and
+what rounding does to the loss."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from tests.numerics.networks import GPT, batch
+from zerodrift.api import make_plan
+from zerodrift.numerics.audit import audit
 from zerodrift.numerics.signals import CloseCalls, Judged, Recorder, Signals, close_calls, signed_costs
 from zerodrift.observer.places import paths_in
 
@@ -84,3 +89,21 @@ def test_random_signs_are_the_same_without_close_calls() -> None:
     negative = torch.arange(5.0)
     judged = Judged(negative.sum(), negative, {})
     assert torch.equal(signed_costs(judged, 3, None), signed_costs(judged, 3, CloseCalls({}, 1.0)))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
+def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
+    """Every operation is charged once, so the sum is what the plan does to the loss, to first order: what is
+    left is of the size of the drift's square."""
+    model = GPT(layers=2, tied=False, seed=1)
+    plan = make_plan({"precision": {"mode": mode}}, model)
+    found = audit(plan, model, [{"tokens": batch(1, 0, micro)} for micro in range(3)], budget=None, confirm=4)
+    cells = [each for each in found.shortlist if each.choice.cell == "compute"]
+    moved = sum(each.loss or 0.0 for each in (*cells, *found.places))
+    assert abs(found.drift.loss) > 10 * found.drift.square
+    assert abs(moved - found.drift.loss) < found.drift.square
+    stored = {each.choice: each.loss for each in found.shortlist if each.choice.cell == "storage"}
+    replayed = [each for each in found.replayed if each.choice in stored]
+    for each in replayed:
+        assert each.alone.loss == pytest.approx(stored[each.choice], rel=0.1, abs=found.drift.square)
+    assert bool(replayed) is (mode == "bf16")

@@ -256,8 +256,9 @@ def _places(audit: Audit) -> Markup:
             tag("td", place.operation, class_="cell"),
             tag("td", place.dtype, class_="cell"),
             tag("td", percent(place.rms**2 / whole), class_="number"),
+            tag("td", "" if place.loss is None else f"{place.loss:+.2g}", class_="number"),
         )
         for place in audit.places[:40]
     )
-    head = heads(("module", "line", "operation", "leaves", "estimate"))
+    head = heads(("module", "line", "operation", "leaves", "estimate", "loss"))
     return tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="rows")

@@ -34,7 +34,7 @@ WIDTH = 80
 SHOWN = 10
 """Lines of a table."""
 
-_NAME = 38
+_NAME = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,16 @@ def facts(audit: Audit) -> list[tuple[str, str]]:
     if audit.own.rms:
         told.append(("own casts", f"the model's code by itself: {spread(audit.own)}"))
     told.append(("gradients", f"cosine with those in fp32: {_cosine(audit.gradient_cosine)}"))
-    told.append(("estimates", f"{audit.passes} passes in {audit.seconds:.1f} s"))
+    told.append(("estimates", f"{audit.passes} passes in {audit.seconds:.1f} s{_moves(audit)}"))
     return told
+
+
+def _moves(audit: Audit) -> str:
+    """What the estimates say of the loss, all together."""
+    cells = {each.choice.cell for each in audit.shortlist}
+    counted = [each.loss for each in audit.shortlist if each.choice.cell == "compute" or len(cells) == 1]
+    told = [loss for loss in (*counted, *(place.loss for place in audit.places)) if loss is not None]
+    return f"; they add up to {sum(told):+.2g} of the loss" if told else ""
 
 
 def _cosine(cosine: float) -> str:
@@ -163,7 +171,7 @@ def _findings(found: Sequence[AuditFinding]) -> Iterable[RenderableType]:
 
 def _replayed(audit: Audit) -> Iterable[RenderableType]:
     whole = audit.drift.square
-    rows = [("parameter", "cell", "alone", "removes", "flips")]
+    rows = [("parameter", "cell", "alone", "removes", "loss", "flips")]
     for each in audit.replayed[:SHOWN]:
         rows.append(
             (
@@ -171,14 +179,16 @@ def _replayed(audit: Audit) -> Iterable[RenderableType]:
                 each.choice.cell,
                 _share(each.alone.square, whole),
                 _share(whole - each.widened.square, whole),
+                _loss(each.alone.loss),
                 f"{each.alone.flips:,}" if each.alone.choices else "",
             )
         )
-    yield _table(rows, (_NAME, 8, 8, 8, 6), 2)
+    yield _table(rows, (_NAME, 7, 7, 7, 8, 5), 2)
     yield grid(
         [
             ("alone", "its part of the squared drift, with everything else in fp32"),
             ("removes", "what is gone of it with this cell in fp32, and everything else as planned"),
+            ("loss", "by how much the cell alone moves it"),
         ],
         (8,),
         ("dim",),
@@ -191,7 +201,7 @@ def _estimates(audit: Audit) -> list[RenderableType]:
     done = {each.choice for each in audit.replayed}
     whole = audit.drift.square
     rows = [
-        (elide(each.choice.pattern, _NAME), each.choice.cell, _share(each.square, whole))
+        (elide(each.choice.pattern, _NAME), each.choice.cell, _share(each.square, whole), _loss(each.loss))
         for each in audit.shortlist
         if each.choice not in done and each.square > 0
     ][:SHOWN]
@@ -200,6 +210,7 @@ def _estimates(audit: Audit) -> list[RenderableType]:
             elide(f"{place.module or 'model'} {place.line}", _NAME),
             place.operation,
             _share(place.rms**2, whole),
+            _loss(place.loss),
         )
         for place in audit.places[:SHOWN]
     ]
@@ -207,15 +218,19 @@ def _estimates(audit: Audit) -> list[RenderableType]:
     if rows:
         parts += [
             section("estimated", "not replayed"),
-            _table([("parameter", "cell", "alone"), *rows], (_NAME, 8, 8), 2),
+            _table([("parameter", "cell", "alone", "loss"), *rows], (_NAME, 7, 7, 8), 2),
         ]
     if places:
-        head = ("module and line", "operation", "alone")
+        head = ("module and line", "operation", "alone", "loss")
         parts += [
             section("estimated", "operations with no parameter of their own"),
-            _table([head, *places], (_NAME, 20, 8), 2),
+            _table([head, *places], (_NAME, 20, 7, 8), 2),
         ]
     return parts
+
+
+def _loss(moved: float | None) -> str:
+    return "" if moved is None else f"{moved:+.1e}"
 
 
 def _share(square: float, whole: float) -> str:

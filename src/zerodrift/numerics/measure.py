@@ -1,21 +1,24 @@
 """The three passes of the shortlist, each a forward and a backward of every micro-batch.
 
 1. The reference, watched: its signals, its gradients, and what the model's own code narrows.
-2. The plan: its signals and its gradients.
-3. The plan, watched: what every operation rounds, times the gradient of the targets' log-probabilities with
-   random signs, and of what routers almost chose otherwise; and what rounding the stored values is worth,
-   from the gradients of the parameters.
+2. The plan, watched: its signals, its gradients, and what every operation rounds, times the gradient of the
+   loss: by how much it moves the loss.
+3. The plan, watched again: the same times the gradient of the targets' log-probabilities with random signs,
+   and of what routers almost chose otherwise: how far it moves them.
+
+What rounding the stored values is worth comes from the gradients of the parameters, in both. Between 2 and 3
+there is a forward that nobody watches.
 
 Whole gradients are taken one parameter at a time: the largest parameter is what is held beside two engines.
 
-Invariant: the watched plan has the bits of the plan that nobody watches, or the audit ends with an error.
+Invariant: the watched plan has the bits of that forward, or the audit ends with an error.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +31,7 @@ from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.mesh import MeshShape
 from zerodrift.numerics import signals, variants
 from zerodrift.numerics.nouns import Estimate, GradientLine, Place
-from zerodrift.numerics.operations import Rounding, Roundings, Watch, Widened
+from zerodrift.numerics.operations import Key, Rounding, Roundings, Watch, Widened
 from zerodrift.numerics.runs import Batch, Subject, running
 from zerodrift.numerics.signals import CloseCalls, Drift, Signals
 from zerodrift.numerics.variants import Choice
@@ -114,28 +117,31 @@ def three_passes(bench: Bench) -> tuple[ThreePasses, Plan]:
         _require_finite(true, reference)
         count = len(plain.values)
         with running(bench.subject, bench.policy, bench.mesh) as engine:
-            planned = gathered(engine, signals.trained_signals(engine, bench.batches))
+            constants, charged = _buffers(engine, reference), Roundings()
+            watching = _watching(engine, charged, constants)
+            planned = gathered(engine, signals.trained_signals(engine, bench.batches, watching))
             total = signals.drift(planned, true)
             passes = ThreePasses(true, signals.drift(plain, true), planned, total, narrowed)
             passes.gradients, passes.cosine = _gradients(engine, reference)
+            scale = ToTargets(len(bench.batches), bench.mesh.data, count, engine.scaler.scale)
+
+            def true_of(name: str) -> torch.Tensor:
+                return reference.parameter(name).value.float()
+
+            moves = _moves(engine, true_of, charged, scale)
             engine.zero_grad()
+            alone = gathered(engine, signals.signals(engine, bench.batches, gradients=True))
             found = Roundings()
             calls = signals.close_calls(planned, true)
-            again = signed(engine, bench.batches, found, _buffers(engine, reference), calls)
-            again = gathered(engine, again)
-            if not _same(again, planned):
+            again = gathered(engine, signed(engine, bench.batches, found, constants, calls))
+            if not (_same(planned, alone) and _same(again, alone)):
                 raise ZerodriftError(
                     "the audit",
                     "must leave the bits of a run as they are",
                     got="other log-probabilities where the same forward was watched",
                     do="Does the model draw from generators of its own, or keep state in a forward?",
                 )
-            scale = ToTargets(len(bench.batches), bench.mesh.data, count, engine.scaler.scale)
-
-            def true_of(name: str) -> torch.Tensor:
-                return reference.parameter(name).value.float()
-
-            estimate(passes, engine, true_of, found, scale)
+            estimate(passes, engine, true_of, found, scale, moves)
             values = ((row.name, true_of(row.name)) for row in engine.plan.rows if _holds_fp32(row))
             passes.coarse = {name: held for name, value in values if (held := held_by(value)) is not None}
             everyone = reference.comm.all_gather_object((own.used, own.ran), "data")
@@ -181,6 +187,10 @@ class ToTargets:
         """Of a watched operation of the plan."""
         return self.of(place.square / self.loss_scale**2)
 
+    def of_loss(self, place: Rounding) -> float:
+        """By how much a watched operation of the plan moves the mean of all losses."""
+        return place.signed / (self.loss_scale * self.batches * self.ranks)
+
     def of_own(self, place: Rounding) -> float:
         return math.sqrt(self.of(place.square))
 
@@ -204,9 +214,11 @@ def held_by(values: torch.Tensor) -> str | None:
     return ""
 
 
-def _watching(engine: Engine, found: Roundings) -> signals.Around:
+def _watching(
+    engine: Engine, found: Roundings, constants: dict[int, torch.Tensor] | None = None
+) -> signals.Around:
     names = names_of(engine)
-    return lambda path: Watch(engine.module, names, path, found, {})
+    return lambda path: Watch(engine.module, names, path, found, constants or {})
 
 
 def names_of(engine: Engine) -> dict[int, str]:
@@ -302,45 +314,74 @@ def rounded_on_the_wire(bench: Bench, wires: Mapping[str, torch.dtype]) -> dict[
 # --- estimates ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """By how much the mean loss is moved, to first order."""
+
+    stored: Mapping[str, float]
+    """Parameter -> by the rounding of its values."""
+    places: Mapping[Key, float]
+    """By what is rounded at one place."""
+
+
+def _moves(
+    engine: Engine, true_of: Callable[[str], torch.Tensor], found: Roundings, scale: ToTargets
+) -> Moves:
+    """From the gradients that the loss left."""
+    stored = {row.name: float(effect.sum()) for row, effect in _effects(engine, true_of)}
+    return Moves(stored, {place.key: scale.of_loss(place) for place in _whole(engine, found)})
+
+
+def _effects(engine: Engine, true_of: Callable[[str], torch.Tensor]) -> Iterator[tuple[Row, torch.Tensor]]:
+    """Of every parameter with a narrow forward: its gradient times what is rounded of its values."""
+    for row in engine.plan.rows:
+        cells = variants.narrow_cells(row.columns)
+        if row.trained and {"storage", "compute"} & set(cells):
+            handle, true = engine.parameter(row.name), true_of(row.name)
+            seen = handle.value if "storage" in cells else true.to(row.columns.compute.torch)
+            yield row, (handle.gradient * (seen.float() - true)).double()
+
+
 def estimate(
     passes: ThreePasses,
     engine: Engine,
     true_of: Callable[[str], torch.Tensor],
     found: Roundings,
     scale: ToTargets,
+    moves: Moves | None = None,
 ) -> None:
     """What every cell and every place is worth; `true_of` has a parameter's values before they are
     rounded."""
     plan = engine.plan
     owners = _owners(engine.module, plan)
     computing: dict[str, float] = {}
+    computed: dict[str, float] = {}
     for place in _whole(engine, found):
         passes.planned_places.append(place)
         charged = place.parameter or owners.get(place.module, "")
         square = scale.of_place(place)
+        loss = None if moves is None else moves.places.get(place.key, 0.0)
         if charged and not place.constant:
             computing[charged] = computing.get(charged, 0.0) + square
+            computed[charged] = computed.get(charged, 0.0) + (loss or 0.0)
         elif square:
-            passes.places.append(
-                Place(
-                    place.module, place.operation, place.line, place.dtype, math.sqrt(square), place.relative
-                )
-            )
+            where = place.module, place.operation, place.line, place.dtype
+            passes.places.append(Place(*where, math.sqrt(square), place.relative, loss))
     passes.places.sort(key=lambda place: -place.rms)
     stored: dict[str, float] = {}
-    for row in plan.rows:
-        cells = variants.narrow_cells(row.columns)
-        if row.trained and {"storage", "compute"} & set(cells):
-            handle, true = engine.parameter(row.name), true_of(row.name)
-            seen = handle.value if "storage" in cells else true.to(row.columns.compute.torch)
-            effect = (handle.gradient * (seen.float() - true)).double()
-            stored[row.name] = scale.of_parameter(float(effect.square().sum()))
-            if "storage" in cells:
-                passes.estimates.append(Estimate(Choice(row.name, "storage", (row.name,)), stored[row.name]))
+    for row, effect in _effects(engine, true_of):
+        stored[row.name] = scale.of_parameter(float(effect.square().sum()))
+        if "storage" in variants.narrow_cells(row.columns):
+            loss = None if moves is None else moves.stored[row.name]
+            choice = Choice(row.name, "storage", (row.name,))
+            passes.estimates.append(Estimate(choice, stored[row.name], loss))
     for names in _modules(plan):
         # What goes in is rounded like what comes out, and so are the values.
         square = sum(stored.get(name, 0.0) + 2 * computing.get(name, 0.0) for name in names)
-        passes.estimates.append(Estimate(Choice(names[0], "compute", names), square))
+        loss = None
+        if moves is not None:
+            loss = sum(moves.stored.get(name, 0.0) + computed.get(name, 0.0) for name in names)
+        passes.estimates.append(Estimate(Choice(names[0], "compute", names), square, loss))
     passes.estimates.sort(key=lambda estimate: -estimate.square)
 
 

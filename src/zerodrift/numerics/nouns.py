@@ -27,6 +27,8 @@ class Estimate:
     choice: Choice
     square: float
     """Of the drift that it causes alone, a mean over targets."""
+    loss: float | None = None
+    """By how much it moves the mean loss; None where that was not asked for."""
 
     @property
     def rms(self) -> float:
@@ -44,6 +46,8 @@ class Place:
     rms: float
     relative: float
     """Size of the errors beside what should come out."""
+    loss: float | None = None
+    """By how much it moves the mean loss; None where that was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)

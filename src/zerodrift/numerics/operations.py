@@ -51,6 +51,10 @@ NARROWS = frozenset(("half", "bfloat16"))
 """Casts that say so in their name, whatever dtype they are given."""
 
 
+Key = tuple[str, str, str, str]
+"""Module, operation, line and parameter."""
+
+
 @dataclass(slots=True)
 class Rounding:
     """What is rounded at one place."""
@@ -83,12 +87,13 @@ class Rounding:
     """Whether it is about numbers that need no gradient."""
 
     @property
+    def key(self) -> Key:
+        return self.module, self.operation, self.line, self.parameter
+
+    @property
     def relative(self) -> float:
         """Size of the errors beside what should come out."""
         return math.sqrt(self.error / self.size) if self.size else 0.0
-
-
-Key = tuple[str, str, str, str]
 
 
 @dataclass(slots=True)

@@ -181,10 +181,12 @@ def numbered(engine: Engine, batches: Sequence[Batch]) -> Iterator[tuple[int, Ba
     return enumerate(batches, engine.mesh.rank("data") * len(batches))
 
 
-def signals(engine: Engine, batches: Sequence[Batch], around: Around = plainly) -> Signals:
-    """Of the forwards of some micro-batches, without gradients."""
+def signals(
+    engine: Engine, batches: Sequence[Batch], around: Around = plainly, *, gradients: bool = False
+) -> Signals:
+    """Of the forwards of some micro-batches, without gradients, or as if there came a backward."""
     seen = Signals()
-    with paths_in(engine.module) as path, torch.no_grad():
+    with paths_in(engine.module) as path, torch.set_grad_enabled(gradients):
         for number, batch in numbered(engine, batches):
             with around(path):
                 forward(engine, batch, number, path, seen)
