@@ -10,6 +10,8 @@ from torch import nn
 from tests.numerics.networks import GPT, batch
 from zerodrift.api import make_plan
 from zerodrift.numerics.audit import audit
+from zerodrift.numerics.audit_text import residual_stream
+from zerodrift.numerics.nouns import Place
 from zerodrift.numerics.signals import CloseCalls, Judged, Recorder, Signals, close_calls, signed_costs
 from zerodrift.observer.places import paths_in
 
@@ -107,3 +109,20 @@ def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
     for each in replayed:
         assert each.alone.loss == pytest.approx(stored[each.choice], rel=0.1, abs=found.drift.square)
     assert bool(replayed) is (mode == "bf16")
+    if mode == "bf16":
+        grows_as_in_fp32(model, residual_stream(found.places))
+
+
+def grows_as_in_fp32(model: GPT, stream: list[Place]) -> None:
+    """What blocks leave, beside a plain forward."""
+    sizes: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *args: sizes.append(args[-1].detach().square()))
+    for micro in range(3):
+        model(batch(1, 0, micro))
+    for number, place in enumerate(stream):
+        true = torch.stack(sizes[number :: len(model.layers)]).mean().sqrt()
+        assert place.module == f"layers.{number}"
+        assert place.size == pytest.approx(float(true), rel=0.01)
+        assert 1e-4 < place.relative < 2**-8
+    assert len(stream) == len(model.layers)

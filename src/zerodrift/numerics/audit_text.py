@@ -126,9 +126,26 @@ def facts(audit: Audit) -> list[tuple[str, str]]:
         told.append(("routing", f"{drift.flips:,} of {drift.choices:,} choices are other ({share})"))
     if audit.own.rms:
         told.append(("own casts", f"the model's code by itself: {spread(audit.own)}"))
+    if stream := residual_stream(audit.places):
+        first, last = stream[0], stream[-1]
+        grows = f"rms {first.size:.2g} after {first.module}, {last.size:.2g} after {last.module}"
+        told.append(("residual", f"{grows}; rounded by {last.relative:.2g} of it"))
     told.append(("gradients", f"cosine with those in fp32: {_cosine(audit.gradient_cosine)}"))
     told.append(("estimates", f"{audit.passes} passes in {audit.seconds:.1f} s{_moves(audit)}"))
     return told
+
+
+def residual_stream(places: Sequence[Place]) -> list[Place]:
+    """Sums at the end of each block, in their order; none where blocks do not leave narrow sums."""
+    streams: dict[tuple[str, int], list[Place]] = {}
+    for place in places:
+        blocks, _, number = place.module.rpartition(".")
+        if place.operation in ("add", "__add__", "add_", "__iadd__") and number.isdecimal():
+            streams.setdefault((blocks, int(place.line.rpartition(":")[2])), []).append(place)
+    longest = max(streams, key=lambda key: (len(streams[key]), key), default=None)
+    if longest is None or len(streams[longest]) < 2:
+        return []
+    return sorted(streams[longest], key=lambda place: int(place.module.rpartition(".")[2]))
 
 
 def _moves(audit: Audit) -> str:
@@ -136,7 +153,7 @@ def _moves(audit: Audit) -> str:
     cells = {each.choice.cell for each in audit.shortlist}
     counted = [each.loss for each in audit.shortlist if each.choice.cell == "compute" or len(cells) == 1]
     told = [loss for loss in (*counted, *(place.loss for place in audit.places)) if loss is not None]
-    return f"; they add up to {sum(told):+.2g} of the loss" if told else ""
+    return f"; together they move the loss by {sum(told):+.2g}" if told else ""
 
 
 def _cosine(cosine: float) -> str:

@@ -366,7 +366,7 @@ def estimate(
             computed[charged] = computed.get(charged, 0.0) + (loss or 0.0)
         elif square:
             where = place.module, place.operation, place.line, place.dtype
-            passes.places.append(Place(*where, math.sqrt(square), place.relative, loss))
+            passes.places.append(Place(*where, math.sqrt(square), place.relative, place.typical, loss))
     passes.places.sort(key=lambda place: -place.rms)
     stored: dict[str, float] = {}
     for row, effect in _effects(engine, true_of):

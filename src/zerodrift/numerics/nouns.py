@@ -46,6 +46,8 @@ class Place:
     rms: float
     relative: float
     """Size of the errors beside what should come out."""
+    size: float
+    """Root of the mean square of what should come out."""
     loss: float | None = None
     """By how much it moves the mean loss; None where that was not asked for."""
 

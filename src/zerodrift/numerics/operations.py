@@ -95,6 +95,11 @@ class Rounding:
         """Size of the errors beside what should come out."""
         return math.sqrt(self.error / self.size) if self.size else 0.0
 
+    @property
+    def typical(self) -> float:
+        """Root of the mean square of what should come out."""
+        return math.sqrt(self.size / self.numel) if self.numel else 0.0
+
 
 @dataclass(slots=True)
 class Roundings:
