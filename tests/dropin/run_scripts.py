@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dropin.script import STAGES, Run, Script
+from tests.e2e.run_scripts import ended
 
 
 def told(script: Script, package: Any, stage: int) -> dict[str, Any]:
@@ -35,6 +36,9 @@ def told(script: Script, package: Any, stage: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    for gather in ("all_gather_into_tensor", "all_gather_single", "all_gather"):
+        if hasattr(dist, gather):  # see `tests/e2e/run_scripts.py`
+            setattr(dist, gather, ended(getattr(dist, gather)))
     import deepspeed
 
     from tests.dropin.kinds import SCRIPTS

@@ -72,5 +72,6 @@ def test_a_script_does_as_deepspeed_does(name: str) -> None:
     for stage in script.stages:
         if stage in script.alike:
             theirs = of_deepspeed()[name, stage]
+            assert isinstance(theirs, dict), f"DeepSpeed raised at stage {stage}\n{theirs}"
             wrong += apart(run_ranks(at_a_stage, 2, name, stage)[0], theirs, f"stage {stage}:")
     assert not wrong, "\n".join(wrong)

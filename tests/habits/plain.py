@@ -76,8 +76,9 @@ class Plain:
         norm /= self._world * self._micro
         self._loop.see_norm(norm)
         if math.isfinite(norm):
-            for name, grad in self._sums.items():
-                self._masters[name].grad = grad / (self._world * self._micro)
+            for name, master in self._masters.items():
+                grad = self._sums.get(name)
+                master.grad = None if grad is None else grad / (self._world * self._micro)
             self.optimizer.step()
             self._show()
         self.zero_grad()
@@ -122,7 +123,8 @@ class Plain:
         return grad.detach().float().clone()
 
     def _reduce(self) -> None:
-        trained = {name: p for name, p in self._parameters.items() if self._masters[name].requires_grad}
+        held = self._parameters.items()
+        trained = {name: p for name, p in held if self._masters[name].requires_grad and p.requires_grad}
         if not trained:
             return
         grads = [self._local(name, parameter) for name, parameter in trained.items()]

@@ -605,7 +605,7 @@ HABITS = (
     Habit(a_block_that_is_added, refused="`blocks.3", why=SURGERY),
     Habit(a_parameter_that_is_replaced, refused="`head.weight`: must stay", why=SURGERY),
     Habit(a_parameter_that_is_thawed, refused="`into.weight`: must stay frozen", why=SURGERY),
-    Habit(a_parameter_that_is_frozen, refused="`into.weight`: must stay trained", why=SURGERY),
+    Habit(a_parameter_that_is_frozen),
     Habit(a_model_that_is_cast, refused="`into.weight`: must", why=SURGERY),
     Habit(gradients_that_are_set),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),

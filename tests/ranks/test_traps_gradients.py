@@ -152,26 +152,44 @@ def frozen_parameters_and_units(stage: int) -> Any:
 
 
 def unfreezing_later_is_refused_by_name(stage: int) -> Any:
+    """What has no master and no moments cannot be trained. What has them may be frozen for a while."""
     model = Net()
     model.layers[1].requires_grad_(False)
     engine = make(config(stage, "fp32"), model)
     said = []
-    for name, trained in (("layers.1.dense.weight", True), ("layers.0.dense.bias", False)):
-        model.get_parameter(name).requires_grad_(trained)
-        named = rf"`{name}`: must stay .* as planned"
-        if trained:
-            with pytest.raises(ModelError, match=named):
-                engine(data())
-        with torch.no_grad():
-            engine(data())  # a reference policy's
-        with pytest.raises(ModelError, match=named):
-            engine.step()
-        model.get_parameter(name).requires_grad_(not trained)
+    thawed, frozen = (model.get_parameter(f"layers.{n}.dense.bias") for n in (1, 0))
+    thawed.requires_grad_(True)
+    named = r"`layers.1.dense.bias`: must stay frozen, as planned"
+    with pytest.raises(ModelError, match=named):
+        engine(data())
+    with torch.no_grad():
+        engine(data())  # a reference policy's
+    with pytest.raises(ModelError, match=named):
+        engine.step()
+    thawed.requires_grad_(False)
+    frozen.requires_grad_(False)
+    before = weights(engine)
     engine.backward(engine(data()))
     if not engine.step().updated:
         said.append("back in place, it goes on")
+    moved = [name for name, value in weights(engine).items() if not torch.equal(value, before[name])]
+    if "layers.0.dense.bias" in moved or "layers.0.dense.weight" not in moved:
+        said.append(f"moved: {moved}")
     engine.destroy()
     return said
+
+
+def freezing_on_some_ranks_is_an_error(stage: int) -> Any:
+    model = Net()
+    engine = make(config(stage, "fp32"), model)
+    ranks = engine.mesh.size("world")
+    model.layers[0].requires_grad_(engine.mesh.rank() == 0)
+    engine.backward(engine(data()))
+    if ranks > 1:
+        with pytest.raises(RankError, match=r"`layers.0.*: must be trained on every rank or on none"):
+            engine.step()
+    engine.destroy()
+    return []
 
 
 # --- odd kinds ----------------------------------------------------------------------------------------
@@ -358,6 +376,7 @@ CHECKS = [
     first_used_in_the_last_micro_batch,
     frozen_parameters_and_units,
     unfreezing_later_is_refused_by_name,
+    freezing_on_some_ranks_is_an_error,
     parameters_without_size,
     sparse_gradients,
     zero_grad_on_the_module_between,

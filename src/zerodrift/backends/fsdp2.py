@@ -36,7 +36,7 @@ from zerodrift.engine.grads import BackwardCallbacks
 from zerodrift.engine.parameter import WholeValues
 from zerodrift.engine.place import ValueSources
 from zerodrift.engine.progress import TrainingProgress
-from zerodrift.engine.scale import Norm, bad_parameters, global_norm
+from zerodrift.engine.scale import BetweenRanks, Norm, bad_parameters, global_norm
 from zerodrift.engine.shards import Span
 from zerodrift.engine.steps import needs_optimizer
 from zerodrift.engine.unit import refuse_wrapper
@@ -135,7 +135,7 @@ class FullyShardExecutor:
         gradients = [(member, member.gradient()) for member in self._trained]
         counted = (gradient for member, gradient in gradients if member.counts(self.comm.mesh))
         order, self.passes.checksum = self.passes.checksum, 0
-        return global_norm(counted, self.comm, self._progress.unscale, order)
+        return global_norm(counted, self.comm, self._progress.unscale, BetweenRanks(order))
 
     def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
         mesh = self.comm.mesh

@@ -30,6 +30,7 @@ from zerodrift.deepspeed.parameters import mark_parameters, unmark
 from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader, make_loader
 from zerodrift.deepspeed.zero.slices import release
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.errors import Problem, UnsupportedError
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
@@ -79,6 +80,8 @@ class DeepSpeedEngine(nn.Module):
         for parameter in self.module.parameters():
             release(parameter)
         mark_parameters(engine)
+        if engine.plan.policy.sharding.stage == 0:
+            native(engine.executor).gradients.seen = engine.progress.unscale_of
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._batches: Iterator[Any] | None = None
         """What `train_batch` reads where it gets no iterator."""

@@ -82,14 +82,13 @@ class ParameterSlot:
             return Problem(self.name, must, got="another one", do=LOAD)
         if not _is_view(self.parameter, self.home):
             return Problem(self.name, "must stay a view of its segment", got="memory of its own", do=LOAD)
-        # What is frozen for a while, as one of two adversaries is, has no gradient of that forward.
-        fits = self.parameter.requires_grad == trained
-        if not fits and (stepping or (not trained and torch.is_grad_enabled())):
+        # What is frozen for a while, as one of two adversaries is, is not updated meanwhile.
+        if self.parameter.requires_grad and not trained and (stepping or torch.is_grad_enabled()):
             return Problem(
                 self.name,
-                f"must stay {'trained' if trained else 'frozen'}, as planned",
-                got=f"requires_grad={self.parameter.requires_grad}",
-                do="Set it before `initialize`, and build the engine anew to change it.",
+                "must stay frozen, as planned",
+                got="requires_grad=True",
+                do="Thaw it before `initialize`, and freeze it again until it is to be trained.",
             )
         return None
 

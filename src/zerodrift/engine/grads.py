@@ -104,6 +104,9 @@ class Gradients:
         self._late: LateGradients | None = None
         self._shows = False
         """Whether `param.grad` says that the engine has it."""
+        self.seen: Callable[[bool], float] | None = None
+        """Where gradients rest whole they may be seen between a backward and the step, and changed: what each
+        is multiplied by, given whether it is the sum of all ranks. None where they may not."""
 
     def expect(self, late: LateGradients | None) -> None:
         """From now on weight gradients may come late, from `late`, and what arrives is counted; None ends
@@ -208,6 +211,13 @@ class Gradients:
         self._shows = True
         for segment in self._segments():
             segment.show_collected()
+            if self.seen is not None and segment.can_be_seen:
+                segment.let_see(self._last, self.seen)
+
+    def show_again(self) -> None:
+        """Where gradients may be seen, after something that took them out of sight before the step's end."""
+        if self.seen is not None and not self._shows and self._late is None and self.ledger is None:
+            self._show()
 
     def hide(self) -> str:
         """From now on gradients may come to `param.grad`. Returns a parameter whose gradient was taken away
@@ -299,6 +309,8 @@ class Gradients:
 
     def flush(self, without: Sequence[TrainedSegment] = ()) -> None:
         """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""
+        if self.seen is not None:
+            self.hide()
         self._finish(0)
         if self._late is not None:
             self.open()

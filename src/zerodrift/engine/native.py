@@ -27,6 +27,7 @@ from zerodrift.engine.pins import pin, unpin
 from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress
 from zerodrift.engine.scale import (
+    BetweenRanks,
     Norm,
     UnreducedSegment,
     VisibleWeights,
@@ -160,6 +161,8 @@ class NativeExecutor:
         if self._progress.micro_batches == 0:
             self._end_unseen()
         yield
+        if self._progress.micro_batches:
+            self.gradients.show_again()
 
     def _end_unseen(self) -> None:
         """A backward that nobody was told of ends here, on all ranks or on none."""
@@ -215,7 +218,9 @@ class NativeExecutor:
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
         order, self._traversal.checksum = self._traversal.checksum, 0
         progress = self._progress
-        return global_norm(gradients, self.comm, progress.unscale, order, strays, progress.dropped, shown)
+        alone = [row.name for segment in self._trained for row in segment.left_alone]
+        apart = BetweenRanks(order, strays, progress.dropped, tuple(alone))
+        return global_norm(gradients, self.comm, progress.unscale, apart, shown)
 
     def reduced(self) -> Iterator[tuple[Sequence[shards.Span], torch.Tensor]]:
         return shards.reduced_parts(self._trained, self.comm.mesh)
@@ -227,6 +232,7 @@ class NativeExecutor:
         if self.updater is None:
             raise steps.needs_optimizer()
         self.drop()
+        self.updater.leave_alone([row.name for segment in self._trained for row in segment.left_alone])
         gradients: dict[int, torch.Tensor] = {}
         for segment in self._trained:
             if segment.reduced is not None:

@@ -202,6 +202,13 @@ class TrainingProgress:
         # The micro-batches of all ranks first: a whole number, the same on any number of ranks.
         return 1.0 / (self.scaler.scale * (self.accumulation * ranks))
 
+    def unscale_of(self, complete: bool) -> float:
+        """The same of a sum of all ranks, or of what one rank has."""
+        averaging = self._plan.policy.averaging
+        return (
+            self.unscale if complete or not averaging.mean else 1.0 / (self.scaler.scale * self.accumulation)
+        )
+
     def require_whole_sum(self, name: str) -> None:
         """Before somebody looks at a gradient: under the tree nothing is summed in the middle."""
         if self._plan.policy.tree and self.micro_batches and not self.is_boundary:

@@ -123,33 +123,46 @@ class Norm:
         return unscale * factor if factor < 1.0 else unscale
 
 
+@dataclass(frozen=True, slots=True)
+class BetweenRanks:
+    """What all ranks must have done alike since the last step."""
+
+    order: int = 0
+    """A checksum of the units that were gathered, in their order. Where another rank has another, weights of
+    different units may have been mixed."""
+    unreduced: Sequence[UnreducedSegment] = ()
+    """Where another has others, a reduction of them would wait for ever."""
+    dropped: int = 0
+    """Batches whose backward never came. Where another has another number, gradients of different batches
+    were paired."""
+    left_alone: tuple[str, ...] = ()
+    """Parameters that are not updated. Where another has others, ranks would train different models."""
+
+    def checksum(self) -> int:
+        """Below 2^40, so that a sum over ranks stays far below 2^63."""
+        numbers = [segment.segment for segment in self.unreduced]
+        told = (numbers, self.dropped, self.left_alone)
+        return (self.order + (zlib.crc32(str(told).encode()) if any(told) else 0)) % (1 << 40)
+
+
 def global_norm(
     gradients: Iterable[torch.Tensor],
     comm: Collectives,
     unscale: float,
-    order: int = 0,
-    unreduced: Sequence[UnreducedSegment] = (),
-    dropped: int = 0,
+    apart: BetweenRanks | None = None,
     shown: VisibleWeights | None = None,
 ) -> Norm:
     """One small collective, and one more over the stages of a pipeline; the one place of a step where the
     host waits for the device. `gradients` are the flat slices of this rank.
 
-    `order` is a checksum of the units that this rank has gathered since the last step, in their order. Where
-    another rank has another, weights of different units may have been mixed. Where another has
-    other `strays`, a reduction of them would wait for ever. Where another has `dropped` another number of
-    batches, whose backward never came, gradients of different batches were paired. Where what is `shown`
-    differs, ranks train different models. All are a RankError, on all ranks.
+    Where ranks are `apart`, or what is `shown` differs, it is a RankError, on all ranks.
     """
-    # Below 2^40, so that a sum over ranks stays far below 2^63.
-    numbers = [segment.segment for segment in unreduced]
-    done = order + (zlib.crc32(str((numbers, dropped)).encode()) if unreduced or dropped else 0)
-    done %= 1 << 40
+    apart = apart or BetweenRanks()
     summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
     places = summed[:-3]
     for gradient in gradients:
         squares.digits(squares.block_square_sums(gradient), places)
-    summed[-1] = done
+    summed[-1] = apart.checksum()
     if shown is not None:
         summed[-3], summed[-2] = shown.written, shown.checksum
     mine = summed[-2:].clone()
@@ -163,7 +176,7 @@ def global_norm(
         summed = comm.all_reduce_sum(summed, "pipeline", "the norm")
     written, weights, differ = comm.read(summed)[-3:]
     if differ:
-        raise _different(unreduced, dropped, comm)
+        raise _different(apart, comm)
     if weights:
         raise RankError(
             "engine.module",
@@ -177,13 +190,13 @@ def global_norm(
     return Norm(math.sqrt(squares.total(summed[:-3])) * unscale, bool(written))
 
 
-def _different(unreduced: Sequence[UnreducedSegment], dropped: int, comm: Collectives) -> RankError:
+def _different(apart: BetweenRanks, comm: Collectives) -> RankError:
     """What ranks do not agree on; that they do not, all of them know."""
-    reports = [(comm.mesh.rank(), dropped, unreduced)]
+    reports: list[tuple[int, BetweenRanks]] = [(comm.mesh.rank(), apart)]
     for axis in AXES:
         reports = [entry for rank in comm.all_gather_object(reports, axis) for entry in rank]
-    if len({count for _, count, _ in reports}) > 1:
-        listed = ", ".join(f"rank {rank} {count}" for rank, count, _ in reports[:8])
+    if len({told.dropped for _, told in reports}) > 1:
+        listed = ", ".join(f"rank {rank} {told.dropped}" for rank, told in reports[:8])
         return RankError(
             "backward",
             "must follow a forward in training on every rank or on none",
@@ -193,7 +206,15 @@ def _different(unreduced: Sequence[UnreducedSegment], dropped: int, comm: Collec
                 "it, or multiply its loss by 0 and call `backward`."
             ),
         )
-    held = [{segment.segment: segment.name for segment in entry} for _, _, entry in reports]
+    alone: list[set[str]] = [set(told.left_alone) for _, told in reports]
+    if any(names != alone[0] for names in alone):
+        return RankError(
+            min(name for names in alone for name in names if any(name not in other for other in alone)),
+            "must be trained on every rank or on none",
+            got="`requires_grad` false, or a gradient that was taken away, on some ranks only",
+            do="Freeze and thaw on all ranks alike.",
+        )
+    held = [{segment.segment: segment.name for segment in told.unreduced} for _, told in reports]
     some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]
     if some:
         return set_on_some(some[0])

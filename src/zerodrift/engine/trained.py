@@ -25,7 +25,7 @@ much again as the sum of two ranks' parts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,18 @@ class _Part:
 
     landing: torch.Tensor
     grads: list[torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The gradients of a segment as they may be seen: `values` times `scale`."""
+
+    values: torch.Tensor
+    """`[padded]`: the sum of all ranks, or in the middle of a step of this one."""
+    complete: bool
+    scale: float
+    shown: bool = False
+    """Whether somebody has looked, and may have changed them."""
 
 
 class TrainedSegment(FlatSegment):
@@ -89,6 +101,12 @@ class TrainedSegment(FlatSegment):
         self._collected: list[CollectedGradient] = []
         """What stands in `param.grad` while the engine has the gradients, one per parameter."""
         self._shows_collected = False
+        self._seen: _Seen | None = None
+        """What of the gradients may be seen, and changed."""
+        self.arrived: set[int] = set()
+        """Parameters, by number, that got a gradient in this step."""
+        self._gone: set[int] = set()
+        """Those of which somebody has taken it away."""
         self.ends: list[Any] = []
         """Where the gradients of the parameters arrive in any graph."""
 
@@ -117,7 +135,7 @@ class TrainedSegment(FlatSegment):
     def open_gradients(self) -> None:
         """Preset every `param.grad` to its place in the landing buffer, where there is one already."""
         for number, (parameter, grad) in enumerate(zip(self.parameters, self._grads, strict=False)):
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = grad
                 self._opened.add(number)
 
@@ -149,6 +167,7 @@ class TrainedSegment(FlatSegment):
         data did.
         """
         arrived = self._given()
+        self.arrived.update(number for number, grad in enumerate(arrived) if grad is not None)
         neighbour = self._sum.neighbour if self._sums_whole else None
         with torch.no_grad():
             if self.landing is None and neighbour is not None:
@@ -179,12 +198,72 @@ class TrainedSegment(FlatSegment):
                 if parameter.grad is None:
                     parameter.grad = collected
 
+    @property
+    def can_be_seen(self) -> bool:
+        """Whether every rank has all of a gradient at the end of a step, and nobody adds to it then."""
+        return not self.update.axis and not self.tree and self._comm.mesh.size("replicate") == 1
+
+    def let_see(self, complete: bool, scale: Callable[[bool], float]) -> None:
+        """What was collected may be seen and changed, times `scale` of whether it is of all ranks: the sum at
+        the end of a step, before it what this rank has."""
+        if (self.reduced if complete else self.landing) is None:
+            return
+        values = self.whole_gradient() if complete else self.landing
+        assert values is not None
+        self._seen = seen = _Seen(values, complete, scale(complete))
+        for collected in self._collected:
+            collected.reveal = lambda: self._reveal(seen)
+
+    def _reveal(self, seen: _Seen) -> None:
+        seen.shown = True
+        values = seen.values * seen.scale
+        for row, collected in zip(self.rows, self._collected, strict=True):
+            collected.shows(self.view(values, row))
+        self._collected = []
+
+    def _take_changes(self, seen: _Seen) -> None:
+        """What somebody has made of the gradients that could be seen becomes what the engine has."""
+        for number, (parameter, row) in enumerate(zip(self.parameters, self.rows, strict=True)):
+            home, grad = self.view(seen.values, row), parameter.grad
+            if grad is None:
+                self.arrived.discard(number)
+                self._gone.add(number)
+                home.zero_()
+            elif seen.shown and not torch.equal(grad, home * seen.scale):
+                self.arrived.add(number)
+                home.copy_(grad / seen.scale)
+            parameter.grad = None
+        if seen.complete and self.reduced is not None:
+            mine = self.slice_of(seen.values)
+            if mine.data_ptr() != self.reduced.data_ptr():
+                self.reduced.copy_(mine)
+
+    def _end_seeing(self) -> None:
+        seen, self._seen = self._seen, None
+        for collected in self._collected:
+            collected.reveal = None
+        if seen is not None and seen.complete:
+            self.give_back(seen.values)
+
+    @property
+    def left_alone(self) -> list[Row]:
+        """The rows that a step has no gradient for because somebody wants it so: frozen for a while, or with
+        a gradient that was taken away. As in plain torch, these are not updated."""
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = [n in self._gone or not p.requires_grad for n, p in enumerate(self.parameters)]
+        return [self.rows[n] for n, alone in enumerate(wanted) if alone and n not in self.arrived]
+
     def hide_collected(self) -> str:
         """Say nothing any more. Returns the first parameter of which somebody has taken it away; "" where
         nobody has."""
         if not self._shows_collected:
             return ""
         self._shows_collected = False
+        if self._seen is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._take_changes(self._seen)
+            self._end_seeing()
+            return ""
         cleared = ""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, row in zip(self.parameters, self.rows, strict=True):
@@ -376,6 +455,9 @@ class TrainedSegment(FlatSegment):
     def drop_gradients(self) -> None:
         """Forget every gradient, landed or reduced."""
         self._shows_collected = False
+        self._end_seeing()
+        self.arrived.clear()
+        self._gone.clear()
         super().drop_gradients()
         for waiting in self._sum.drop():
             self._give(waiting)

@@ -7,8 +7,9 @@ parameters change their class in the same way.
 
 After a backward the engine has the gradients, and `param.grad` would say that there are none: whoever clips
 or scales them by hand would do nothing, without a word. So until the step, or the next forward or backward,
-what is there is a `CollectedGradient`, which has a shape and no values either. What is added to it is what
-the engine adds when it is set.
+what is there is a `CollectedGradient`, which has a shape and no values either, unless the engine lets them
+be seen: then it becomes a plain tensor when it is asked for them. What is added to it is what the engine adds
+when it is set.
 
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
 """
@@ -82,6 +83,9 @@ class CollectedGradient(torch.Tensor):
     path: str
     cleared: bool
     """Whether somebody has set it to zero, or believes so."""
+    reveal: Callable[[], object] | None
+    """Makes this one, and those of its segment, plain tensors that hold the values; None where a rank has not
+    all of them."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor, path: str) -> CollectedGradient:
@@ -89,7 +93,7 @@ class CollectedGradient(torch.Tensor):
         dtype = parameter.grad_dtype or parameter.dtype
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
         collected = nothing.expand(parameter.shape).as_subclass(cls)
-        collected.path, collected.cleared = path, False
+        collected.path, collected.cleared, collected.reveal = path, False, None
         return collected
 
     @classmethod
@@ -99,8 +103,11 @@ class CollectedGradient(torch.Tensor):
             if not asks:
                 return func(*args, **(kwargs or {}))
             gradient = next(_of_class(cls, (args, kwargs)))
-            if name in _SAME:
+            if gradient.reveal is None and name in _SAME:
                 return gradient
+        if gradient.reveal is not None:
+            gradient.reveal()
+            return func(*args, **(kwargs or {}))
         if name in ("zero_", "_foreach_zero_"):
             for cleared_gradient in _of_class(cls, args):
                 cleared_gradient.cleared = True
@@ -116,6 +123,12 @@ class CollectedGradient(torch.Tensor):
                 "change by assigning to that, clear with `engine.zero_grad`."
             ),
         )
+
+    def shows(self, values: torch.Tensor) -> None:
+        """It is a plain tensor of these from now on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = values
+            self.__class__ = torch.Tensor  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.clone(self)

@@ -190,6 +190,7 @@ class SegmentValues:
 
     def has_gradient(self, row: Row) -> bool:
         self.gradients.flush()
+        self.gradients.show_again()
         return self._trained(row).reduced is not None
 
     def gradient(self, row: Row, unscale: float) -> torch.Tensor:
@@ -204,6 +205,8 @@ class SegmentValues:
         segment, mesh = self._trained(row), self.comm.mesh
         if segment.reduced is None:
             raise AssertionError(f"{row.name} has no gradient")
+        self.gradients.flush()
+        segment.arrived.add(segment.rows.index(row))
         whole = segment.whole_gradient()
         with torch.no_grad():
             part = self._part_of(row, value)
@@ -215,6 +218,7 @@ class SegmentValues:
             if segment.reduced is not whole:
                 segment.reduced.copy_(segment.slice_of(whole))
         segment.give_back(whole)
+        self.gradients.show_again()
 
     # --- moments ----------------------------------------------------------------------------------------
 

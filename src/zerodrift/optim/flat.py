@@ -14,8 +14,8 @@ from __future__ import annotations
 import inspect
 import json
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,10 @@ class FlatUpdater:
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
         _require_states_that_move(self._schemes.values(), algorithm, groups)
         self._statistics = empty_statistics(plan, owned)
+        self._owned = {piece.number: piece.without_values() for piece in owned}
+        self._left_alone: frozenset[str] = frozenset()
+        self._behind: dict[str, int] = {}
+        """Rows that some updates left as they were: how many."""
         count = len(algorithm.kept(groups.param_groups))
         self._slices = {
             piece.number: schemes.allocate(
@@ -97,7 +101,27 @@ class FlatUpdater:
         }
 
     def _hypers(self) -> tuple[Hyper, ...]:
-        return (*(_hyper(group, self._steps + 1) for group in self.groups.param_groups), HELD_STILL)
+        """By group, as the tables number them: those of torch, what is held still, and behind these those of
+        rows that have taken fewer steps."""
+        groups = self.groups.param_groups
+        late = (_hyper(groups[group], self._steps + 1 - behind) for group, behind in self._late())
+        return (*(_hyper(group, self._steps + 1) for group in groups), HELD_STILL, *late)
+
+    def _late(self) -> list[tuple[int, int]]:
+        """(Group, steps behind) of the rows that are, each once."""
+        return sorted({(self.group_of[name], behind) for name, behind in self._behind.items()})
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        self._left_alone = frozenset(names).intersection(self.group_of)
+
+    def _regroup(self) -> None:
+        """The tables of groups, after some rows have fallen behind."""
+        first = len(self.groups.param_groups) + 1
+        late = {pair: first + place for place, pair in enumerate(self._late())}
+        of = {name: late[self.group_of[name], behind] for name, behind in self._behind.items()}
+        for number, piece in self._owned.items():
+            table = _group_table(piece, {**self.group_of, **of}, first - 1)
+            self._slices[number] = replace(self._slices[number], groups=table)
 
     @property
     def statistics(self) -> Mapping[int, Statistics]:
@@ -112,13 +136,31 @@ class FlatUpdater:
     ) -> None:
         step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number, gradient in gradients.items():
+            kept = self._kept(number)
             self._update_slice(
                 self._schemes[number], self._slices[number], gradient, step, self._statistics.get(number)
             )
+            for tensor, span, values in kept:
+                tensor[span] = values
             written(number)
         self._steps += 1
+        if self._left_alone:
+            for name in self._left_alone:
+                self._behind[name] = self._behind.get(name, 0) + 1
+            self._regroup()
         # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.13 to 2.15).
         self.groups._opt_called = True  # type: ignore[attr-defined]
+
+    def _kept(self, number: int) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
+        """Of a piece, what is put back after the update: (a tensor of it, where, the values there)."""
+        piece, of = self._owned[number], self._slices[number]
+        spans = [piece.span(row) for row in piece.rows if row.name in self._left_alone]
+        flats = [tensor for tensor in (of.storage, of.master, *of.moments) if tensor is not None]
+        kept = [(flat, span, flat[span].clone()) for flat in flats for span in spans]
+        for scale in of.scales:
+            blocks = [slice(span.start // BLOCK, -(-span.stop // BLOCK)) for span in spans]
+            kept += [(scale, block, scale[block].clone()) for block in blocks]
+        return kept
 
     def master(self, number: int) -> torch.Tensor:
         return schemes.read(self._schemes[number], self._slices[number])
@@ -148,10 +190,14 @@ class FlatUpdater:
         return self._algorithm.kind
 
     def counters(self) -> Counters:
-        return {"": {"steps": self._steps}}
+        behind: Counters = {name: {"behind": count} for name, count in self._behind.items()}
+        return {"": {"steps": self._steps}, **behind}
 
     def set_counters(self, counters: Counters) -> None:
         self._steps = int(counters[""]["steps"])
+        counts = {name: mine.get("behind", 0) for name, mine in counters.items() if name in self.group_of}
+        self._behind = {name: int(behind) for name, behind in counts.items() if behind}
+        self._regroup()
         for number, of in self._slices.items():
             for name in self._algorithm.moments[: len(of.moments)]:
                 self.set_state(number, name, torch.zeros_like(of.storage, dtype=torch.float32))

@@ -11,7 +11,7 @@ else through those of `torch.optim.AdamW(fused=True)`; see `muon` and [Note: roo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -68,6 +68,7 @@ class MuonUpdater:
         }
         self._statistics = empty_statistics(plan, mine)
         self._steps = 0
+        self._left_alone: frozenset[str] = frozenset()
 
     @property
     def statistics(self) -> Mapping[int, Statistics]:
@@ -75,6 +76,10 @@ class MuonUpdater:
 
     def learning_rates(self) -> tuple[float, ...]:
         return self._rest.learning_rates()
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        self._left_alone = frozenset(names)
+        self._rest.leave_alone(names)
 
     @torch.no_grad()
     def update(
@@ -87,6 +92,8 @@ class MuonUpdater:
         for number in gradients:
             if number in self._pieces:
                 for row in self._pieces[number].rows:
+                    if row.name in self._left_alone:
+                        continue
                     self._update_row(number, row, gradients[number], numbers, multiplier)
                 written(number)
 

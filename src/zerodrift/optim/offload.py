@@ -14,7 +14,7 @@ its copy has arrived, and nothing is written that a copy still reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -56,6 +56,9 @@ class Offloaded:
         # Without a master of its own a piece's first values are storage itself, and stay so.
         same = piece.initial.dtype is piece.storage.dtype
         return replace(piece, storage=image, initial=image if same else piece.initial.to("cpu", copy=True))
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        self._inner.leave_alone(names)
 
     @torch.no_grad()
     def update(

@@ -9,7 +9,7 @@ Invariant: after `update`, owned storage is the master rounded once to the stora
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -130,6 +130,9 @@ class OptimizerState(Protocol):
 
 class Updater(OptimizerState, Protocol):
     """An optimizer as the native engine runs it."""
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        """Rows that the next update leaves as they are, with their moments and their own count of steps."""
 
     def update(
         self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback

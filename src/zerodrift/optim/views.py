@@ -15,7 +15,7 @@ Invariant: an element's update is what the same optimizer would do to it in a pl
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -68,6 +68,7 @@ class TorchViews:
         self.groups = optimizer
         self.group_of = group_of
         self._members = self._find_members()
+        self._left_alone: frozenset[str] = frozenset()
         self._statistics = empty_statistics(plan, owned)
 
     def _views(self) -> dict[str, list[nn.Parameter]]:
@@ -102,6 +103,9 @@ class TorchViews:
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
 
+    def leave_alone(self, names: Collection[str]) -> None:
+        self._left_alone = frozenset(names)
+
     @torch.no_grad()
     def update(
         self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
@@ -113,7 +117,7 @@ class TorchViews:
         for number in ready:
             self._open(number)
         for number, span, parameter in self._members:
-            if number in ready:
+            if number in ready and self._names[parameter] not in self._left_alone:
                 parameter.grad = ready[number][span].view(parameter.shape)
         before = {
             number: (self._values[number].clone(), self._slices[number].storage.clone())

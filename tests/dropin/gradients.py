@@ -1,0 +1,190 @@
+"""`param.grad` between backward and step, and parameters that are frozen and thawed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.dropin.parameters import Net
+from tests.dropin.script import Run, Script, square
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
+MOMENTUM = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+
+
+def grads(engine: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in engine.module.named_parameters()}
+
+
+# --- param.grad at stage 0 --------------------------------------------------------------------------------
+
+
+def gradients_that_are_read(run: Run) -> None:
+    """`p.grad` after every backward, also before the last micro-batch, of this rank alone then."""
+    engine = run.engine(Net(), gradient_accumulation_steps=3)
+    for step in range(6):
+        engine.backward(square(engine(run.data(step))))
+        found = grads(engine)
+        run.tell("grads", found if (step + 1) % 3 == 0 or run.rank == 0 else None)
+        engine.step()
+        run.tell("none", [p.grad is None for p in engine.module.parameters()] if (step + 1) % 3 == 0 else 0)
+
+
+def gradients_that_are_clipped(run: Run) -> None:
+    """`clip_grad_norm_` on the module's parameters, as in plain torch."""
+    engine = run.engine(Net(), optimizer=ADAMW)
+    for step in range(3):
+        engine.backward(square(engine(run.data(step))))
+        run.tell("norm", nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-2).float())
+        run.tell("clipped", grads(engine))
+        engine.step()
+
+
+def gradients_that_are_clipped_by_value(run: Run) -> None:
+    """`clip_grad_value_`, in two micro-batches."""
+    engine = run.engine(Net(), gradient_accumulation_steps=2)
+    for step in range(4):
+        engine.backward(square(engine(run.data(step))))
+        if step % 2:
+            nn.utils.clip_grad_value_(engine.module.parameters(), 1e-3)
+        engine.step()
+
+
+def gradients_that_are_scaled_by_hand(run: Run) -> None:
+    """`p.grad.mul_`, `p.grad.data`, `p.grad = ...`, each on some of them."""
+    engine = run.engine(Net())
+    for step in range(3):
+        engine.backward(square(engine(run.data(step))))
+        for number, parameter in enumerate(engine.module.parameters()):
+            if number % 3 == 0:
+                parameter.grad.mul_(0.5)
+            elif number % 3 == 1:
+                parameter.grad.data.clamp_(-1e-3, 1e-3)
+            else:
+                parameter.grad = parameter.grad * 2
+        engine.step()
+
+
+def gradients_that_are_dropped(run: Run) -> None:
+    """`p.grad = None` for the head, as DINO does at first: it stays as it is, momentum too."""
+    engine = run.engine(Net(), optimizer=ADAMW)
+    for step in range(4):
+        engine.backward(square(engine(run.data(step))))
+        if step in (0, 2):
+            for parameter in engine.module.head.parameters():
+                parameter.grad = None
+        engine.step()
+
+
+def gradients_with_noise(run: Run) -> None:
+    """Added to `p.grad`, the same on all ranks; and a penalty's gradient by hand."""
+    engine = run.engine(Net())
+    for step in range(3):
+        engine.backward(square(engine(run.data(step))))
+        for parameter in engine.module.parameters():
+            parameter.grad += 1e-2 * torch.ones_like(parameter) + 1e-2 * parameter.detach()
+        engine.step()
+
+
+def gradients_with_the_configs_clip_too(run: Run) -> None:
+    """The engine clips what was left by hand."""
+    engine = run.engine(Net(), gradient_clipping=0.02)
+    for step in range(3):
+        engine.backward(square(engine(run.data(step))))
+        for parameter in engine.module.blocks[0].parameters():
+            parameter.grad.zero_()
+        engine.step()
+
+
+# --- requires_grad ------------------------------------------------------------------------------------------
+
+
+def a_part_that_is_frozen(run: Run) -> None:
+    """After some steps, for good."""
+    engine = run.engine(Net())
+    run.train(engine, 2)
+    engine.module.blocks[0].requires_grad_(False)
+    run.train(engine, 3, first=2)
+
+
+def frozen_and_thawed_with_adam(run: Run) -> None:
+    """Weights and moments rest, and bias correction goes on from the parameter's own count."""
+    engine = run.engine(Net(), optimizer=ADAMW)
+    engine.module.into.requires_grad_(False)
+    run.train(engine, 2)
+    engine.module.blocks[1].requires_grad_(False)
+    engine.module.into.requires_grad_(True)
+    run.train(engine, 2, first=2)
+    run.tell("rests", run.weights(engine.module)["blocks.1.up.weight"])
+    engine.module.requires_grad_(True)
+    run.train(engine, 3, first=4)
+
+
+def frozen_and_thawed_with_momentum(run: Run) -> None:
+    """The same with SGD, momentum and decay; whole blocks, and one bias."""
+    engine = run.engine(Net(), optimizer=MOMENTUM)
+    run.train(engine, 2)
+    engine.module.blocks.requires_grad_(False)
+    engine.module.head.bias.requires_grad_(False)
+    run.train(engine, 2, first=2)
+    engine.module.requires_grad_(True)
+    run.train(engine, 2, first=4)
+
+
+def two_adversaries(run: Run) -> None:
+    """Of two halves one is trained at a time, as generator and discriminator, in accumulation."""
+    engine = run.engine(Net(), gradient_accumulation_steps=2)
+    for step in range(8):
+        turn = step // 2 % 2 == 0
+        engine.module.blocks.requires_grad_(turn)
+        engine.module.head.requires_grad_(not turn)
+        loss = square(engine(run.data(step)))
+        engine.backward(loss)
+        engine.step()
+        run.tell("loss", loss)
+
+
+def gradual_unfreezing(run: Run) -> None:
+    """All are given to the engine, the lower ones are frozen at once, and thawed one after the other."""
+    engine = run.engine(Net(), optimizer=ADAMW)
+    for parameter in engine.module.parameters():
+        parameter.requires_grad = False
+    for step, part in enumerate((engine.module.head, *reversed(engine.module.blocks), engine.module.into)):
+        part.requires_grad_(True)
+        run.train(engine, 1, first=step)
+
+
+def frozen_in_a_client_optimizer(run: Run) -> None:
+    """Of groups that the script made itself."""
+    net = Net()
+    groups = [
+        {"params": net.blocks.parameters()},
+        {"params": [*net.into.parameters(), *net.head.parameters()], "lr": 1e-2},
+    ]
+    engine = run.engine(net, optimizer=torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1))
+    run.train(engine, 1)
+    engine.module.blocks[2].requires_grad_(False)
+    run.train(engine, 2, first=1)
+    engine.module.blocks[2].requires_grad_(True)
+    run.train(engine, 2, first=3)
+
+
+MOVES = "a frozen parameter goes on by its moments and its decay, and its count of steps with the others'"
+SUMS = "gradients are in pieces and out of reach"
+ZERO = (0,)
+
+SCRIPTS = (
+    Script(gradients_that_are_read, stages=ZERO),
+    Script(gradients_that_are_clipped, stages=ZERO),
+    Script(gradients_that_are_clipped_by_value, stages=ZERO),
+    Script(gradients_that_are_scaled_by_hand, stages=ZERO),
+    Script(gradients_that_are_dropped, stages=ZERO),
+    Script(gradients_with_noise, stages=ZERO),
+    Script(gradients_with_the_configs_clip_too, stages=ZERO),
+    Script(a_part_that_is_frozen),
+    Script(frozen_and_thawed_with_adam, alike=ZERO, why=MOVES),
+    Script(frozen_and_thawed_with_momentum, alike=ZERO, why=MOVES),
+    Script(two_adversaries),
+    Script(gradual_unfreezing, alike=ZERO, why=MOVES),
+    Script(frozen_in_a_client_optimizer, alike=ZERO, why=MOVES),
+)
