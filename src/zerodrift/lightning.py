@@ -1,0 +1,261 @@
+"""A strategy for Lightning's `Trainer`: the engine around a `LightningModule`, as a config says.
+
+    trainer = Trainer(strategy=ZeroDriftStrategy("config.yaml"), devices=8)
+
+`import zerodrift.lightning` also registers the name: `Trainer(strategy="zerodrift")` trains with defaults.
+
+Lightning decides when a step ends, and divides losses by the number of batches in one, the last step of an
+epoch included, which may have fewer; the engine is told so. What both sides say (batches of a step, clipping,
+precision) is an error where it differs.
+
+Invariant: a step of the engine is a step of Lightning's, and nothing of Lightning's precision plugins runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+
+from zerodrift.api import initialize
+from zerodrift.config.load import ConfigSource, load
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
+
+NAME = "zerodrift"
+TAG = "state"
+OWN = "lightning.ckpt"
+"""What Lightning keeps of a run, beside the checkpoint of the engine."""
+
+
+class EnginePrecision(Precision):
+    """The engine's forward, backward and step; dtypes are the plan's."""
+
+    def __init__(self, strategy: ZeroDriftStrategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if args:
+            raise UnsupportedError(
+                "backward", "must be called with the loss and names", got=f"{len(args)} more arguments"
+            )
+        self._strategy.engine.backward(tensor, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        loss = self._wrap_closure(model, optimizer, closure)
+        if model.automatic_optimization and loss is None:
+            raise UnsupportedError(
+                "training_step",
+                "must return a loss: every rank must take part in every backward",
+                got="None",
+                do="Return a loss of zero times something that the model computed.",
+            )
+        self._strategy.engine.step()
+        return loss
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """The engine clips in its step, by the true norm."""
+
+
+class ZeroDriftStrategy(DDPStrategy):
+    """Trains a `LightningModule` with an engine of zerodrift."""
+
+    strategy_name = NAME
+
+    def __init__(self, config: ConfigSource | None = None, *, quiet: bool = False, **launching: Any) -> None:
+        """`config` is a file, a dict or a `Config`, and says nothing that the `Trainer` says. The plan is
+        printed unless `quiet`. `launching` is what `DDPStrategy` takes to start and join processes, such as
+        `timeout`, `process_group_backend` and `start_method`."""
+        super().__init__(precision_plugin=EnginePrecision(self), **launching)
+        self._config: ConfigSource = {} if config is None else config
+        self._quiet = quiet
+        self._engine: Engine | None = None
+        self._failed = False
+
+    @property
+    def engine(self) -> Engine:
+        """While a fit, validation, test or prediction is under way."""
+        if self._engine is None:
+            raise UnsupportedError("engine", "must be asked for while the Trainer runs", got="none yet")
+        return self._engine
+
+    # --- the engine -------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if not isinstance(self.precision_plugin, EnginePrecision):
+            raise ConfigError(
+                "Trainer(precision=...)",
+                "must be left to the config of the strategy",
+                got=type(self.precision_plugin).__name__,
+                do="Write `precision: {mode: ...}` there.",
+            )
+        optimizer = None
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self.setup_optimizers(trainer)
+            optimizer = self._client_optimizer()
+        self._engine = initialize(
+            self.lightning_module,  # type: ignore[arg-type]
+            optimizer,
+            self._config,
+            device=self.root_device,
+            overrides=self._agreed(trainer),
+            quiet=self._quiet,
+        )
+        if fits:
+            self._own_optimizer()
+            # Lightning has divided the loss by what is in a step.
+            self._engine.progress.accumulation = 1
+        self.model = self._engine  # type: ignore[assignment]
+
+    def _client_optimizer(self) -> torch.optim.Optimizer | None:
+        if len(self.optimizers) > 1:
+            raise UnsupportedError(
+                "configure_optimizers",
+                "must return one optimizer",
+                got=f"{len(self.optimizers)}",
+                do="Parameter groups of one optimizer may differ; rules of the config, too.",
+            )
+        mine = [one for one in self.optimizers if one.param_groups]
+        return mine[0] if mine else None
+
+    def _own_optimizer(self) -> None:
+        """Schedulers set the learning rates of the engine's groups."""
+        groups = self.engine.optimizer
+        if groups is None:
+            raise ConfigError(
+                "configure_optimizers", "must return an optimizer, or the config must have one", got="neither"
+            )
+        for config in self.lr_scheduler_configs:
+            config.scheduler.optimizer = groups
+        self.optimizers = [groups]
+
+    def _agreed(self, trainer: Any) -> list[str]:
+        """What the Trainer says, as keys of the config; an error where the config says something else."""
+        written = load(self._config)
+        said: dict[str, tuple[Any, Any, str]] = {
+            "gradient_accumulation_steps": (
+                written.gradient_accumulation_steps,
+                trainer.accumulate_grad_batches,
+                "accumulate_grad_batches",
+            )
+        }
+        if trainer.gradient_clip_val is not None or written.gradient_clipping in (None, "auto"):
+            clip = float(trainer.gradient_clip_val or 0.0)
+            said["gradient_clipping"] = written.gradient_clipping, clip, "gradient_clip_val"
+        if trainer.gradient_clip_algorithm not in (None, "norm"):
+            raise UnsupportedError(
+                "Trainer(gradient_clip_algorithm=...)",
+                "must be norm",
+                got=str(trainer.gradient_clip_algorithm),
+            )
+        for key, (here, there, argument) in said.items():
+            if here not in (None, "auto", there):
+                raise ConfigError(
+                    key,
+                    f"must be the Trainer's {argument}",
+                    got=f"{here} in the config and {there} there",
+                    do=f"Leave it out, and write Trainer({argument}={here}).",
+                )
+        return [f"{key}={there}" for key, (_, there, _) in said.items()]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        if module.automatic_optimization:
+            self.engine.progress.boundary = not module.trainer.fit_loop._should_accumulate()
+        return super().training_step(*args, **kwargs)
+
+    def teardown(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            # Another rank may not come to gather, where one has failed.
+            with contextlib.nullcontext() if self._failed else engine.gathered():
+                engine.destroy()
+            self.model = self.lightning_module
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {}  # the engine's checkpoint has it
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole values on rank 0, in their compute dtype. A call of all ranks."""
+        module: Any = self.lightning_module
+        if self._engine is None:
+            return dict(module.state_dict())
+        with self._engine.gathered():
+            if not self.is_global_zero:
+                return {}
+            return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """A folder with the engine's checkpoint and Lightning's own; of weights alone, one file."""
+        path = Path(self.broadcast(filepath))
+        if "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        Checkpoints(self.engine, path, quiet=True, shared=True).save(TAG)
+        super().save_checkpoint(checkpoint, path / OWN, storage_options)
+        self.barrier("zerodrift.save_checkpoint")
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = Path(checkpoint_path)
+        if not path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        if not (path / OWN).is_file():
+            raise CheckpointError(
+                str(path), f"must be a folder that {type(self).__name__} saved", got=f"no {OWN} in it"
+            )
+        # What tensors are left whole in there, the engine reads in slices.
+        found: dict[str, Any] = {**super().load_checkpoint(path / OWN, weights_only), "state_dict": {}}
+        fits = self.engine.updater is not None
+        Checkpoints(self.engine, path, quiet=True, shared=True).load(TAG, parts="all" if fits else "weights")
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Of one file with all weights; those of a folder have been read."""
+        module: Any = self.lightning_module
+        if checkpoint["state_dict"]:
+            with self.engine.gathered(write=True):
+                module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if checkpoint["state_dict"]:
+            raise CheckpointError(
+                "ckpt_path",
+                f"must be a folder that {type(self).__name__} saved, to go on with a run",
+                got="one file, which has the state of another strategy's optimizer",
+                do="Load its weights alone: `LightningModule.load_from_checkpoint(...)`, then fit.",
+            )
+
+
+if NAME not in StrategyRegistry:
+    StrategyRegistry.register(NAME, ZeroDriftStrategy, description="zerodrift's engine, with its defaults")
