@@ -159,15 +159,14 @@ def test_a_part_of_the_parameters_is_trained() -> None:
     assert not torch.equal(before["2.weight"], after["2.weight"])
 
 
-def test_the_optimizer_is_live_and_does_not_step_by_itself() -> None:
+def test_the_optimizer_is_live() -> None:
     engine, optimizer, *_ = make()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     step(engine)
     schedule.step()
     assert engine.get_lr() == [5e-3]
-    for refused in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
-        with pytest.raises(UnsupportedError, match="engine"):
-            refused()
+    with pytest.raises(UnsupportedError, match=r"after the last backward of a step; got 0 backwards"):
+        optimizer.step()
     assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
     assert not hasattr(optimizer, "bit16_groups")
     with pytest.raises(UnsupportedError, match="another engine's"):
@@ -403,3 +402,42 @@ def test_the_loss_scale_is_told_by_all_of_its_names() -> None:
     engine, optimizer, *_ = make()
     assert not optimizer.needs_scaler() and optimizer.loss_scaler.cur_scale == 1.0
     engine.empty_partition_cache()
+
+
+def test_the_optimizer_steps_as_the_engine_does_but_for_the_schedule() -> None:
+    def losses(by_optimizer: bool) -> list[float]:
+        engine, optimizer, *_ = make(
+            lr_scheduler=lambda given: torch.optim.lr_scheduler.ExponentialLR(given, 1)
+        )
+        found = []
+        for _ in range(3):
+            loss = engine(torch.ones(2, 4)).float().square().mean()
+            engine.backward(loss)
+            optimizer.step() if by_optimizer else engine.step()
+            found.append(loss.item())
+        assert engine.global_steps == 3 and engine.lr_scheduler.last_epoch == (0 if by_optimizer else 3)
+        with pytest.raises(UnsupportedError, match="a closure"):
+            optimizer.step(lambda: None)
+        engine.destroy()
+        return found
+
+    assert losses(True) == losses(False)
+    engine, optimizer, *_ = make({**CONFIG, "gradient_accumulation_steps": 2})
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    with pytest.raises(UnsupportedError, match="got 1 backwards"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_ranks_state_of_the_optimizer_goes_out_and_in(stage: int) -> None:
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    engine, optimizer, *_ = make(config)
+    step(engine)
+    step(engine)
+    state = copy.deepcopy(optimizer.state_dict())
+    after = [step(engine) for _ in range(3)]
+    other, its, *_ = make(config)
+    its.load_state_dict(state)
+    assert [step(other) for _ in range(3)] == after
+    with pytest.raises(CheckpointError, match="under this plan"):
+        its.load_state_dict({"param_groups": []})

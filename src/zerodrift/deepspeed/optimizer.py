@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerodrift.deepspeed import optimizer_state
 from zerodrift.deepspeed.parameter_offload import ParameterOffload
 from zerodrift.deepspeed.parameters import engine_gone
 from zerodrift.deepspeed.unsupported import absent
@@ -183,9 +184,21 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     # --- what is the engine's ---------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise UnsupportedError(
-            "optimizer.step", "must not be called", do="Call `engine.step()`, which also reduces and clips."
-        )
+        """Update, as `engine.step()` does at the end of a step, but for the schedule, which the caller steps.
+        Lightning's Fabric calls this one."""
+        engine = self._running()
+        if closure is not None or not engine.micro_batches or not engine.progress.is_boundary:
+            raise UnsupportedError(
+                "optimizer.step",
+                "must be called without a closure after the last backward of a step",
+                got="a closure" if closure is not None else f"{engine.micro_batches} backwards",
+                do="Call `engine.step()` after every backward instead: it counts them.",
+            )
+        schedule, engine.progress.schedule = engine.progress.schedule, None
+        try:
+            engine.step()
+        finally:
+            engine.progress.schedule = schedule
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         raise UnsupportedError("optimizer.backward", "must not be called", do="Call `engine.backward(loss)`.")
@@ -194,15 +207,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._running().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        raise UnsupportedError(
-            "optimizer.state_dict",
-            "must not be called: a rank holds pieces of the state",
-            do="Call `engine.save_checkpoint(folder)`, which saves all of it for any number of ranks.",
-        )
+        """What this rank holds: see `optimizer_state.py`."""
+        return optimizer_state.state_dict(self._running())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise UnsupportedError(
-            "optimizer.load_state_dict",
-            "must not be called: a rank holds pieces of the state",
-            do="Call `engine.load_checkpoint(folder)`.",
-        )
+        """Take it back. Every rank calls it."""
+        optimizer_state.load_state_dict(self._running(), state_dict)

@@ -18,6 +18,7 @@ from torch import nn
 
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
+from zerodrift.engine.ungathered import STAYS
 from zerodrift.errors import ModelError, UnsupportedError
 
 ENGINE_PARAMETER = "_zerodrift_owner"
@@ -68,6 +69,8 @@ def mark_parameters(engine: Engine) -> None:
                 parameter.comm_dtype = wire  # type: ignore[attr-defined]
         if segments[row.segment].sharded:
             mark(parameter, number)
+            setattr(parameter, STAYS, True)  # as with DeepSpeed, whose pieces stay where they are too
+    native(engine.executor).attached.show_names()  # Lightning takes a state dict, and drops it
     if any(segment.sharded for segment in segments):
         for module in engine.module.modules():
             module.ds_external_parameters = _external_parameters  # type: ignore[assignment]
@@ -98,6 +101,7 @@ def unmark(parameter: nn.Parameter) -> None:
         "ds_param_type",
         "ds_active_sub_modules",
         "comm_dtype",
+        STAYS,
         ENGINE_PARAMETER,
     ):
         if hasattr(parameter, name):

@@ -347,11 +347,15 @@ class AttachedParameters:
     @contextlib.contextmanager
     def names_only(self) -> Iterator[None]:
         """Whoever takes a state dict inside has no use for its values."""
-        self._names_only = True
+        before, self._names_only = self._names_only, True
         try:
             yield
         finally:
-            self._names_only = False
+            self._names_only = before
+
+    def show_names(self) -> None:
+        """From now on a state dict holds what is not there as the model does: whoever reads it is told."""
+        self._names_only = True
 
     def attach(self) -> list[Any]:
         """Hooks that refuse `load_state_dict` where its values would be lost, and `state_dict` and copies

@@ -30,6 +30,12 @@ _VALUES = ("T", "mT", "H", "mH", "real", "imag")
 _SAME = ("detach", "data", "view_as")
 """What gives the same tensor anew, absent, too; torch looks for a parameter's node with `view_as`."""
 
+_MOVES = ("cpu", "cuda", "to")
+"""To another device, where nothing is to be moved."""
+
+STAYS = "_zerodrift_stays"
+"""The attribute of a parameter that `module.cpu()` passes by while it is absent."""
+
 _SUMS = ("add", "__add__", "__radd__", "__iadd__")
 """Of what the engine has of a gradient and something else, which it adds when it is set."""
 
@@ -38,7 +44,7 @@ _ASKED = frozenset((
     "storage_offset", "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_signed",
     "is_inference", "is_contiguous", "is_conj", "is_neg", "is_coalesced", "is_pinned", "is_shared",
     "__hash__", "has_names", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
-    "grad", "backward",
+    "grad", "backward", "_has_compatible_shallow_copy_type",
 ))  # fmt: skip
 """Methods that need no values."""
 
@@ -68,6 +74,8 @@ class UngatheredParameter(nn.Parameter):
                 same = func(*args, **(kwargs or {}))
                 same.__class__ = type(parameter)  # and no node of a graph, as `as_subclass` would leave
                 return same
+            if name in _MOVES and STAYS in vars(parameter) and not _other_dtype(parameter, args, kwargs):
+                return parameter
         raise _refusal(parameter.path, name, parameter.lost)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -135,6 +143,15 @@ class CollectedGradient(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gradient({list(self.shape)}, {self.dtype}, collected: see `engine.parameter`)"
+
+
+def _other_dtype(parameter: torch.Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether a move is also a cast."""
+    wanted = [*args[1:], *(kwargs or {}).values()]
+    dtypes = {
+        getattr(value, "dtype", value) for value in wanted if isinstance(value, (torch.dtype, torch.Tensor))
+    }
+    return bool(dtypes - {parameter.dtype})
 
 
 def lost_error(path: str, asked: str = "") -> ModelError:

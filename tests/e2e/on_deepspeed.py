@@ -1,0 +1,28 @@
+"""Run a script on DeepSpeed itself: `python tests/e2e/on_deepspeed.py SCRIPT ARGUMENTS`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from typing import Any
+
+import deepspeed
+
+# As in `ranks/saved_by_deepspeed.py`: nothing is compiled for ranks of one machine.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+_initialize = deepspeed.initialize
+
+
+def initialize(args: Any = None, **rest: Any) -> Any:
+    """Lightning says which GPU it is for, and on a CPU None."""
+    if getattr(args, "device_rank", 0) is None:
+        del args.device_rank
+    return _initialize(args=args, **rest)
+
+
+deepspeed.initialize = initialize
+del sys.argv[0]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")

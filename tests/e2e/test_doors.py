@@ -1,0 +1,81 @@
+"""Other people's trainers, unchanged, under `zerodrift run`: those that are installed, on two CPU ranks.
+
+What they compute in fp32 is DeepSpeed's own, which is recorded here: `tests/e2e/on_deepspeed.py` runs the
+same script on DeepSpeed 0.19.6. `docs/doors.md` has a row for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def told(script: str, folder: Path, *cases: str) -> dict[str, Any]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "zerodrift",
+        "run",
+        "--",
+        *torchrun,
+        str(HERE / script),
+        str(folder),
+        *cases,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, cwd=folder, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads((folder / "told.json").read_text())
+
+
+LIGHTNING = {
+    "first": [9.325114250183105, 2.9768831729888916],
+    "straight": [9.325114250183105, 2.9768831729888916, 3.0363497734069824, 6.473243713378906],
+    "resumed": [2.0575525760650635, 24.441268920898438],
+}
+FABRIC = [1.9205031394958496, 8.751940727233887, 9.816081047058105, 18.259262084960938]
+"""Losses of the first rank on DeepSpeed 0.19.6, at stages 2 and 3 alike."""
+
+
+@pytest.mark.long
+def test_lightnings_trainer_and_fabric(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    cases = ("2/32-true", "3/32-true", "2/bf16-mixed", "3/bf16-true", "2/16-mixed")
+    found = told("lightning_loops.py", tmp_path, *cases)
+    for case in cases:
+        near = 1e-6 if case.endswith("32-true") else 0.1
+        trainer, fabric = found[case]["trainer"], found[case]["fabric"]
+        assert trainer["engine"] == "zerodrift.deepspeed.engine"
+        for part, losses in LIGHTNING.items():
+            assert trainer[part] == pytest.approx(losses, rel=near), (case, part)
+        assert fabric["losses"] == pytest.approx(FABRIC, rel=near)
+        assert fabric["resumed"] == fabric["losses"][2:] and fabric["step"] == 2
+
+
+TRL: dict[str, tuple[list[float], list[float]]] = {}
+"""Losses and norms on DeepSpeed 0.19.6, alike at stages 2 and 3."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "kto", "reward", "grpo", "rloo", "gkd"])
+def test_trls_trainers(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    found = told("trl_trainers.py", tmp_path, f"{kind}/2", f"{kind}/3")
+    two, three = found[f"{kind}/2"], found[f"{kind}/3"]
+    assert two["engine"] == three["engine"] == "zerodrift.deepspeed.engine"
+    assert len(two["losses"]) == len(two["norms"]) == 3 and all(0 < norm < 100 for norm in two["norms"])
+    assert two["losses"] == three["losses"] and two["norms"] == pytest.approx(three["norms"], rel=1e-6)
+    assert {"adapter_model.safetensors" if kind == "lora" else "model.safetensors"} <= set(three["files"])
+    losses, norms = TRL.get(kind, (two["losses"], two["norms"]))
+    assert two["losses"] == pytest.approx(losses, abs=1e-6) and two["norms"] == pytest.approx(norms, rel=1e-5)
