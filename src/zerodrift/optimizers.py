@@ -105,7 +105,7 @@ MUON = Algorithm(
     types=("Muon",),
     arguments=(
         *("lr", "weight_decay", "muon_lr", "adam_lr", "momentum", "eps", "ns_eps"),
-        *("nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "betas"),
+        *("nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "ns_method", "adjust_lr_fn", "betas"),
     ),
     defaults={},
     moments=("momentum_buffer",),

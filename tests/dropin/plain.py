@@ -14,6 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerodrift.optim import schedules as lr_schedules  # compared with their formulas elsewhere
+
+
+def _from_checkpoint(model: nn.Module, folder: str) -> nn.Module:
+    model.load_state_dict(torch.load(f"{folder}/plain", weights_only=False)[0])
+    return model
+
+
 OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
@@ -29,6 +37,9 @@ class Engine:
             params = {key: value for key, value in block["params"].items() if key != "torch_adam"}
             optimizer = OPTIMIZERS[block["type"]](model.parameters(), **params)
         self.optimizer = optimizer(list(model.parameters())) if not hasattr(optimizer, "step") else optimizer
+        if schedule is None and "scheduler" in config:
+            block = config["scheduler"]
+            schedule = getattr(lr_schedules, block["type"])(self.optimizer, **block["params"])
         self.lr_scheduler = schedule
         self._steps = config.get("gradient_accumulation_steps", 1)
         self._counts = config.get("managed_gradient_accumulation", True)
@@ -43,6 +54,7 @@ class Engine:
         return self._counts and (self.micro_steps + 1) % self._steps == 0
 
     def backward(self, loss: Tensor) -> None:
+        assert loss.numel() == 1
         (loss / self._steps).backward()
         if self.is_gradient_accumulation_boundary():
             self._average()
@@ -68,6 +80,34 @@ class Engine:
 
     def zero_grad(self) -> None:
         self.module.zero_grad()
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        raise AssertionError
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        raise AssertionError
+        yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        raise AssertionError
+        yield
+
+    def save_checkpoint(self, folder: str) -> None:
+        if dist.get_rank() == 0:
+            torch.save(
+                (self.module.state_dict(), self.optimizer.state_dict(), self.global_steps), f"{folder}/plain"
+            )
+        dist.barrier()
+
+    def load_checkpoint(self, folder: str) -> None:
+        state, optimizer, self.global_steps = torch.load(f"{folder}/plain", weights_only=False)
+        self.module.load_state_dict(state)
+        self.optimizer.load_state_dict(optimizer)
 
     def train(self, mode: bool = True) -> Any:
         return self.module.train(mode)
@@ -106,3 +146,8 @@ def _init(**rest: Any) -> Iterator[None]:
 zero = SimpleNamespace(
     GatheredParameters=_whole, Init=_init, register_external_parameter=lambda module, parameter: None
 )
+utils = SimpleNamespace(zero_to_fp32=SimpleNamespace(load_state_dict_from_zero_checkpoint=_from_checkpoint))
+runtime = SimpleNamespace(lr_schedules=lr_schedules)
+
+plain = True
+"""Which of the packages this is."""

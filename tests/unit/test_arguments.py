@@ -48,6 +48,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "a whole number from 1 to 99": (*NEVER, 0, 100, 2.5, True),
     "log or linear": (*NEVER, "cubic", "LOG", 1, True, ["log"]),
     "bf16 or fp32": (*NEVER, "fp16", 32),
+    "gram or standard": (*NEVER, "quick"),
     "original or match_rms_adamw": (*NEVER, "loud", 0),
     "a number of at least 0, or a list of them, one per parameter group": (
         *NEVER,
@@ -73,6 +74,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "a whole number from 1 to 99": (5, 99),
     "log or linear": ("log", "linear"),
     "bf16 or fp32": ("bf16", "fp32"),
+    "gram or standard": ("gram", "standard"),
     "original or match_rms_adamw": ("original", "match_rms_adamw"),
     "a number of at least 0, or a list of them, one per parameter group": (0.1, [0.1]),
     "a number in [0, 1), or a list of them, one per parameter group": (0.5, [0.8]),
@@ -227,5 +229,5 @@ def test_the_tables_name_what_the_builders_take() -> None:
         }
         assert set(REQUIRED.get(kind, ())) == required
     names = {field.name for field in fields(muon.MuonHyper)}
-    assert set(OPTIMIZERS["Muon"]) == names | {"betas", "eps", "muon_lr", "adam_lr"}
+    assert set(OPTIMIZERS["Muon"]) == names | {"betas", "eps", "muon_lr", "adam_lr", "ns_method"}
     assert TABLES["optimizer", "Muon"]["ns_steps"].words.endswith("99")

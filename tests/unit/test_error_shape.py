@@ -14,13 +14,13 @@ import pytest
 
 from tests.unit.test_house import trees
 from zerodrift import errors
-from zerodrift.deepspeed.unsupported import NotHereError
+from zerodrift.deepspeed.unsupported import MisuseError, NotHereError
 from zerodrift.errors import Problem, ZerodriftError
 
 RELAYING = {"comm.alarm", "comm.shared_errors", "comm.watch", "train.launch"}
 """What they raise was said by another rank or process."""
 
-OURS = {Problem.__name__, NotHereError.__name__} | {
+OURS = {Problem.__name__, MisuseError.__name__, NotHereError.__name__} | {
     name
     for name, value in vars(errors).items()
     if isinstance(value, type) and issubclass(value, ZerodriftError)

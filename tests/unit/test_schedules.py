@@ -100,7 +100,6 @@ def test_a_schedule_goes_on_from_its_state(kind: str, params: dict[str, Any]) ->
     ("kind", "params", "where"),
     [
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type"),
         ("WarmupLR", {"warmup_min_lr": [0.1]}, "warmup_min_lr"),
         (
             "OneCycle",

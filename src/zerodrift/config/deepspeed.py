@@ -82,7 +82,7 @@ BATCH = Section(
         _used("gradient_accumulation_steps", "the batch: micro-batches per optimizer step"),
         _refused(
             "managed_gradient_accumulation",
-            "the engine counts the micro-batches of a step",
+            "the engine counts the micro-batches of a step; the drop-in's obeys it",
             "Write the number of micro-batches as `gradient_accumulation_steps`.",
             (True,),
         ),
@@ -299,9 +299,9 @@ OFFLOAD = Section(
         ),
         _refused(
             "zero_optimization.offload_param.device",
-            "parameters rest on their device",
-            "Stage 3 shards them over all ranks; `offload_optimizer` moves master and state to the host.",
-            ("none",),
+            "parameters rest on their device, which changes no value: stage 3 shards them over all ranks",
+            "Remove it; `offload_optimizer` moves master and state to the host.",
+            ("none", "cpu"),
         ),
         _ignored("zero_optimization.offload_param.nvme_path", _NO_PARAM_OFFLOAD),
         _ignored("zero_optimization.offload_param.buffer_count", _NO_PARAM_OFFLOAD),

@@ -24,6 +24,7 @@ from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.ops import OVER_PARAMETERS
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.spellings import MANAGED
 from zerodrift.deepspeed.written import with_additions, written_config
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.optim.flat import TORCH_DECAY
@@ -58,7 +59,7 @@ def initialize(  # DeepSpeed's thirteen parameters
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank()
     with with_additions(passed) as written:
-        loaded = load(written)
+        loaded = load({key: value for key, value in written.items() if key != MANAGED})
         built = _optimizer(optimizer, model_parameters, model, written)
         has_one = built is not None or loaded.optimizer is not None
         schedule = lr_scheduler if has_one else None

@@ -95,7 +95,7 @@ def save(
     counts = {"micro_steps": engine.micro_steps, "global_samples": engine.global_samples}
     state = {"client": client, "counts": counts}
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    engine.checkpoints_in(folder).save(tag, state, latest=latest, frozen=frozen)
+    engine.checkpoints_in(folder).save(tag, state, latest=latest, frozen=frozen, within=True)
     with raise_on_all_ranks(below.comm):
         if below.mesh.rank() == 0:
             _write_script(Path(folder) / "zero_to_fp32.py")
@@ -161,7 +161,9 @@ def _load_theirs(
 def _count(engine: CheckpointedEngine, wanted: LoadRequest, counts: Mapping[str, int]) -> None:
     if wanted.counts:
         steps = engine.global_steps
-        engine.micro_steps = counts.get("micro_steps", steps * engine.gradient_accumulation_steps())
+        per_step = engine.gradient_accumulation_steps()
+        saved = counts.get("micro_steps", steps * per_step)
+        engine.micro_steps = saved - saved % per_step  # gradients of a part of a step are in no checkpoint
         engine.global_samples = counts.get("global_samples", steps * engine.train_batch_size())
     engine.tell()
 

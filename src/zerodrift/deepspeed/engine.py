@@ -24,11 +24,14 @@ from torch import nn
 from zerodrift.deepspeed import batches, checkpoints, comm, consolidated, unsupported
 from zerodrift.deepspeed.getters import ConfigGetters
 from zerodrift.deepspeed.launch import local_rank
+from zerodrift.deepspeed.loading import let_load
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.parameter_offload import ParameterOffload
 from zerodrift.deepspeed.parameters import mark_parameters, unmark
 from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader, make_loader
-from zerodrift.deepspeed.zero.slices import release
+from zerodrift.deepspeed.spellings import MANAGED
+from zerodrift.deepspeed.unsupported import MisuseError
+from zerodrift.deepspeed.zero.slices import leave_in_pieces, release
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
 from zerodrift.errors import Problem, UnsupportedError
@@ -39,6 +42,10 @@ def _optimizer(engine: Engine) -> DeepSpeedOptimizer | ParameterOffload | None:
     if engine.updater is not None:
         return DeepSpeedOptimizer(engine)
     return ParameterOffload(engine.module) if engine.plan.policy.sharding.stage == 3 else None
+
+
+OWN = ("gathered", "parameter", "seed_micro_batch", "micro_batches_of_this_rank", "evaluate")
+"""Of the engine below, what messages name and DeepSpeed has not."""
 
 
 class DeepSpeedEngine(nn.Module):
@@ -59,6 +66,10 @@ class DeepSpeedEngine(nn.Module):
         self._boundary: bool | None = None
         """What `set_gradient_accumulation_boundary` said; None where `micro_steps` decides."""
         self._inside_no_sync = False
+        self._managed = self._getters.managed_gradient_accumulation()
+        self._stepping = False
+        self._backwards = 0
+        """Since the last step."""
         self._last_step_applied = False
         self.config = written
         """What was written, as a dict."""
@@ -82,6 +93,7 @@ class DeepSpeedEngine(nn.Module):
         mark_parameters(engine)
         if engine.plan.policy.sharding.stage == 0:
             native(engine.executor).gradients.seen = engine.progress.unscale_of
+        let_load(engine)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._batches: Iterator[Any] | None = None
         """What `train_batch` reads where it gets no iterator."""
@@ -106,6 +118,8 @@ class DeepSpeedEngine(nn.Module):
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
+        if name in OWN:
+            return getattr(self._engine, name)
         if name in unsupported.ENGINE:
             raise unsupported.absent(f"engine.{name}", unsupported.ENGINE[name])
         raise unsupported.unknown("engine", name, [*dir(type(self)), *dir(ConfigGetters)])
@@ -125,9 +139,14 @@ class DeepSpeedEngine(nn.Module):
         already, so the loss is multiplied first.
         """
         self._require_optimizer("backward")
+        if loss.numel() != 1:
+            must = "must get a loss of one element"
+            todo = "Call `backward` of the outputs with their gradients."
+            raise MisuseError("backward", must, got=f"one of shape {list(loss.shape)}", do=todo)
         steps = self.gradient_accumulation_steps()
         kwargs = {"retain_graph": True} if retain_graph else {}
         self._engine.backward(loss if scale_wrt_gas or steps == 1 else loss * steps, **kwargs)
+        self._backwards += 1
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -141,7 +160,7 @@ class DeepSpeedEngine(nn.Module):
         be called outside."""
         if self._inside_no_sync:
             todo = "Leave the outer one first."
-            raise UnsupportedError("no_sync", "must not be entered inside itself", do=todo)
+            raise MisuseError("no_sync", "must not be entered inside itself", do=todo)
         self._inside_no_sync = True
         try:
             with self._engine.no_sync():
@@ -152,6 +171,7 @@ class DeepSpeedEngine(nn.Module):
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """The same: what waits is reduced once, in the step."""
+        self._require_managed("coalesce_grad_reduction")
         with self.no_sync():
             yield
 
@@ -159,10 +179,13 @@ class DeepSpeedEngine(nn.Module):
         """Whether the micro-batch that is under way ends its step. See [Note: boundary]."""
         if self._boundary is not None:
             return self._boundary
+        if not self._managed:
+            return self._stepping
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say so for the micro-batches that follow, until the next call."""
+        self._require_managed("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
         self.tell()
 
@@ -176,11 +199,19 @@ class DeepSpeedEngine(nn.Module):
         """End a micro-batch; at a boundary, update. `lr_kwargs` are arguments of the schedule's step."""
         self._require_optimizer("step")
         if self._inside_no_sync:
-            raise UnsupportedError("step", "must be called outside of `no_sync`", do="Leave that first.")
+            raise MisuseError("step", "must be called outside of `no_sync`", do="Leave that first.")
+        self._stepping = True
         self.tell()
-        result = self._engine.step(schedule_arguments=lr_kwargs)
+        try:
+            result = self._engine.step(schedule_arguments=lr_kwargs)
+        finally:
+            self._stepping = False
         self._last_step_applied = result.updated
-        if self.is_gradient_accumulation_boundary():
+        if not self._managed:
+            per_micro = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+            self.global_samples += per_micro * self._backwards
+            self._backwards = 0
+        elif self.is_gradient_accumulation_boundary():
             self.global_samples += self.train_batch_size()
         self.micro_steps += 1
         self.tell()
@@ -206,9 +237,17 @@ class DeepSpeedEngine(nn.Module):
         """Forget the gradients of this step."""
         self._engine.zero_grad()
 
+    def _require_managed(self, what: str) -> None:
+        if not self._managed:
+            raise MisuseError(
+                what,
+                f"must not be called where the config says `{MANAGED}: false`",
+                do="Call `step` where a step ends.",
+            )
+
     def _require_optimizer(self, what: str) -> None:
         if self._engine.updater is None:
-            raise UnsupportedError(
+            raise MisuseError(
                 what,
                 "must have an optimizer",
                 got="none",
@@ -478,8 +517,13 @@ class DeepSpeedEngine(nn.Module):
         """Nothing is cached: a unit is released when it is left."""
 
     def destroy(self) -> None:
-        """Take the hooks off and leave the process groups that were made for it."""
+        """Take the hooks off and leave the process groups that were made for it. The module keeps its
+        weights, at stage 3 in slices, and may be given to `initialize` again."""
+        if self._engine.progress.closed:
+            return
+        leave = leave_in_pieces(self._engine)
         self._engine.destroy()
         self._checkpoints = None
         for parameter in self.module.parameters():
             unmark(parameter)
+        leave()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerodrift.deepspeed.spellings import MANAGED
 from zerodrift.engine.engine import Engine
 from zerodrift.policy.nouns import Mode
 
@@ -106,9 +107,9 @@ class ConfigGetters:
     def zero_offload_optimizer(self) -> dict[str, Any] | None:
         return self._written.get("zero_optimization", {}).get("offload_optimizer")
 
-    def zero_offload_param(self) -> None:
-        """Parameters rest on their device."""
-        return None
+    def zero_offload_param(self) -> dict[str, Any] | None:
+        """As it is written; parameters rest on their device."""
+        return self._written.get("zero_optimization", {}).get("offload_param")
 
     def mics_shard_size(self) -> int:
         shape = self._engine.plan.mesh
@@ -129,7 +130,8 @@ class ConfigGetters:
         return self._policy.print_every or None
 
     def managed_gradient_accumulation(self) -> bool:
-        return True
+        """Whether micro-batches are counted; else every call of `step` updates."""
+        return bool(self._written.get(MANAGED, True))
 
     def dataloader_drop_last(self) -> bool:
         return bool(self._written.get("dataloader_drop_last", False))

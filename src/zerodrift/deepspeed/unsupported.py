@@ -26,6 +26,10 @@ class NotHereError(UnsupportedError, AttributeError):
     """A name of DeepSpeed's that is not here. `hasattr` sees it as missing."""
 
 
+class MisuseError(UnsupportedError, AssertionError):
+    """What DeepSpeed asserts, and scripts catch as that."""
+
+
 HERE = "must be a name of the drop-in"
 
 

@@ -1,7 +1,7 @@
 """The config as it was passed to `initialize`: by one of four ways, with what belongs to it.
 
-It may be a dict, a file (JSON or YAML), or base64 of JSON. Keys that accelerate and TRL write with dots are
-put where they belong, and those of `zerodrift run` are added. What keys mean is `config`'s affair.
+It may be a dict, a file (JSON, YAML or Hjson), or base64 of one. Keys that accelerate and TRL write with dots
+are put where they belong, and those of `zerodrift run` are added. What keys mean is `config`'s affair.
 
 Invariant: what the caller passed is not changed.
 """
@@ -12,9 +12,9 @@ import base64
 import binascii
 import contextlib
 import copy
-import json
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from zerodrift.alias import errand
@@ -23,13 +23,15 @@ from zerodrift.config.known import is_path
 from zerodrift.config.plain import plain, shown
 from zerodrift.config.read import read
 from zerodrift.config.schema import Config
+from zerodrift.deepspeed import hjson
+from zerodrift.deepspeed.spellings import understood
 from zerodrift.deepspeed.utils.logging import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 
 
 def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     """The one config that was passed."""
-    return nested(_passed(args, config, config_params))
+    return understood(nested(_passed(args, config, config_params)))
 
 
 def _passed(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
@@ -62,16 +64,27 @@ def _passed(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
         decoded = _decoded(value)
         if decoded is not None:
             return decoded
-    parsed = read(value)
+    parsed = _of_file(value)
     if not isinstance(parsed, dict):
         raise ConfigError(os.fspath(value), "must hold a block of keys at its top")
     return parsed
 
 
+def _of_file(path: str | os.PathLike[str]) -> Any:
+    """Of a file that is neither JSON nor YAML: read as Hjson, as DeepSpeed reads every file."""
+    try:
+        return read(path)
+    except ConfigError as error:
+        try:
+            return hjson.parse(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise error from None
+
+
 def _decoded(text: str) -> dict[str, Any] | None:
     """Base64 of JSON, as launchers pass it; None for anything else."""
     try:
-        config = json.loads(base64.urlsafe_b64decode(text).decode("utf-8"))
+        config = hjson.parse(base64.urlsafe_b64decode(text).decode("utf-8"))
     except (binascii.Error, UnicodeDecodeError, ValueError):
         return None
     return config if isinstance(config, dict) else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +210,10 @@ class Tree:
         return True
 
 
+Loading = Callable[[Mapping[str, Row], Mapping[str, Any]], contextlib.AbstractContextManager[None]]
+"""Of the rows that a module loads, and the values."""
+
+
 class AttachedParameters:
     """All places of a model."""
 
@@ -233,6 +237,10 @@ class AttachedParameters:
         self._names_only = False
         self.replaced: set[str] = set()
         """Rows that were loaded whole since values were opened to be written."""
+        self.loading: Loading | None = None
+        """What a module's own `load_state_dict` happens in; None where it is refused outside of that."""
+        self._loads: dict[nn.Module, contextlib.AbstractContextManager[None]] = {}
+        """Modules that are loading."""
         self._opened: dict[int, tuple[FlatSegment, dict[str, Row]]] = {}
         """By number, segments whose full values are there to be written, and of which rows."""
 
@@ -366,6 +374,7 @@ class AttachedParameters:
         handles: list[Any] = []
         for module, places in held.items():
             handles.append(module.register_load_state_dict_pre_hook(self._asks(places)))
+            handles.append(module.register_load_state_dict_post_hook(self._loaded))
             away = [place for place in places if place.segment.gathers]
             if away:
                 handle = module.register_state_dict_pre_hook(self._saves(away))
@@ -398,6 +407,11 @@ class AttachedParameters:
         def ask(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
             if module is not places[0].module:
                 return  # a deep copy carries its hooks along
+            mine = [place for place in places if prefix + place.attribute in state]
+            if self.loading is not None and mine:
+                values = {place.row.name: state[prefix + place.attribute] for place in mine}
+                self._loads[module] = self.loading({place.row.name: place.row for place in mine}, values)
+                self._loads[module].__enter__()
             for place in places:
                 if prefix + place.attribute in state:
                     self.replaced.add(place.row.name)
@@ -410,6 +424,11 @@ class AttachedParameters:
                     )
 
         return ask
+
+    def _loaded(self, module: nn.Module, incompatible: Any) -> None:
+        loading = self._loads.pop(module, None)
+        if loading is not None:
+            loading.__exit__(None, None, None)
 
 
 def _is_view(tensor: torch.Tensor, home: torch.Tensor) -> bool:

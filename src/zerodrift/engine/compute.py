@@ -8,9 +8,9 @@ Invariant: what is hooked is what the plan lists, and leaving a module restores 
 
 [Note: autocast] In the autocast modes the forward runs under `torch.autocast` with the configured dtype. A
 caller's own autocast around the engine is switched to the configured one, with one warning; around an
-engine whose precision is not autocast it is refused, because it would change the dtype of every op behind
-the plan's back. Autocast inside the model's code is the model's own business: `transformers` turns it off
-where it computes rotary tables in fp32.
+engine whose precision is not autocast it is off inside, with one warning: it would change the dtype of every
+op behind the plan's back. Autocast inside the model's code is the model's own business: `transformers` turns
+it off where it computes rotary tables in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zerodrift.engine.nested import Replacement, tensors_in
-from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.errors import ModelError
 from zerodrift.model.module import has_forward
 from zerodrift.plan.table import Boundary, Plan
 
@@ -144,24 +144,15 @@ class ForwardPrecision:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """The dtype context of a forward. See [Note: autocast]."""
-        around = torch.is_autocast_enabled(self._device)
-        if around and not self._mode.autocast:
-            raise UnsupportedError(
-                "torch.autocast",
-                f"must not be active around an engine of mode {self._mode}",
-                got=f"autocast to {torch.get_autocast_dtype(self._device)}",
-                do="Leave the context, or set `precision.mode: autocast-bf16`.",
-            )
+        around = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
         if not self._mode.autocast:
-            yield
+            if around is not None:
+                self._say(f"is {around}, and off inside, for the config says {self._mode}")
+            with contextlib.nullcontext() if around is None else torch.autocast(self._device, enabled=False):
+                yield
             return
-        if around and torch.get_autocast_dtype(self._device) is not self._dtype and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"torch.autocast around the engine is {torch.get_autocast_dtype(self._device)}; switched to "
-                f"{self._dtype}, as the config says. Leave the context out: the engine enters its own.",
-                stacklevel=4,
-            )
+        if around not in (None, self._dtype):
+            self._say(f"is {around}; switched to {self._dtype}, as the config says")
         try:
             with torch.autocast(self._device, self._dtype):
                 yield
@@ -169,6 +160,12 @@ class ForwardPrecision:
             # By itself torch forgets the weights that were cast only where the outermost context ends, even a
             # disabled one: around a whole loop, a step's weights would be used after the next.
             torch.clear_autocast_cache()
+
+    def _say(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            text = f"torch.autocast around the engine {what}. Leave the context out."
+            warnings.warn(text, stacklevel=5)
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
         """The dtype context of a backward: none, whatever is around, for autograd has its casts already."""

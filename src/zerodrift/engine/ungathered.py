@@ -57,6 +57,8 @@ class UngatheredParameter(nn.Parameter):
     kind: type = nn.Parameter
     """The class that it is of while its values are there."""
     lost = False
+    advice: str
+    """What to do about it."""
     borrow: Callable[[], bool]
     """Gathers it, where that is possible: in a forward. Returns whether it did."""
 
@@ -76,10 +78,10 @@ class UngatheredParameter(nn.Parameter):
                 return same
             if name in _MOVES and STAYS in vars(parameter) and not _other_dtype(parameter, args, kwargs):
                 return parameter
-        raise _refusal(parameter.path, name, parameter.lost)
+        raise _refusal(parameter, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self.path, "pickle", self.lost)
+        raise _refusal(self, "pickle")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter({list(self.shape)}, {self.dtype}, not gathered: see it inside `engine.gathered()`)"
@@ -168,23 +170,28 @@ def lost_error(path: str, asked: str = "") -> ModelError:
     )
 
 
-def _refusal(path: str, what: str, is_lost: bool) -> ModelError:
-    if is_lost:
-        return lost_error(path, what)
+def _refusal(parameter: UngatheredParameter, what: str) -> ModelError:
+    if parameter.lost:
+        return lost_error(parameter.path, what)
     return ModelError(
-        path,
+        parameter.path,
         "must be gathered when its values are read or written",
         got=f"`{what}` between its uses",
-        do=(
-            "Do so inside `engine.gathered()`, with `write=True` to change it, or in the module that "
-            "it belongs to."
-        ),
+        do=parameter.advice,
     )
 
 
-def ungathered_class(path: str, borrow: Callable[[], bool]) -> type[UngatheredParameter]:
+GATHER = (
+    "Do so inside `engine.gathered()`, with `write=True` to change it, or in the module that it belongs to."
+)
+
+
+def ungathered_class(
+    path: str, borrow: Callable[[], bool], advice: str = GATHER
+) -> type[UngatheredParameter]:
     """The class of a parameter of that name while it is not there."""
-    return type("UngatheredParameter", (UngatheredParameter,), {"path": path, "borrow": staticmethod(borrow)})
+    members = {"path": path, "advice": advice, "borrow": staticmethod(borrow)}
+    return type("UngatheredParameter", (UngatheredParameter,), members)
 
 
 def mark_ungathered(parameter: Any, absent: Any) -> None:

@@ -12,6 +12,7 @@ resumes from its count alone.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 from zerodrift.errors import ConfigError, Problem
 from zerodrift.optim import shapes
 from zerodrift.policy.nouns import ComponentSpec
+
+_log = logging.getLogger("zerodrift")
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST = "LRRangeTest"
@@ -71,7 +74,10 @@ def _load_state_dict(self: Any, sd: dict[str, Any]) -> None:
 
 def _apply(optimizer: Any, rates: Sequence[float]) -> list[float]:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)  # somebody may have a reference to it
+        else:
+            group["lr"] = rate
     return [group["lr"] for group in optimizer.param_groups]
 
 
@@ -97,10 +103,16 @@ def _require_positive(name: str, value: Any) -> None:
         raise ValueError(_text(name, "must be a whole number above 0", repr(value)))
 
 
+def is_warmup_type(given: object) -> bool:
+    return given in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE)
+
+
 def _warmup_type(given: str) -> str:
-    if given not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-        raise ValueError(_text("warmup_type", "must be 'log' or 'linear'", repr(given)))
-    return given
+    """As in DeepSpeed, any other word is the logarithmic one. A config's is checked before."""
+    if is_warmup_type(given):
+        return given
+    _log.warning("`warmup_type` is %r, which is none: it is %r", given, WARMUP_LOG_RATE)
+    return WARMUP_LOG_RATE
 
 
 def _text(where: str, must: str, got: str) -> str:
@@ -129,7 +141,9 @@ class WarmupLR:
             warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = _per_group(self.optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = _per_group(self.optimizer, warmup_max_lr, "warmup_max_lr")
+        self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), _warmup_type(warmup_type)
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
         self._rates = [
             shapes.warmup(low, high, self.warmup_num_steps, self.warmup_type)
             for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
@@ -147,7 +161,7 @@ class WarmupLR:
     state_dict, load_state_dict = _state_dict, _load_state_dict
 
 
-class WarmupDecayLR:
+class WarmupDecayLR(WarmupLR):
     """From min to max, then linearly to min at `total_num_steps`."""
 
     def __init__(
@@ -165,7 +179,9 @@ class WarmupDecayLR:
         self.total_num_steps = total_num_steps
         self.min_lrs = _per_group(self.optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = _per_group(self.optimizer, warmup_max_lr, "warmup_max_lr")
+        self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), _warmup_type(warmup_type)
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
         # A share of the way from min to max, so that a minimum above 0 is where the decay ends.
         self._share = shapes.warmup_decay(total_num_steps, 0.0, 1.0, self.warmup_num_steps, self.warmup_type)
         self.last_batch_iteration = last_batch_iteration
@@ -199,8 +215,11 @@ class WarmupCosineLR:
         self.optimizer = _optimizer(optimizer)
         self.total_num_steps = total_num_steps
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), _warmup_type(warmup_type)
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self._ratio = shapes.warmup_cosine(
-            total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio, _warmup_type(warmup_type)
+            total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio, self.warmup_type
         )
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
@@ -232,6 +251,8 @@ class LRRangeTest:
         _require_positive("lr_range_test_step_size", lr_range_test_step_size)
         self.optimizer = _optimizer(optimizer)
         self.min_lr = _per_group(self.optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         self._rates = [
             shapes.range_test(low, lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase)
             for low in self.min_lr
@@ -275,6 +296,7 @@ class OneCycle:
         groups = self.optimizer
         self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
         self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
         self.first_stair_count = cycle_first_stair_count
         self.second_stair_count = (
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -296,7 +318,7 @@ class OneCycle:
         """How far up the cycle the coming batch is, from 0 to 1."""
         batch = self.last_batch_iteration + 1
         x = math.fmod(batch / self.total_size, 1.0)
-        ratio = self.first_step_size / self.total_size
+        ratio = self.step_ratio
         rising = x <= ratio
         stairs = self.first_stair_count if rising else self.second_stair_count
         if not stairs:

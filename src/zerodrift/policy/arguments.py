@@ -107,6 +107,7 @@ _OF_OPTIMIZERS: Table = {
     ),
     "ns_steps": _count("a whole number from 1 to 99", 1, 99),
     "ns_dtype": _word("bf16", "fp32"),
+    "ns_method": _word("gram", "standard"),  # two ways to the same polynomial, which is computed as it is
     "adjust_lr_fn": _word("original", "match_rms_adamw"),
 }
 """Every argument that an optimizer of `optimizers.py` takes; each has one meaning."""

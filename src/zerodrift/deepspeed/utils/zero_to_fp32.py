@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed.consolidated import write
+from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.io.atomic import new_file
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
@@ -104,8 +105,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load them into a model that no engine runs, on the CPU; returns it."""
-    model = model.cpu()
+    """Load them into a model, which it returns: on the CPU, or into the masters of an engine that runs it."""
+    if not any(engine_parameter(parameter) for parameter in model.parameters()):
+        model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 

@@ -19,7 +19,7 @@ from torch import nn
 from zerodrift.deepspeed import comm
 from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.deepspeed.zero.external import register_external_parameter
-from zerodrift.deepspeed.zero.slices import ParameterSlice, hide, slice_of
+from zerodrift.deepspeed.zero.slices import ParameterSlice, hide, show, slice_of
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError
 
@@ -58,7 +58,7 @@ class GatheredParameters:
         writes = self._writer is not None
         with torch.no_grad():
             for piece, parameter in self._pieces:
-                parameter.data = piece.whole()
+                show(parameter, piece)
             for engine, held in self._engines.values():
                 names = [row.name for row in engine.plan.rows if row.name in held]
                 self._stack.enter_context(engine.gathered(names, write=writes))

@@ -10,7 +10,10 @@ Invariant: the parts together are rank 0's values, bit for bit, until a `Gathere
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +21,15 @@ from torch import nn
 
 from zerodrift.deepspeed import comm
 from zerodrift.deepspeed.parameters import mark, unmark
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.engine.place import ELSEWHERE
+from zerodrift.engine.ungathered import (
+    UngatheredParameter,
+    mark_gathered,
+    mark_ungathered,
+    ungathered_class,
+)
 from zerodrift.errors import ModelError
 
 SLICE = "_zerodrift_slice"
@@ -36,6 +47,10 @@ class ParameterSlice:
     """`[ceil(numel / ranks)]`; the last ones are padded."""
     shown: torch.Tensor | None = None
     """What the parameter shows instead of its values: one element."""
+    spans: tuple[slice, ...] = ()
+    """Of each rank, what it holds, where that is not an equal part; several may hold the same."""
+    absent: type | None = None
+    """The class of the parameter while it is in pieces, which says so; None where it shows NaN only."""
 
     def whole(self) -> torch.Tensor:
         """The parameter's values. Collective."""
@@ -46,12 +61,28 @@ class ParameterSlice:
                 "`zero.GatheredParameters(parameter, modifier_rank=0)` while it is in pieces",
                 got=f"{self.shown.item():g} outside of it",
             )
+        if self.spans:
+            return self._joined()
         flat = self.flat.new_empty(self.flat.numel() * comm.get_world_size())
         comm.all_gather_into_tensor(flat, self.flat)
         return flat[: math.prod(self.shape)].view(self.shape)
 
+    def _joined(self) -> torch.Tensor:
+        """Of parts that are not equal."""
+        most = max(span.stop - span.start for span in self.spans)
+        sent = self.flat.new_zeros(most)
+        sent[: self.flat.numel()] = self.flat
+        there = self.flat.new_empty(most * len(self.spans))
+        comm.all_gather_into_tensor(there, sent)
+        whole = self.flat.new_empty(math.prod(self.shape))
+        for rank, span in enumerate(self.spans):
+            whole[span] = there[rank * most :][: span.stop - span.start]
+        return whole.view(self.shape)
+
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """What this rank holds of `whole`, padded."""
+        if self.spans:
+            return values.reshape(-1)[self.spans[comm.get_rank()]]
         count = self.flat.numel()
         mine = values.reshape(-1)[comm.get_rank() * count :][:count]
         return torch.cat([mine, mine.new_zeros(count - mine.numel())])
@@ -88,6 +119,67 @@ def hide(parameter: nn.Parameter, part: ParameterSlice) -> None:
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
     part.shown = torch.full((), value, dtype=dtype, device=part.flat.device)
     parameter.data = part.shown.expand(part.shape)
+    if part.absent is not None:
+        mark_ungathered(parameter, part.absent)
+
+
+def show(parameter: nn.Parameter, part: ParameterSlice) -> None:
+    """Put it together. Collective."""
+    values = part.whole()
+    mark_gathered(parameter)
+    parameter.data = values
+
+
+def leave_in_pieces(engine: Engine) -> Callable[[], None]:
+    """Before an engine is destroyed: what to call afterwards, so that what it held in slices stays where it
+    is, and can be put together, or be another engine's."""
+    sharded = [segment for segment in native(engine.executor).segments if segment.sharded]
+    ranks = comm.get_world_size()
+    pieces: list[tuple[nn.Parameter, ParameterSlice]] = []
+    for segment in sharded:
+        count = segment.spec.padded // segment.ranks
+        for row, parameter in zip(segment.rows, segment.parameters, strict=True):
+            if row.parts > 1 or segment.axis != "shard":
+                continue  # a rank has experts that others have not
+            spans = []
+            for rank in range(ranks):
+                start = rank % segment.ranks * count
+                low = min(max(start - row.offset, 0), row.numel)
+                spans.append(slice(low, max(low, min(start + count - row.offset, row.numel))))
+            mine = spans[comm.get_rank()]
+            first = row.offset + mine.start - segment.rank * count
+            flat = segment.storage[first : first + mine.stop - mine.start] if mine.stop > mine.start else None
+            flat = segment.storage[:0] if flat is None else flat
+            absent = ungathered_class(row.name, lambda: False, IN_PIECES)
+            pieces.append(
+                (parameter, ParameterSlice(len(pieces), parameter.shape, flat, None, tuple(spans), absent))
+            )
+
+    def leave() -> None:
+        for parameter, part in pieces:
+            if not isinstance(parameter, UngatheredParameter):
+                continue  # it was gathered, and is an ordinary one now
+            mark_gathered(parameter)
+            setattr(parameter, SLICE, part)
+            setattr(parameter, ELSEWHERE, functools.partial(_taken, weakref.ref(parameter), part))
+            mark(parameter, part.number)
+            hide(parameter, part)
+
+    return leave
+
+
+def _taken(parameter: weakref.ref[nn.Parameter], part: ParameterSlice) -> torch.Tensor:
+    """The values, for an engine that makes the parameter its own."""
+    held = parameter()
+    if held is not None:
+        mark_gathered(held)
+    return part.whole()
+
+
+IN_PIECES = (
+    "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or call `initialize` "
+    "again, for its engine was destroyed."
+)
 
 
 def release(parameter: nn.Parameter) -> None:

@@ -137,13 +137,21 @@ class Checkpoints:
     # --- save ---------------------------------------------------------------------------------------------
 
     def save(
-        self, tag: str | None = None, client: Any = None, *, latest: bool = True, frozen: bool = True
+        self,
+        tag: str | None = None,
+        client: Any = None,
+        *,
+        latest: bool = True,
+        frozen: bool = True,
+        within: bool = False,
     ) -> None:
         """Save the run between two steps, under `tag` or the step's number. `client` is anything that the
         caller wants back on this rank, such as its position in the data. `frozen=False` leaves frozen
-        parameters out; such a checkpoint loads with `allow=("model",)`."""
+        parameters out; such a checkpoint loads with `allow=("model",)`. `within=True` saves in the middle of
+        a step too: gradients are in no checkpoint, so a run that goes on from there begins that step anew."""
         engine, comm = self._engine, self._comm
-        self._require_between_steps("save")
+        if not within:
+            self._require_between_steps("save")
         self.wait()
         named = automatic(engine.global_steps) if tag is None else tag
         check_tag(named)

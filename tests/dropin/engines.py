@@ -1,0 +1,298 @@
+"""Engines that end, begin again, load, save in the middle, and count for themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.dropin.gradients import ADAMW
+from tests.dropin.parameters import Net
+from tests.dropin.script import Run, Script, square
+
+# --- destroy and begin again --------------------------------------------------------------------------------
+
+
+def another_engine_of_the_same_model(run: Run) -> None:
+    """`destroy` keeps the weights, and `initialize` takes the model again, twice."""
+    net = Net()
+    for turn in range(3):
+        engine = run.engine(net)
+        run.train(engine, 2, first=2 * turn)
+        engine.destroy()
+        run.engines.remove(engine)
+        run.tell("weights", run.weights(net))
+
+
+def weights_that_are_changed_between(run: Run) -> None:
+    """Between two engines, inside `GatheredParameters`."""
+    net = Net()
+    engine = run.engine(net)
+    run.train(engine, 1)
+    engine.destroy()
+    run.engines.remove(engine)
+    with run.deepspeed.zero.GatheredParameters([net.head.weight], modifier_rank=0):
+        net.head.weight.data.fill_(0.25)
+    run.train(run.engine(net), 2, first=1)
+
+
+def another_stage_afterwards(run: Run) -> None:
+    """From the stage to stage 1, and back."""
+    net, first = Net(), run.stage
+    for turn, stage in enumerate((first, 1, first)):
+        engine = run.engine(net, zero_optimization={"stage": stage})
+        run.train(engine, 1, first=turn)
+        engine.destroy()
+        run.engines.remove(engine)
+    run.tell("weights", run.weights(net))
+
+
+def a_frozen_part_in_both(run: Run) -> None:
+    """What is frozen keeps its values too, and may be trained by the next engine."""
+    net = Net()
+    net.into.requires_grad_(False)
+    engine = run.engine(net, optimizer=ADAMW)
+    run.train(engine, 2)
+    engine.destroy()
+    run.engines.remove(engine)
+    net.into.requires_grad_(True)
+    run.train(run.engine(net, optimizer=ADAMW), 2, first=2)
+
+
+# --- loading ------------------------------------------------------------------------------------------------
+
+
+def other_values() -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(5)
+    return {k: torch.randn(v.shape, generator=source) / 3 for k, v in Net().state_dict().items()}
+
+
+def a_state_dict_that_is_loaded(run: Run) -> None:
+    """`engine.module.load_state_dict(sd)` in the middle of training."""
+    engine = run.engine(Net())
+    run.train(engine, 1)
+    run.tell("keys", str(engine.module.load_state_dict(other_values())))
+    run.train(engine, 2, first=1)
+
+
+def a_part_that_is_loaded(run: Run) -> None:
+    """`engine.module.head.load_state_dict`, and one of a block."""
+    engine, values = run.engine(Net(), optimizer=ADAMW), other_values()
+    run.train(engine, 1)
+    for path in ("head", "blocks.1"):
+        mine = {k.removeprefix(f"{path}."): v for k, v in values.items() if k.startswith(f"{path}.")}
+        engine.module.get_submodule(path).load_state_dict(mine)
+    run.train(engine, 2, first=1)
+
+
+def a_state_dict_that_does_not_fit(run: Run) -> None:
+    """Names that nobody knows, values that are missing, a shape that is another."""
+    engine, values = run.engine(Net()), other_values()
+    values["unknown"] = torch.zeros(1)
+    del values["into.bias"]
+    run.tell("names", [sorted(names) for names in engine.module.load_state_dict(values, strict=False)])
+    values["head.weight"] = torch.zeros(2, 2)
+    with contextlib.suppress(RuntimeError):
+        engine.module.load_state_dict(values, strict=False)
+        run.tell("no error", 0)
+    run.train(engine, 2)
+
+
+# --- saving in the middle -----------------------------------------------------------------------------------
+
+
+def a_checkpoint_in_the_middle_of_a_step(run: Run) -> None:
+    """Between two micro-batches; training goes on, and a run that loads it begins the step anew."""
+    engine = run.engine(Net(), gradient_accumulation_steps=2, optimizer=ADAMW)
+    run.train(engine, 3)
+    engine.save_checkpoint(str(run.folder))
+    run.tell("steps", engine.global_steps)
+    run.train(engine, 3, first=3)
+    other = run.engine(Net(), gradient_accumulation_steps=2, optimizer=ADAMW)
+    other.load_checkpoint(str(run.folder))
+    run.tell("loaded", other.global_steps)
+    run.train(other, 4, first=10)
+
+
+def weights_from_a_checkpoint(run: Run) -> None:
+    """`load_state_dict_from_zero_checkpoint` into the module, as the documentation says."""
+    from_here = run.deepspeed.utils.zero_to_fp32
+    engine = run.engine(Net())
+    run.train(engine, 2)
+    engine.save_checkpoint(str(run.folder))
+    saved = run.weights(engine.module)
+    run.train(engine, 1, first=2)
+    model = from_here.load_state_dict_from_zero_checkpoint(engine.module, str(run.folder))
+    found = run.weights(model)
+    run.tell("same", [name for name, value in saved.items() if not torch.equal(value, found[name])])
+    plain = from_here.load_state_dict_from_zero_checkpoint(Net(), str(run.folder))
+    run.tell("plain", {name: value.detach() for name, value in plain.named_parameters()})
+
+
+# --- who counts ---------------------------------------------------------------------------------------------
+
+
+def steps_that_the_caller_counts(run: Run) -> None:
+    """`managed_gradient_accumulation: false`: every `step` updates, whatever came before it."""
+    engine = run.engine(
+        Net(),
+        gradient_accumulation_steps=2,
+        managed_gradient_accumulation=False,
+        zero_optimization={"overlap_comm": False},
+    )
+    seed = 0
+    for count in (3, 1, 2):
+        for _ in range(count):
+            engine.backward(square(engine(run.data(seed))))
+            run.tell("boundary", engine.is_gradient_accumulation_boundary())
+            seed += 1
+        engine.step()
+        run.tell("steps", [engine.global_steps, engine.micro_steps])
+    for call in (lambda: engine.set_gradient_accumulation_boundary(True), _enter(engine)):
+        try:
+            call()
+        except AssertionError:
+            run.tell("asserts", True)
+
+
+def _enter(engine: Any) -> Any:
+    def call() -> None:
+        with engine.coalesce_grad_reduction():
+            pass
+
+    return call
+
+
+def what_is_asserted(run: Run) -> None:
+    """Mistakes that DeepSpeed asserts, and scripts catch as AssertionError."""
+    engine = run.engine(Net(), gradient_accumulation_steps=2)
+    output = engine(run.data(0))
+    for call in (lambda: engine.backward(output), _step_inside(engine)):
+        try:
+            call()
+        except AssertionError:
+            run.tell("asserts", True)
+
+
+def _step_inside(engine: Any) -> Any:
+    def call() -> None:
+        with engine.no_sync():
+            engine.step()
+
+    return call
+
+
+# --- configs ------------------------------------------------------------------------------------------------
+
+
+TEXTS = {
+    "comments": """{
+  // a line
+  "train_micro_batch_size_per_gpu": 4, # another
+  /* and
+     several */
+  "gradient_clipping": 0.0,
+  "zero_allow_untested_optimizer": true,
+  "optimizer": {"type": "SGD", "params": {"lr": 1e-1,}},
+  "zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0,},
+}""",
+    "hjson": """# without braces, quotes and commas
+train_micro_batch_size_per_gpu: 4
+gradient_clipping: 0.0
+zero_allow_untested_optimizer: true
+optimizer: {
+  type: SGD
+  params: {
+    lr: 0.1
+  }
+}
+zero_optimization: {
+  stage: STAGE
+  stage3_param_persistence_threshold: 0
+}
+""",
+    "mixed": """{
+  train_micro_batch_size_per_gpu: 4
+  'gradient_clipping': 0.0
+  "zero_allow_untested_optimizer": true, optimizer: {type: SGD
+    params: {"lr": 0.1}}
+  zero_optimization: {"stage": STAGE, "stage3_param_persistence_threshold": 0}
+}""",
+}
+
+
+def files_that_are_no_json(run: Run) -> None:
+    """JSON with comments and trailing commas, and Hjson."""
+    for number, (name, text) in enumerate(TEXTS.items()):
+        path = run.folder / f"{name}.json"
+        if run.rank == 0:
+            path.write_text(text.replace("STAGE", str(run.stage)))
+        torch.distributed.barrier()
+        if hasattr(run.deepspeed, "plain"):
+            engine = run.engine(Net())
+        else:
+            engine = run.deepspeed.initialize(model=Net(), config=str(path))[0]
+            run.engines.append(engine)
+        run.train(engine, 1, first=number)
+
+
+def a_file_that_is_json(run: Run) -> None:
+    path = run.folder / "config.json"
+    if run.rank == 0:
+        path.write_text(json.dumps(run.config()))
+    torch.distributed.barrier()
+    if hasattr(run.deepspeed, "plain"):
+        engine = run.engine(Net())
+    else:
+        engine = run.deepspeed.initialize(model=Net(), config=str(path))[0]
+        run.engines.append(engine)
+    run.train(engine, 1)
+
+
+# --- functions ----------------------------------------------------------------------------------------------
+
+
+def a_gradient_of_the_input(run: Run) -> None:
+    """`torch.func.grad` and `vmap` through the engine, between steps."""
+    engine, x = run.engine(Net()), run.data(7)
+    run.train(engine, 1)
+    run.tell("grad", torch.func.grad(lambda x: engine(x).sum())(x))
+    run.tell("vmap", torch.func.vmap(lambda row: engine(row[None])[0])(x))
+    run.tell("jacobian", torch.func.jacrev(lambda x: engine(x).sum(0))(x))
+    run.train(engine, 1, first=1)
+
+
+def other_parameters(run: Run) -> None:
+    """`torch.func.functional_call` with values of one's own, and its gradient."""
+    engine, x = run.engine(Net()), run.data(7)
+    run.train(engine, 1)
+    values = run.weights(engine.module)
+    run.tell("call", torch.func.functional_call(engine.module, values, (x,)))
+    grads = torch.func.grad(lambda v: torch.func.functional_call(engine.module, v, (x,)).sum())(values)
+    run.tell("grads", grads)
+    run.train(engine, 1, first=1)
+
+
+REVERTS = "its masters do not follow, and the next step puts the old weights back; stage 3 raises"
+ZERO, BELOW_3 = (0,), (0, 1, 2)
+
+SCRIPTS = (
+    Script(another_engine_of_the_same_model),
+    Script(weights_that_are_changed_between),
+    Script(another_stage_afterwards, alike=BELOW_3, why="stages below 3 take no slices"),
+    Script(a_frozen_part_in_both),
+    Script(a_state_dict_that_is_loaded, alike=ZERO, why=REVERTS),
+    Script(a_part_that_is_loaded, alike=ZERO, why=REVERTS),
+    Script(a_state_dict_that_does_not_fit, alike=ZERO, why=REVERTS),
+    Script(a_checkpoint_in_the_middle_of_a_step),
+    Script(weights_from_a_checkpoint, alike=(1, 2), why="stage 0 saves none, stage 3 loads into no slices"),
+    Script(steps_that_the_caller_counts),
+    Script(what_is_asserted, alike=BELOW_3[:2], why="`no_sync` itself is asserted"),
+    Script(files_that_are_no_json),
+    Script(a_file_that_is_json),
+    Script(a_gradient_of_the_input, alike=BELOW_3, why="it crashes"),
+    Script(other_parameters, alike=BELOW_3, why="it crashes"),
+)
