@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import optimizer as optimizers
 
 import zerodrift
 from zerodrift.errors import ModelError, ZerodriftError
+from zerodrift.observer.forwards import WatchedForwards
 from zerodrift.observer.imports import when_imported
 from zerodrift.observer.models import WatchedModel
 from zerodrift.observer.owners import Owners
@@ -112,6 +114,7 @@ def doors() -> list[Any]:
         dict(modules._global_forward_pre_hooks),
         dict(optimizers._global_optimizer_pre_hooks),
         torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "ADInplaceOrView"),
     ]
 
 
@@ -149,7 +152,7 @@ def test_an_error_of_the_loop_is_its_own_and_leaves_nothing() -> None:
 PLACES = [
     (WatchedParameter, "arrives"),
     (WatchedParameter, "used"),
-    (WatchedModel, "look_at"),
+    (WatchedModel, "held"),
     (Owners, "of"),
 ]
 """Where a defect is planted: in a backward, in a step, in a forward."""
@@ -196,6 +199,142 @@ def test_a_step_that_differs_from_those_before_is_seen(change: str) -> None:
     for column in ("storage", "compute", "grad", "accumulate", "state"):
         both = ("float32", "bfloat16") if column in columns else ("float32",)
         assert head.whats(column) == both, column  # type: ignore[arg-type]
+
+
+class Branches(nn.Module):
+    """Takes another way every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16)])
+        self.bare = nn.ParameterList([torch.ones(8), torch.ones(8, dtype=torch.bfloat16)])
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        way = self.steps % 2
+        self.steps += 1
+        y = self.ways[way](x.to(self.ways[way].weight.dtype))
+        return (y * self.bare[way]).float().sum()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_module_that_is_called_later_and_a_parameter_that_is_used_later_are_seen(times: int) -> None:
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with zerodrift.observe(model, optimizer) as seen:
+        for _ in range(2 * times):
+            model(torch.randn(2, 8)).backward()
+            optimizer.step()
+    (found,) = seen.models
+    cells = {parameter.name: parameter.whats("compute") for parameter in found.parameters}
+    assert cells["ways.1.weight"] == ("bfloat16",)
+    later = found.parameter("bare.1")  # used by the model's own code, which was watched before
+    assert later is not None
+    assert cells["bare.1"] == (("bfloat16",) if times == 2 else ())
+    assert ("not watched" in later.unseen.get("compute", "")) == (times == 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operations_are_watched_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: once is enough]."""
+    dtype, autocast, _ = CASES[case]
+    model, count = net(dtype), 0
+    computed = WatchedForwards._computed
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        computed(*args)
+
+    monkeypatch.setattr(WatchedForwards, "_computed", counted)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with zerodrift.observe(model, optimizer):
+        train(model, optimizer, steps=1, autocast=autocast)
+        once = count
+        train(model, optimizer, steps=2, autocast=autocast)
+        assert once and count == once
+        train(model, optimizer, steps=1, autocast=not autocast)
+        assert count > once
+
+
+def test_an_optimizer_that_is_made_anew_counts_on() -> None:
+    model = net()
+    with zerodrift.observe(model) as seen:
+        for _ in range(3):
+            train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=1)
+    assert (seen.process.steps, seen.process.micro_batches) == (3, 2)
+
+
+def test_two_optimizers_of_one_model_are_one_step() -> None:
+    model = net()
+    first = torch.optim.SGD(model.embed.parameters(), 0.1)
+    second = torch.optim.AdamW([*model.norm.parameters(), *model.head.parameters()])
+    with zerodrift.observe(model) as seen:
+        for _ in range(3):
+            model(torch.randint(16, (4, 3))).sum().backward()
+            first.step()
+            second.step()
+    (found,) = seen.models
+    assert (seen.process.steps, seen.process.micro_batches) == (3, 1)
+    assert all(parameter.whats("master") == ("same",) for parameter in found.parameters)
+    assert found.parameters[0].unseen["state"] == "SGD keeps none"
+    assert found.parameters[-1].whats("state") == ("float32",)
+
+
+def test_what_trains_in_a_thread_is_seen_and_that_of_a_second_is_not() -> None:
+    models = [net(), net()]
+
+    def go(model: Net) -> None:
+        train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
+
+    with zerodrift.observe() as seen:
+        for model in models:
+            thread = threading.Thread(target=go, args=(model,))
+            thread.start()
+            thread.join()
+    (found,) = seen.models
+    assert found.parameters[0].whats("master") == ("same",) and seen.process.steps == 1
+    assert any("several threads" in note for note in seen.process.notes)
+
+
+def test_an_interrupt_that_the_script_catches_is_no_end() -> None:
+    before, model, stop = doors(), net(), [True]
+
+    def interrupt(*args: Any) -> None:
+        if stop.pop() if stop else False:
+            raise Stopped
+
+    model.head.register_forward_pre_hook(interrupt)
+    with zerodrift.observe(model) as seen:
+        with pytest.raises(Stopped):
+            model(torch.tensor([1]))
+        train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
+    head = seen.models[0].parameter("head.weight")
+    assert head is not None and head.whats("compute") == ("float32",)
+    assert doors() == before
+
+
+def test_a_library_that_lacks_what_is_watched_goes_on_and_is_said(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "deepspeed" / "runtime" / "zero"
+    home.mkdir(parents=True)
+    for folder in (home, home.parent):
+        (folder / "__init__.py").touch()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.99'\n")
+    (home / "stage3.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    model = net()
+    with zerodrift.observe(model) as seen:
+        importlib.import_module("deepspeed.runtime.zero.stage3")
+        train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+    notes = " ".join(seen.process.notes)
+    assert "deepspeed 0.99 is not among" in notes and "DeepSpeedZeroOptimizer_Stage3" in notes
+    assert seen.process.ended == "steps" and seen.process.steps == 1
 
 
 def test_samples_are_elements_of_what_passes_by() -> None:
@@ -285,6 +424,17 @@ def test_a_file_shows_what_was_exported(tmp_path: Any) -> None:
     head = seen.models[0].parameter("head.weight")
     assert head is not None and head.whats("export") == ("bfloat16",)
     assert "narrow-export" in {finding.kind for finding in seen.findings()}
+
+
+@pytest.mark.long
+def test_what_is_compiled_runs_as_it_does_alone() -> None:
+    mine, alone = net(), net()
+    with zerodrift.observe(mine) as seen:
+        compiled = torch.compile(mine, backend="eager")
+        train(compiled, torch.optim.SGD(mine.parameters(), 0.1))
+    train(torch.compile(alone, backend="eager"), torch.optim.SGD(alone.parameters(), 0.1))
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), alone.parameters(), strict=True))
+    assert seen.process.ended == "steps" and seen.process.steps == 2
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, functools.partial])

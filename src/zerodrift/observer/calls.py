@@ -12,14 +12,10 @@ from zerodrift.observer.operations import VIEWS
 from zerodrift.observer.owners import local
 
 
-def kind_of(func: Any) -> tuple[bool, bool, str]:
-    """Whether an operation computes, whether it sends, and its name."""
-    namespace, name = func.namespace, func.overloadpacket.__name__
-    return (
-        namespace == "aten" and name not in VIEWS and not _UNREAD.match(name),
-        namespace in ("c10d", "_c10d_functional"),
-        name,
-    )
+def computing(func: Any) -> str:
+    """The name of an operation that computes; empty for one that does not."""
+    name: str = func.overloadpacket.__name__
+    return name if func.namespace == "aten" and name not in VIEWS and not _UNREAD.match(name) else ""
 
 
 _UNREAD = re.compile(r"copy_$|_foreach_copy|new_|.*_like$")
@@ -43,11 +39,6 @@ PAYLOAD = {
 
 LEAST_PACKED = 64
 """Elements of a collective that may be of parameters; norms, losses and flags are fewer."""
-
-SENDING = (
-    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather"),
-    *("all_gather_into_tensor",),
-)
 
 
 def floating(args: Any, kwargs: Any, also_bytes: bool = False) -> Iterator[torch.Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
+import types
 
 _HERE = os.path.dirname(__file__) + os.sep
 _LIBRARIES = tuple(
@@ -16,20 +18,40 @@ _LIBRARIES = tuple(
 )
 
 
+@functools.cache
+def _whose(file: str) -> str:
+    """`script`, `library`, or empty for what is passed on the way out to either."""
+    if file.startswith(("<", _HERE)):
+        return ""
+    return "library" if file.startswith(_LIBRARIES) else "script"
+
+
 def is_from_script() -> bool:
     """Whether the call that is under way was made by a person's code, and by no library for itself."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(("<", _HERE)):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES)
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not _whose(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and _whose(frame.f_code.co_filename) == "script"
 
 
 def line_of_script() -> str:
     """`file:line` of the innermost frame that is in no library; empty where there is none."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not (file.startswith(("<", _HERE)) or file.startswith(_LIBRARIES)):
+        if _whose(file) == "script":
             return f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
+
+
+class LineOfCall:
+    """The line of a call that is under way, found once."""
+
+    def __init__(self) -> None:
+        self._line: str | None = None
+
+    def __call__(self) -> str:
+        if self._line is None:
+            self._line = line_of_script()
+        return self._line

@@ -17,7 +17,7 @@ class Clips(Protocol):
 
     patches: Patches
     active: bool
-    thread: int
+    thread: int | None
 
     def event(self, kind: str, line: str, **rest: Any) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,43 +86,48 @@ class WatchedModel:
         self._copies[id(tensor)] = (weakref.ref(tensor), parameter)
         return parameter
 
-    def look(self, memory: Owners[WatchedParameter]) -> bool:
-        """What rests between steps. Returns whether names had to be given anew."""
+    def look(self) -> bool:
+        """What rests between steps. Returns whether names had to be given anew, or a dtype is another."""
         anew = identities(self.root) != self._scanned
         if anew:
             self._scan(self._by_tensor)
         for parameter in self.parameters:
-            parameter.look()
+            anew |= parameter.look()
+        return anew
+
+    def remember(self, memory: Owners[WatchedParameter]) -> None:
+        """Whose the memory is that rests."""
+        for parameter in self.parameters:
             tensor = parameter.tensor
             if tensor is not None and local(tensor).numel():
                 memory.put(tensor, parameter)
-        return anew
 
-    def look_at(
-        self,
-        module: torch.nn.Module,
-        memory: Owners[WatchedParameter],
-        hook: Callable[[WatchedParameter, torch.Tensor], None],
-    ) -> None:
+    def has_others(self, module: torch.nn.Module) -> bool:
+        """Whether its forward had other tensors than the one before."""
+        leaves = self._leaves.get(id(module))
+        if leaves is None:
+            return False
+        for leaf, parameter in leaves:
+            tensor = module.__dict__.get(leaf)
+            if tensor is None:
+                tensor = module._parameters.get(leaf)
+            if not parameter.computes_with(tensor):
+                return True
+        return False
+
+    def held(self, module: torch.nn.Module) -> Iterator[tuple[WatchedParameter, torch.Tensor]]:
         """The tensors that a module's forward computes with, which a library may have put in its place."""
         for leaf, parameter in self._leaves.get(id(module), ()):
             tensor = module.__dict__.get(leaf)
             if tensor is None:
                 tensor = module._parameters.get(leaf)
-            if not isinstance(tensor, torch.Tensor) or not local(tensor).numel():
-                continue
-            moved = memory.put(tensor, parameter)
-            if parameter.is_computed_with(tensor) or moved:
-                hook(parameter, tensor)
-
-    def hook(self, hook: Callable[[WatchedParameter, torch.Tensor], None]) -> None:
-        for parameter in self.parameters:
-            tensor = parameter.tensor
-            if tensor is not None and parameter.seen.trained:
-                hook(parameter, tensor)
+            if isinstance(tensor, torch.Tensor) and local(tensor).numel():
+                yield parameter, tensor
 
     def stepped(self, since: bool) -> None:
-        read([parameter.samples for parameter in self.parameters])
+        new = [parameter.samples for parameter in self.parameters if parameter.samples.is_new]
+        if new:
+            read(new)
         for parameter in self.parameters:
             parameter.stepped(since)
 

@@ -89,12 +89,12 @@ class Owners(Generic[Owner]):
             del self._held[key]
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     part = getattr(tensor, "_local_tensor", None)
     return part if isinstance(part, torch.Tensor) else tensor

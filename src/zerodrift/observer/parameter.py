@@ -12,7 +12,7 @@ from zerodrift.observer.lines import line_of_script
 from zerodrift.observer.observed import name as word
 from zerodrift.observer.owners import local
 from zerodrift.observer.samples import Samples
-from zerodrift.observer.seen import Column, SeenParameter
+from zerodrift.observer.seen import Column, Line, SeenParameter
 
 
 class WatchedParameter:
@@ -22,6 +22,8 @@ class WatchedParameter:
         self.seen = seen
         self.reduced = 0
         self.optimized = False
+        self.has_gradient = False
+        """Whether an optimizer was given a gradient of it that is not zero."""
         self.sliced = False
         """Whether ranks have slices of it, though no type says so."""
         self.gather_word = ""
@@ -31,62 +33,81 @@ class WatchedParameter:
         """The flat index of the first element that this rank has of it; -1 where it has no range of them."""
         self.rests_in(tensor)
         self._computed_with: Callable[[], torch.Tensor | None] = lambda: None
-        self._arrived = 0
+        self.computed_with: torch.dtype | None = None
+        """The dtype of the tensor that its module's forward had last; operations may cast it."""
+        self._arrived = self._arrived_before = 0
+        self._was_used = False
         self._arrived_in: set[torch.dtype] = set()
         self.computed_in: set[torch.dtype] = set()
         self._numel = seen.numel
         self._first_digest: int | None = None
 
     @property
-    def has_gradient(self) -> bool:
-        """Whether an optimizer was given a gradient of it that is not zero."""
-        return any(self.seen.facts.get("used", ()))
-
-    @property
     def tensor(self) -> torch.Tensor | None:
         return self._tensor()
 
     def rests_in(self, tensor: torch.Tensor) -> None:
+        self._rested_in: torch.dtype | None = None
+        self.hooked = False
+        """Whether gradients are seen to arrive at the tensor that rests."""
         self._tensor = weakref.ref(tensor)
         self.begin = _begin(tensor, self.seen)
 
     def is_resting(self, tensor: torch.Tensor) -> bool:
         return self._tensor() is tensor
 
+    def computes_with(self, tensor: torch.Tensor | None) -> bool:
+        """Whether this was it in the last forward of its module."""
+        return self._computed_with() is tensor
+
     def is_computed_with(self, tensor: torch.Tensor) -> bool:
         """A module's forward computes with this tensor; returns whether it was another before."""
         if self._computed_with() is tensor:
             return False
-        self._computed_with = weakref.ref(tensor)
+        self._computed_with, self.computed_with = weakref.ref(tensor), tensor.dtype
         return True
 
-    def look(self) -> None:
-        """What rests."""
+    @property
+    def is_used_unseen(self) -> bool:
+        """Whether it has a gradient, and no operation was seen to use it."""
+        return self._arrived > 0 and not self.computed_in
+
+    def look(self) -> bool:
+        """What rests. Returns whether its dtype was not seen before."""
         tensor = self._tensor()
         if tensor is None:
-            return
-        rests = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's shard of it
+            return False
+        rests = tensor.__dict__.get("ds_tensor", tensor)  # DeepSpeed's shard of it
+        if rests.dtype is self._rested_in:
+            return False
+        self._rested_in = rests.dtype
         self.seen.see("storage", word(rests.dtype), "the parameter between steps")
         self.seen.layout = "a flat slice on each rank" if self.sliced else _layout(tensor)
         if self._first_digest is None and self.seen.trained:
             self._first_digest = _digest(local(rests))
             if not self.sliced and _varies(local(rests)):
                 self.seen.facts["began"] = self._first_digest
+        return True
 
     def gathered(self, dtype: torch.dtype) -> str:
         return (self.gather_word or word(dtype)) if dtype is torch.uint8 else word(dtype)
 
-    def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
+    def arrives(self, gradient: torch.Tensor, sample: bool, line: Line = line_of_script) -> None:
         """A gradient, at the leaf. `sample` is whether other ranks have one too, to compare with."""
         self._arrived += 1
         if gradient.dtype not in self._arrived_in:
             self._arrived_in.add(gradient.dtype)
             path = self.seen.name.rpartition(".")[0]
-            self.seen.see("grad", word(gradient.dtype), "the gradient at the leaf", path, line_of_script)
+            self.seen.see("grad", word(gradient.dtype), "the gradient at the leaf", path, line)
         if not sample:
             self.samples.misses()
         elif gradient.numel() == self._numel > 0 and not gradient.is_sparse:
             self.samples.arrives(gradient)
+
+    def arrived_since_step(self) -> int:
+        """Gradients since this was asked last, after a step."""
+        since, self._arrived_before = self._arrived - self._arrived_before, self._arrived
+        return since
 
     def used(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
         """What an optimizer was given of it: elements from `begin`, at `at` of a flat gradient."""
@@ -107,9 +128,11 @@ class WatchedParameter:
     def stepped(self, since: bool) -> None:
         """What an optimizer was given belongs to what had arrived. Where only other ranks are given it, what
         had arrived here belongs to theirs, once there was a step `since`."""
-        never = all(value is None for value in self.seen.facts.get("used", ()))
-        if self.samples.was_given or (since and never):
-            self.seen.facts["own"], self.seen.facts["used"] = self.samples.end()
+        if self.samples.was_given or (since and not self._was_used):
+            own, used = self.samples.end()
+            self.seen.facts["own"], self.seen.facts["used"] = own, used
+            self.has_gradient = any(used)
+            self._was_used = any(value is not None for value in used)
 
     def end(self, world: int) -> SeenParameter:
         """What was seen, with a reason for every cell that was not."""
@@ -125,6 +148,8 @@ class WatchedParameter:
             seen.facts["changed"] = last != self._first_digest
             if not seen.layout:
                 seen.facts["digest"] = last
+        if self.is_used_unseen:
+            seen.unseen.setdefault("compute", "the operations that used it were not watched")
         for column, reason in _reasons(seen, world, self.optimized).items():
             if not seen.cells.get(column):
                 seen.unseen.setdefault(column, reason)
@@ -166,19 +191,32 @@ def _varies(tensor: torch.Tensor) -> bool:
 
 _AS_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK = 1 << 20
+_ROW = 64
 
 
 def _digest(tensor: torch.Tensor) -> int | None:
     """A number of its bits and their order; None of what has none."""
     if tensor.device.type == "meta" or not tensor.dtype.is_floating_point:
         return None
-    bits = tensor.detach().reshape(-1).view(_AS_INTEGERS[tensor.dtype.itemsize])
+    flat = tensor.detach().reshape(-1).view(_AS_INTEGERS[tensor.dtype.itemsize])
     total = 0
-    for begin in range(0, bits.numel(), _CHUNK):
-        chunk = bits[begin : begin + _CHUNK].to(torch.int64)
-        weights = torch.arange(begin, begin + chunk.numel(), device=chunk.device) * 2654435761 + 1
-        total ^= int((chunk * (weights | 1)).sum()) + begin
+    for begin in range(0, flat.numel(), _CHUNK):
+        total = (31 * total + _sums(flat[begin : begin + _CHUNK])) % (1 << 63)
     return total
+
+
+def _sums(bits: torch.Tensor) -> int:
+    """Of integers, as rows of 64 words of 64 bits: of rows, of columns and of what is left, each weighted by
+    where it is. Sums of whole words take a fraction of the time that products of all take."""
+    each = 8 // bits.dtype.itemsize
+    whole = bits.numel() - bits.numel() % (_ROW * each)
+    if bits.storage_offset() % each:
+        bits = bits.clone()
+    words = bits[:whole].view(torch.int64).view(-1, _ROW)
+    left = bits[whole:].to(torch.int64)
+    sums = torch.cat([words.sum(1), words.sum(0), left])
+    weights = torch.arange(sums.numel(), device=sums.device) * 2654435761 | 1
+    return int((sums * weights).sum())
 
 
 def _reasons(seen: SeenParameter, world: int, optimized: bool) -> dict[Column, str]:

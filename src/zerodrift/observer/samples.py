@@ -30,6 +30,8 @@ class Samples:
         self._own = [0.0] * len(self.places)
         self._used: list[float | None] = [None] * len(self.places)
         self._missed = False
+        self.was_given = False
+        """Whether an optimizer has some of it, since the last end."""
 
     def arrives(self, gradient: torch.Tensor) -> None:
         """A gradient of all of it."""
@@ -47,17 +49,19 @@ class Samples:
             first = self.places[numbers.start] - begin + at
             places = range(first, first + (len(numbers) - 1) * step + 1, step)
             self._given.append((numbers, _taken(gradient, places)))
+            self.was_given = True
 
     def end(self) -> tuple[list[float], list[float | None]]:
         """The sums of what arrived, none where some was missed, and the last that was given; begins anew."""
         own, used = [] if self._missed else self._own, self._used
-        self._missed = False
+        self._missed = self.was_given = False
         self._own, self._used = [0.0] * len(self.places), [None] * len(self.places)
         return own, used
 
     @property
-    def was_given(self) -> bool:
-        return any(value is not None for value in self._used)
+    def is_new(self) -> bool:
+        """Whether elements were taken that were not read."""
+        return bool(self._arrived or self._given)
 
 
 def read(samples: Sequence[Samples]) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from zerodrift.observer.adapter import Adapter, OptimizedPart
-from zerodrift.observer.imports import when_imported
 from zerodrift.observer.lines import line_of_script
 from zerodrift.observer.observed import name as word
 from zerodrift.observer.parameter import WatchedParameter
@@ -52,9 +51,9 @@ class DeepSpeed(Adapter):
                     "packs may be told of the wrong parameters, or of none."
                 )
 
-        watcher.patches.undo(when_imported("deepspeed", imported))
+        watcher.when_imported("deepspeed", imported)
         for home, kind in _STEPS:
-            watcher.patches.undo(when_imported(home, self._watching(watcher, kind)))
+            watcher.when_imported(home, self._watching(watcher, kind))
 
     def _watching(self, watcher: Watcher, kind: str) -> Callable[[Any], None]:
         def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +72,7 @@ class DeepSpeed(Adapter):
     def _map(self, optimizer: Any) -> None:
         """Whose elements are where in the flat masters."""
         self._parts = {}
-        self._watcher.forget_parts()
+        self._watcher.forget()
         for flat, parameter, begin, at, length in _mapped(optimizer):
             watched = self._watcher.resting(parameter)
             if watched is not None:

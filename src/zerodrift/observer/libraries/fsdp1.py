@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from zerodrift.observer.adapter import Adapter, OptimizedPart
-from zerodrift.observer.imports import when_imported
 from zerodrift.observer.lines import line_of_script
 from zerodrift.observer.observed import name as word
 from zerodrift.observer.parameter import WatchedParameter
@@ -58,8 +57,8 @@ class Fsdp1(Adapter):
             for name in ("_reduce_grad", "_reduce_grad_no_shard"):
                 watcher.patches.replace(module, name, reduce)
 
-        watcher.patches.undo(when_imported("torch.distributed.fsdp._flat_param", flat))
-        watcher.patches.undo(when_imported("torch.distributed.fsdp._runtime_utils", runtime))
+        watcher.when_imported("torch.distributed.fsdp._flat_param", flat)
+        watcher.when_imported("torch.distributed.fsdp._runtime_utils", runtime)
 
     def _members(self, flat: Any) -> Iterator[tuple[WatchedParameter, Any, int]]:
         """Parameter, where it is in this rank's shard, where it is in the whole flat parameter."""

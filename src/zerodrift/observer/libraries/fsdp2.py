@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerodrift.observer.adapter import Adapter
-from zerodrift.observer.imports import when_imported
 from zerodrift.observer.lines import line_of_script
 from zerodrift.observer.observed import name as word
 from zerodrift.observer.parameter import WatchedParameter
@@ -35,7 +34,7 @@ class Fsdp2(Adapter):
                 watcher.patches.replace(groups, name, _within(watcher))
             watcher.patches.replace(groups, "post_backward", _reducing(watcher))
 
-        watcher.patches.undo(when_imported(_HOME, imported))
+        watcher.when_imported(_HOME, imported)
 
 
 def _members(watcher: Watcher, group: Any) -> list[tuple[Any, WatchedParameter]]:

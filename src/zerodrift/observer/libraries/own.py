@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from zerodrift.observer.adapter import Adapter, OptimizedPart
-from zerodrift.observer.imports import when_imported
 from zerodrift.observer.observed import Observed, merged
 from zerodrift.observer.seen import SeenModel, SeenParameter
 from zerodrift.observer.watch import Watcher
@@ -43,7 +42,7 @@ class Own(Adapter):
     def begin(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._runs: list[_OwnRun] = []
-        watcher.patches.undo(when_imported("zerodrift.engine.engine", self._imported))
+        watcher.when_imported("zerodrift.engine.engine", self._imported)
 
     def _imported(self, module: Any) -> None:
         patch = self._watcher.patches.replace
