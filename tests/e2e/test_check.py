@@ -36,7 +36,7 @@ def test_the_page_shows_what_is_printed_saved_expected_and_compared(tmp_path: Pa
     done = zerodrift("check", "--save", files[0], "--html", files[2], "--", *run, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (shown,) = re.findall(r"bf16\.py\n(zerodrift check\n.*?)```", PAGE, re.DOTALL)
-    assert plain(done.stdout) == plain(shown)
+    assert plain(done.stdout) == "\n" + plain(shown)
     assert "<html" in files[2].read_text() and "no-master" in files[2].read_text()
     wider = tmp_path / "fp32.py"
     wider.write_text(EXAMPLE.read_text().replace(".to(torch.bfloat16)", "") + "raise SystemExit(5)\n")
@@ -93,6 +93,54 @@ for step in range(9):
     {then}
 """
 
+IN_A_THREAD = f"""
+import threading
+def train():
+    {LOOP.format(then="").replace(chr(10), chr(10) + "    ")}
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+
+FORKED = f"""
+import multiprocessing
+def train():
+    {LOOP.format(then="step and exit()").replace(chr(10), chr(10) + "    ")}
+import torch
+child = multiprocessing.get_context("fork").Process(target=train)
+child.start()
+child.join()
+"""
+
+AGAIN = """
+import os, sys, torch
+if len(sys.argv) == 1:
+    os.execve(sys.executable, [sys.executable, __file__, "again"], {environment})
+"""
+
+NO_BACKWARD = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(9):
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+"""
+
+CATCHES = """
+import signal, torch
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+while True:
+    try:
+        model(torch.randn(1, 2)).sum().backward()
+        optimizer.step()
+    except BaseException:
+        pass
+"""
+
 BAD = {
     "crash": (LOOP.format(then="1 / (1 - step)"), 2, "Rank 0 crashed after 2 of 3 steps"),
     "ends early": (LOOP.format(then="step and exit()"), 0, "Rank 0 ended after 2 of 3 steps"),
@@ -100,6 +148,20 @@ BAD = {
     "no torch": ("print('hello')\n", 2, "no Python process that imports torch"),
     "never steps": (LOOP.format(then="").replace("optimizer.step()", ""), 2, "no step of a torch optimizer"),
     "killed": (LOOP.format(then="").replace("for", "import os; os.kill(os.getpid(), 9)\nfor"), 2, "signal 9"),
+    "exits with a code": (LOOP.format(then="exit(1)"), 2, "The command ended with exit code 1"),
+    "leaves at once": (LOOP.format(then="import os; os._exit(0)"), 2, "left by `os._exit`"),
+    "becomes another": (
+        AGAIN.format(environment="os.environ") + LOOP.format(then=""),
+        0,
+        "3 optimizer steps",
+    ),
+    "becomes a bare one": (AGAIN.format(environment="{}") + LOOP.format(then=""), 2, "another environment"),
+    "in a thread": (IN_A_THREAD, 0, "3 optimizer steps"),
+    "forked": (FORKED, 0, "Rank 0 ended after 2 of 3 steps"),
+    "no backward": (NO_BACKWARD, 2, "optimizer steps, and no forward with gradients on"),
+    "catches everything": (CATCHES, 0, "3 optimizer steps"),
+    "closes its output": (LOOP.format(then="import sys; sys.stdout.close()"), 0, "3 optimizer steps"),
+    "ends no line": (LOOP.format(then="print(0.5, end='', flush=True)"), 0, "0.5 zerodrift check"),
     "forks": (LOOP.format(then="import os; os.fork() or os._exit(0)"), 0, "3 optimizer steps"),
 }
 """A script, the exit code, and what is said."""
@@ -118,6 +180,34 @@ def test_a_command_that_cannot_be_seen_to_the_end_says_why(case: str, tmp_path: 
     words = re.sub(r"\s+", " ", done.stdout + done.stderr)
     assert done.returncode == code and said in words, done.stdout + done.stderr
     assert "Traceback" not in done.stderr or case == "crash"
+
+
+@pytest.mark.slow
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    run = script(tmp_path, "import time, torch\ntime.sleep(1000)\n")
+    done = zerodrift(run[0], "--timeout", "5", *run[1:], folder=tmp_path)
+    assert done.returncode == 2 and "in the time that it is given; got fewer in 5 seconds" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_told(tmp_path: Path) -> None:
+    text = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+for step in range(9):
+    if step == 1 and dist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    ddp(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+    (tmp_path / "train.py").write_text(text)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = zerodrift("check", "--", *launcher, "train.py", folder=tmp_path)
+    words = re.sub(r"\s+", " ", done.stdout + done.stderr)
+    assert done.returncode == 2, words
+    assert "The command ended with exit code 1" in words or "could say what was seen" in words
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def check(
     save: options.SaveTable = None,
     html: options.HtmlTable = None,
     keep_going: options.KeepGoing = False,
+    timeout: options.Timeout = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -39,8 +40,8 @@ def check(
         from zerodrift.observer.ranks import completed
         from zerodrift.observer.tables import encoded
 
-        seen = run(command, steps, keep_going, stdout=sys.stderr.fileno() if json else None)
-        _require_seen(seen, command, steps)
+        seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
+        _require_seen(seen, command, steps, timeout)
         processes = completed(seen.processes) if seen.processes[0].world > 1 else seen.processes[:1]
         others = [] if expect is None else unexpected(expect, processes)
         findings = [*others, *run_findings(processes)]
@@ -55,22 +56,45 @@ def check(
         else:
             from zerodrift.observer.text import run_text
 
-            streams.emit(run_text(processes, findings, _notes(seen, steps), color=streams.color()))
-    if any(process.ended in ("crash", "broken") for process in seen.processes):
+            # What the command printed last may be no whole line.
+            streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), color=streams.color()))
+    if any(process.ended in ("crash", "broken") for process in seen.processes) or _ended_early(seen, steps):
         raise typer.Exit(streams.USAGE)
     if others:
         raise typer.Exit(NOT_AS_EXPECTED)
 
 
-def _require_seen(seen: SeenRun, command: list[str], steps: int) -> None:
+def _ended_early(seen: SeenRun, steps: int) -> bool:
+    """Whether something went wrong before everything was seen."""
+    return (seen.code != 0 or seen.late) and any(process.steps < steps for process in seen.processes)
+
+
+def _require_seen(seen: SeenRun, command: list[str], steps: int, timeout: float | None) -> None:
     """Something to show, or why there is none."""
     if seen.processes:
-        return
+        if any(process.models for process in seen.processes):
+            return
+        raise ZerodriftError(
+            " ".join(command),
+            "must be a command that trains",
+            got="optimizer steps, and no forward with gradients on",
+            do="What updates parameters without a backward has no gradients to see.",
+        )
+    if seen.late:
+        raise ZerodriftError(
+            " ".join(command),
+            f"must take {steps} optimizer steps in the time that it is given",
+            got=f"fewer in {timeout:g} seconds",
+            do="Give it more with `--timeout`, or watch fewer with `--steps`.",
+        )
     ended = f"it ended with exit code {seen.code}" if seen.code >= 0 else f"signal {-seen.code} ended it"
     if seen.code < 0:
         got, do = ended, "It was killed before a step was seen."
     elif seen.failures:
         got, do = seen.failures[0], "The observer could not start in that Python."
+    elif seen.silent and not any(process.models for process in seen.idle):
+        got = f"processes that ended before they could say what was seen; {ended}"
+        do = "They were killed, left by `os._exit`, or became a program with another environment."
     elif not seen.idle:
         got = f"no Python process that imports torch left a record; {ended}"
         do = "Python must read PYTHONPATH: no `python -I`, `-E` or `-S`, no container of its own environment."
@@ -89,6 +113,10 @@ def _notes(seen: SeenRun, steps: int) -> list[str]:
         if process.steps < steps:
             how = "crashed" if process.ended == "crash" else "ended"
             notes.append(f"Rank {process.rank} {how} after {process.steps} of {steps} steps.")
+    if seen.late:
+        notes.append("The command was ended when its `--timeout` was over.")
+    elif _ended_early(seen, steps):
+        notes.append(f"The command ended with exit code {seen.code}.")
     world = seen.processes[0].world
     if world == 1 and len(seen.processes) > 1:
         notes.append(

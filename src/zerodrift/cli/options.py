@@ -118,6 +118,15 @@ AddedKeys = Annotated[
 AddedFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Add the keys of a file to every config.")
 ]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=0,
+        help="End the command where its steps take longer; without a limit by default.",
+    ),
+]
 TableA = Annotated[Path, typer.Argument(metavar="A", help="A table that `check --save` wrote.")]
 TableB = Annotated[Path, typer.Argument(metavar="B", help="Another one.")]
 

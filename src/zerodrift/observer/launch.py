@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zerodrift.observer.seen import SeenProcess
 from zerodrift.startup import Start, failures, spawn, starting
@@ -44,6 +44,10 @@ class SeenRun:
     """Those that imported torch and took none."""
     failures: list[str] = field(default_factory=list)
     """Why a process could not be watched."""
+    silent: int = 0
+    """Processes that were watched and left nothing."""
+    late: bool = False
+    """Whether the check ended it for its time was over."""
 
 
 def run(
@@ -51,26 +55,28 @@ def run(
     steps: int,
     keep_going: bool = False,
     stdout: int | None = None,
-    waiting: Callable[[], Any] = lambda: None,
+    timeout: float | None = None,
 ) -> SeenRun:
-    """Run it, and return when its processes have ended."""
+    """Run it, and return when its processes have ended, or when these seconds are over."""
     start = Start("zerodrift.observer.start", "watch_with_torch", (steps, keep_going))
     with starting(start, "zerodrift-check-") as folder:
         seen = folder / "seen"
         seen.mkdir()
         child = spawn(command, folder, stdout, apart=True)
         try:
-            code = _wait(child, seen, keep_going, waiting)
+            code = _wait(child, seen, keep_going, timeout)
         finally:
             _end(child)
         return _collected(code, folder, seen)
 
 
-def _wait(child: subprocess.Popen[bytes], seen: Path, keep_going: bool, waiting: Callable[[], Any]) -> int:
-    """Until the command ends, or has been seen by all of its ranks."""
+def _wait(child: subprocess.Popen[bytes], seen: Path, keep_going: bool, timeout: float | None) -> int | None:
+    """Until the command ends, or has been seen by all of its ranks; None where that took too long."""
     first: float | None = None
+    until = time.monotonic() + (math.inf if timeout is None else timeout)
     while child.poll() is None:
-        waiting()
+        if time.monotonic() > until:
+            return None
         time.sleep(0.1)
         if keep_going:
             continue
@@ -106,13 +112,16 @@ def _reports(seen: Path) -> list[SeenProcess]:
     return [SeenProcess.from_json(json.loads(path.read_text())) for path in sorted(seen.glob("*.json"))]
 
 
-def _collected(code: int, folder: Path, seen: Path) -> SeenRun:
+def _collected(code: int | None, folder: Path, seen: Path) -> SeenRun:
     reports = _reports(seen)
+    began = {path.stem for path in seen.glob("*.began")}
     stepped = [report for report in reports if report.steps]
     together = [report for report in stepped if report.world > 1]
     return SeenRun(
-        code=code,
+        code=code or 0,
         processes=sorted(together or stepped, key=lambda report: report.rank),
         idle=[report for report in reports if not report.steps],
         failures=failures(folder),
+        silent=len(began - {path.stem for path in seen.glob("*.json")}),
+        late=code is None,
     )

@@ -7,12 +7,17 @@ train (launchers, workers of data loaders) leave an empty record, or none.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
+import multiprocessing.util
 import os
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zerodrift.observer.launch import END
 from zerodrift.observer.libraries import adapters
@@ -26,23 +31,45 @@ _LONGEST_WAIT = 120.0
 def begin(folder: str, steps: int, keep_going: bool) -> None:
     """Watch so many optimizer steps; then end, unless the program is to go on."""
     place = Path(folder)
+    leave = [_watched(place, steps, keep_going).end]
+
+    def forked() -> None:
+        """Most that are forked load data: what trains is watched from its first forward with gradients on."""
+        leave.pop()()
+        leave.append(register_module_forward_pre_hook(first).remove)
+
+    def first(module: torch.nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            leave.pop()()
+            watcher = _watched(place, steps, keep_going)
+            leave.append(watcher.end)
+            watcher.forward_begins(module, args)
+
+    os.register_at_fork(after_in_child=forked)
+
+
+def _watched(place: Path, steps: int, keep_going: bool) -> Watcher:
+    """A watcher of this process, which has begun."""
+    record = place / f"{os.getpid()}.json"
 
     def finished(process: SeenProcess) -> None:
-        path = place / f"{os.getpid()}.json"
-        part = path.with_suffix(".part")
+        part = record.with_suffix(".part")
         part.write_text(json.dumps(process.to_json()))
-        part.rename(path)
+        part.rename(record)
         if process.ended == "steps" and not keep_going:
             _wait(place / END)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # which may be closed, or somebody's own
+                    stream.flush()
             os._exit(0)
 
     watcher = Watcher(steps, finished, adapters(), files_after=keep_going)
-    watcher.thread = threading.main_thread().ident or watcher.thread  # torch may be imported by another
     watcher.begin()
+    record.with_suffix(".began").touch()
     atexit.register(_at_exit, watcher, os.getpid())
-    os.register_at_fork(after_in_child=watcher.end)
+    # A process that `multiprocessing` has forked leaves by `os._exit`, after these.
+    multiprocessing.util.Finalize(None, _at_exit, (watcher, os.getpid()), exitpriority=0)
+    return watcher
 
 
 def _at_exit(watcher: Watcher, pid: int) -> None:
