@@ -91,3 +91,22 @@ def test_nothing_that_is_trained_is_updated() -> None:
     assert [finding.kind for finding in run_findings([process(0, left_out)])] == ["never-updated"]
     updated = SeenModel("N", [parameter()])
     assert run_findings([process(0, left_out, updated)]) == []
+
+
+@pytest.mark.parametrize(
+    ("cells", "kinds"),
+    [
+        (("bfloat16", "float32", "same"), ["no-master", "upcast-without-effect"]),
+        (("bfloat16", "bfloat16", "same"), ["no-master"]),
+        (("bfloat16", "float32", "float32"), []),
+        (("float32", "float32", "same"), []),
+    ],
+)
+def test_a_cast_adds_nothing_to_what_updates_round(cells: tuple[str, str, str], kinds: list[str]) -> None:
+    """Storage, compute, master."""
+    one = parameter()
+    for column, what in zip(("storage", "compute", "master"), cells, strict=True):
+        one.see(column, what, "")  # type: ignore[arg-type]
+    findings = run_findings([process(0, SeenModel("M", [one]))])
+    assert [finding.kind for finding in findings] == kinds
+    assert all(finding.names == ("w",) for finding in findings)

@@ -11,6 +11,7 @@ from zerodrift.observer.seen import Column, SeenParameter
 Kind = Literal[
     "no-master",
     "norm-in-16-bits",
+    "upcast-without-effect",
     "state-too-narrow",
     "rounded-before-accumulation",
     "router-in-16-bits",

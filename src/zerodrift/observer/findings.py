@@ -76,6 +76,29 @@ def _no_master(process: SeenProcess, model: SeenModel, library: str) -> Iterator
             )
 
 
+def _widened_in_vain(process: SeenProcess, model: SeenModel, library: str) -> Iterator[RunFinding]:
+    """Weights that each update rounds, and that compute in more. An upcast whose result nobody kept leaves no
+    trace: those weights have no master."""
+    for dtype, bits in _NARROW.items():
+        widened = [
+            parameter
+            for parameter in model.parameters
+            if parameter.whats("master") == ("same",)
+            and parameter.whats("storage") == (dtype,)
+            and min((_WIDTH.get(what, 0) for what in parameter.whats("compute")), default=0) > 16
+        ]
+        if widened:
+            wide = widened[0].whats("compute")[0]
+            yield RunFinding(
+                "upcast-without-effect",
+                "compute",
+                names_of(widened),
+                f"Weights rest in {dtype} and are cast to {wide} where they compute: every update rounds "
+                f"them to {bits} bits before, and a cast adds none.",
+                MASTERS.get(library, MASTERS[""]),
+            )
+
+
 def _narrow_state(process: SeenProcess, model: SeenModel, library: str) -> Iterator[RunFinding]:
     for dtype in _NARROW:
         narrow = [parameter for parameter in model.parameters if dtype in parameter.whats("state")]
@@ -219,8 +242,8 @@ def _narrow_export(process: SeenProcess, model: SeenModel, library: str) -> Iter
 
 
 _RULES: tuple[Callable[[SeenProcess, SeenModel, str], Iterator[RunFinding]], ...] = (
-    *(_never_updated, _no_master, _narrow_state, _rounded_sums, _narrow_router, _narrow_buffer),
-    *(_untied, _narrow_export),
+    *(_never_updated, _no_master, _widened_in_vain, _narrow_state, _rounded_sums, _narrow_router),
+    *(_narrow_buffer, _untied, _narrow_export),
 )
 
 
