@@ -54,17 +54,20 @@ def test_lightnings_trainer_and_fabric(tmp_path: Path) -> None:
     cases = ("2/32-true", "3/32-true", "2/bf16-mixed", "3/bf16-true", "2/16-mixed")
     found = told("lightning_loops.py", tmp_path, *cases)
     for case in cases:
-        near = 1e-6 if case.endswith("32-true") else 0.1
+        near = {"32-true": 1e-6, "bf16-mixed": 0.1, "bf16-true": 0.1, "16-mixed": 0.25}[
+            case.partition("/")[2]
+        ]
         trainer, fabric = found[case]["trainer"], found[case]["fabric"]
         assert trainer["engine"] == "zerodrift.deepspeed.engine"
         for part, losses in LIGHTNING.items():
             assert trainer[part] == pytest.approx(losses, rel=near), (case, part)
         assert fabric["losses"] == pytest.approx(FABRIC, rel=near)
+        # In fp16 the first steps are skipped: the loss scale begins at 65536.
         assert fabric["resumed"] == fabric["losses"][2:] and fabric["step"] == 2
 
 
-TRL: dict[str, tuple[list[float], list[float]]] = {}
-"""Losses and norms on DeepSpeed 0.19.6, alike at stages 2 and 3."""
+SFT = ([4.146212577819824, 4.094812393188477, 4.051012992858887], [1.7323565483, 1.4834070206, 1.5811127424])
+"""Losses and norms on DeepSpeed 0.19.6."""
 
 
 @pytest.mark.slow
@@ -77,5 +80,7 @@ def test_trls_trainers(kind: str, tmp_path: Path) -> None:
     assert len(two["losses"]) == len(two["norms"]) == 3 and all(0 < norm < 100 for norm in two["norms"])
     assert two["losses"] == three["losses"] and two["norms"] == pytest.approx(three["norms"], rel=1e-6)
     assert {"adapter_model.safetensors" if kind == "lora" else "model.safetensors"} <= set(three["files"])
-    losses, norms = TRL.get(kind, (two["losses"], two["norms"]))
-    assert two["losses"] == pytest.approx(losses, abs=1e-6) and two["norms"] == pytest.approx(norms, rel=1e-5)
+    if kind == "sft":
+        assert two["losses"] == pytest.approx(SFT[0], abs=1e-6) and two["norms"] == pytest.approx(
+            SFT[1], rel=1e-6
+        )

@@ -144,6 +144,8 @@ def main() -> None:
         made = trainer(kind, model, common)
         made.train()
         made.save_model(str(folder / f"{kind}-{stage}" / "final"))
+        if made.args.process_index:
+            continue  # only the first rank knows when the files are there
         history = made.state.log_history
         told[case] = {
             "engine": type(made.model_wrapped).__module__,
@@ -151,8 +153,7 @@ def main() -> None:
             "norms": [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
             "files": sorted(path.name for path in (folder / f"{kind}-{stage}" / "final").iterdir()),
         }
-        if made.args.process_index == 0:
-            (folder / "told.json").write_text(json.dumps(told))
+        (folder / "told.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -212,6 +212,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
         "Use `safe_get_full_fp32_param` and its kin.",
     ),
+    "deepspeed.utils.zero_to_fp32": dict.fromkeys(
+        ("get_optim_files", "get_model_state_file", "get_checkpoint_files", "parse_model_states"),
+        "Use `get_fp32_state_dict_from_zero_checkpoint`, which reads checkpoints of both.",
+    ),
     "deepspeed.checkpoint": dict.fromkeys(
         ("DeepSpeedCheckpoint", "ds_to_universal", "universal_checkpoint"),
         "Every checkpoint loads on any number of ranks, at any stage: there is nothing to convert.",

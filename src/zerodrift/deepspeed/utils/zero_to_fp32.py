@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.consolidated import write
 from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.io.atomic import new_file
@@ -34,6 +35,8 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "main",
 ]
+
+__getattr__ = unsupported.lookup(__name__)
 
 StateDict = dict[str, torch.Tensor]
 
