@@ -317,13 +317,15 @@ def buffers_stay(stage: int) -> Any:
 
 
 def autocast_of_the_user(stage: int) -> Any:
-    """Around an engine of another mode it is refused; around one of autocast it is switched, with one
+    """Around an engine of another mode it is off inside; around one of autocast it is switched: with one
     warning, and inside the numbers are the same as without it."""
     engine = make(config(stage, "bf16"), GPT())
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="must not be active"):
-        engine(batch(0))
-    engine.backward(engine(batch(0)))  # and nothing was left behind
-    engine.step()
+    expected = engine(batch(0))
+    with torch.autocast("cpu", torch.float16), pytest.warns(UserWarning, match="and off inside"):
+        found = engine(batch(0))
+    if not torch.equal(found, expected):
+        return "bf16"
+    engine.zero_grad()
     engine.destroy()
 
     runs = []

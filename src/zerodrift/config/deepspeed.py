@@ -34,6 +34,8 @@ class Entry:
     """Refused: what to write, a sentence of its own."""
     harmless: tuple[Any, ...] = ()
     """Refused: the values at which it asks for nothing. Null and "auto" always are."""
+    without_effect: tuple[Any, ...] = ()
+    """Refused: the values at which the same is trained without what it asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,14 @@ def _ignored(key: str, because: str) -> Entry:
     return Entry(key, "ignored", because)
 
 
-def _refused(key: str, because: str, instead: str = "", harmless: tuple[Any, ...] = (False,)) -> Entry:
-    return Entry(key, "refused", because, instead, harmless)
+def _refused(
+    key: str,
+    because: str,
+    instead: str = "",
+    harmless: tuple[Any, ...] = (False,),
+    without_effect: tuple[Any, ...] = (),
+) -> Entry:
+    return Entry(key, "refused", because, instead, harmless, without_effect)
 
 
 _ONE_REDUCTION = "every stage runs the same reduction, one message per segment of a unit"
@@ -301,7 +309,8 @@ OFFLOAD = Section(
             "zero_optimization.offload_param.device",
             "parameters rest on their device, which changes no value: stage 3 shards them over all ranks",
             "Remove it; `offload_optimizer` moves master and state to the host.",
-            ("none", "cpu"),
+            ("none",),
+            ("cpu",),
         ),
         _ignored("zero_optimization.offload_param.nvme_path", _NO_PARAM_OFFLOAD),
         _ignored("zero_optimization.offload_param.buffer_count", _NO_PARAM_OFFLOAD),

@@ -186,7 +186,7 @@ class TreeReader:
             self._problems.add(path, "must be a block of keys", got=shown(value))
 
     def _fate(self, entry: deepspeed.Entry, value: Any, path: str) -> None:
-        if entry.fate == "ignored":
+        if entry.fate == "ignored" or value in entry.without_effect:
             self._ignore(path, value, entry.text)
         elif is_harmless(entry, value):
             self._ignore(path, value, f"off, as here: {entry.text}")
@@ -244,6 +244,7 @@ def is_harmless(entry: deepspeed.Entry, value: Any) -> bool:
 
 
 def off_values(entry: deepspeed.Entry) -> str:
-    """The values at which a refused key asks for nothing, in words; blocks are not worth a word."""
-    values = [value for value in entry.harmless if not isinstance(value, dict)]
+    """The values at which a refused key is accepted, in words; blocks are not worth a word."""
+    accepted = (*entry.harmless, *entry.without_effect)
+    values = [value for value in accepted if not isinstance(value, dict)]
     return fields.either([json.dumps(value) for value in values])

@@ -1,0 +1,251 @@
+"""What no plain loop shows: recorded facts of DeepSpeed 0.19.6, and where the drop-in differs on purpose."""
+
+from __future__ import annotations
+
+import base64
+import enum
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerodrift
+import zerodrift.deepspeed as deepspeed
+from tests.dropin.parameters import Net
+from tests.dropin.script import WIDTH, square
+from tests.ranks.harness import run_ranks
+from zerodrift.deepspeed import hjson
+from zerodrift.deepspeed.engine import OWN
+from zerodrift.deepspeed.getters import ConfigGetters
+from zerodrift.deepspeed.written import written_config
+from zerodrift.errors import ConfigError, ModelError
+
+
+def make(stage: int, model: torch.nn.Module | None = None, **rest: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **rest,
+        "zero_optimization": {"stage": stage, **rest.get("zero_optimization", {})},
+    }
+    return deepspeed.initialize(model=model or Net(), config=config)[0]
+
+
+def data(seed: int = 0) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def step(engine: Any, seed: int = 0) -> float:
+    loss = square(engine(data(seed)))
+    engine.backward(loss)
+    engine.step()
+    return float(loss)
+
+
+# --- autocast -----------------------------------------------------------------------------------------------
+
+
+def autocast_around(stage: int) -> None:
+    """Off inside, with one warning for an engine, whatever its dtype is: the bits of a run without it."""
+    for mode in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, {}):
+        runs = []
+        for outer in (None, torch.bfloat16, torch.float16):
+            engine = make(stage, **mode)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with torch.autocast("cpu", outer or torch.bfloat16, enabled=outer is not None):
+                    runs.append([step(engine, seed) for seed in range(3)])
+            told = [
+                str(warning.message) for warning in caught if "torch.autocast around" in str(warning.message)
+            ]
+            assert len(told) == (outer is not None), told
+            engine.destroy()
+        assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_around_an_engine_is_off_inside(stage: int) -> None:
+    run_ranks(autocast_around, 2, stage)
+
+
+# --- loading and the end, in 16 bits ------------------------------------------------------------------------
+
+
+def loaded_in_bf16(stage: int) -> None:
+    """Masters take what was loaded in fp32 as it is; a value that is not loaded keeps every bit."""
+    engine = make(stage, bf16={"enabled": True})
+    step(engine)
+    kept = deepspeed.utils.safe_get_full_fp32_param(engine.module.head.weight)
+    other = {k: torch.randn_like(v) for k, v in Net().state_dict().items() if k != "head.weight"}
+    engine.module.load_state_dict(other, strict=False)
+    for name, parameter in engine.module.named_parameters():
+        expected = kept if name == "head.weight" else other[name]
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(parameter), expected), name
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        assert torch.equal(engine.module.into.weight.float(), other["into.weight"].bfloat16().float())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_masters_take_what_is_loaded(stage: int) -> None:
+    run_ranks(_same_random, 2, stage)
+
+
+def _same_random(stage: int) -> None:
+    torch.manual_seed(1)
+    loaded_in_bf16(stage)
+
+
+def after_the_end() -> None:
+    """In slices, a model says so, and is put together, changed, and used again."""
+    net = Net()
+    engine = make(3, net, bf16={"enabled": True})
+    step(engine)
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    engine.destroy()
+    engine.destroy()
+    with pytest.raises(
+        ModelError, match=r"`into.weight`: must be gathered.*zero.GatheredParameters.*initialize"
+    ):
+        net(data().bfloat16())
+    with pytest.raises(ModelError, match="must be gathered"):
+        net.head.weight.sum()
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        assert all(torch.equal(p, weights[name]) for name, p in net.named_parameters())
+        assert net(data().bfloat16()).isfinite().all()
+    with pytest.raises(ModelError, match="must be gathered"):
+        net.head.weight.sum()
+    again = make(3, net, bf16={"enabled": True})
+    assert step(again, 1) == step(make_like(weights), 1)
+    again.destroy()
+
+
+def make_like(weights: dict[str, torch.Tensor]) -> Any:
+    net = Net().bfloat16()
+    net.load_state_dict(weights)
+    return make(3, net, bf16={"enabled": True})
+
+
+def test_a_model_in_slices_says_so() -> None:
+    run_ranks(after_the_end, 2)
+
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+
+def asked_for_at(stage: int) -> None:
+    engine = make(stage, bf16={"enabled": True})
+    engine.backward(square(engine(data())))
+    parameters = list(engine.module.parameters())
+    if stage:
+        with pytest.raises(ModelError, match=r"`into.weight`: its gradient must be read from the engine"):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    else:
+        before = deepspeed.utils.safe_get_full_grad(parameters[0])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+        after = deepspeed.utils.safe_get_full_grad(parameters[0])
+        torch.testing.assert_close(after, before * (1e-3 / (norm + 1e-6)))
+        assert parameters[0].grad.dtype is torch.float32
+        deepspeed.utils.safe_set_full_grad(parameters[0], before)
+        torch.testing.assert_close(parameters[0].grad, before)
+    engine.step()
+    assert parameters[0].grad is None
+    engine.destroy()
+
+
+def test_gradients_are_there_at_stage_0_and_named_elsewhere() -> None:
+    for stage in (0, 1, 3):
+        run_ranks(asked_for_at, 2, stage)
+
+
+# --- configs ------------------------------------------------------------------------------------------------
+
+
+class Device(str, enum.Enum):
+    none = "none"
+    cpu = "cpu"
+
+
+@pytest.mark.parametrize(
+    ("zero", "offloads"),
+    [
+        ({"cpu_offload": True}, True),
+        ({"cpu_offload": True, "cpu_offload_use_pin_memory": True}, True),
+        ({"cpu_offload": False, "cpu_offload_param": True}, False),
+        ({"offload_optimizer": {"device": Device.cpu}}, True),
+        ({"offload_optimizer": {"device": Device.none}, "offload_param": {"device": Device.cpu}}, False),
+        ({"offload_param": {"device": "cpu", "pin_memory": True}}, False),
+    ],
+)
+def test_offload_in_every_spelling(zero: dict[str, Any], offloads: bool) -> None:
+    written = {**zero, "stage": 3}
+    config = written_config(None, {"zero_optimization": written}, None)
+    policy = zerodrift.resolve(zerodrift.load(config), zerodrift.MeshShape(shard=2))
+    assert policy.sharding.offload is offloads
+    assert written == {**zero, "stage": 3}  # what the caller has is as it was
+
+
+def test_why_nothing_moves_is_said() -> None:
+    config = zerodrift.load({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    (use,) = [use for use in config.keys if use.path.endswith("offload_param.device")]
+    assert use.status == "ignored" and use.because.startswith(
+        "parameters rest on their device, which changes"
+    )
+
+
+def test_muon_takes_its_method() -> None:
+    for method in ("gram", "standard"):
+        zerodrift.load({"optimizer": {"type": "Muon", "params": {"lr": 0.02, "ns_method": method}}})
+
+
+def test_a_config_in_base64_may_have_comments() -> None:
+    text = base64.urlsafe_b64encode(b'{"zero_optimization": {"stage": 2}, /* so */ }').decode()
+    assert written_config(None, text, None) == {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": 1, "b": [1, 2.5e-3, -4], "c": {"d": null, "e": true}}', None),
+        ("{a: 1 # one\n b: two words // and\n}", {"a": 1, "b": "two words // and"}),
+        ("a: 1e5\nb: 1e5x\nc: nullable", {"a": 1e5, "b": "1e5x", "c": "nullable"}),
+        ("[1 /* x */ 2,\n 3,]", [1, 2, 3]),
+        ("{'it''s': 1}", ValueError),
+        ("a: '''\n  one\n  two\n  '''", {"a": "one\ntwo"}),
+        ('{"a": "\\u00e4\\n", \'b\': \'say "x"\'}', {"a": "ä\n", "b": 'say "x"'}),
+        ('{"a": 1, "a": 2}', ValueError),
+        ('{"a": 1', ValueError),
+        ('{"a" 1}', ValueError),
+        ('{"a": }', ValueError),
+        ('{"a": 1} 2', ValueError),
+    ],
+)
+def test_hjson(text: str, value: Any) -> None:
+    if value is ValueError:
+        with pytest.raises(ValueError):
+            hjson.parse(text)
+    else:
+        assert hjson.parse(text) == (hjson.json.loads(text) if value is None else value)
+
+
+def test_a_file_that_is_nothing_is_told_by_the_first_reader(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text('{"train_batch_size": 4, ]')
+    with pytest.raises(ConfigError, match=r"must be valid JSON.*line 1"):
+        written_config(None, str(tmp_path / "broken.json"), None)
+
+
+# --- what messages advise -----------------------------------------------------------------------------------
+
+
+def test_messages_name_what_the_drop_ins_engine_has() -> None:
+    """`engine.x` in any text of the rooms that an engine of the drop-in runs on."""
+    source = Path(zerodrift.__file__).parent
+    rooms = ("engine", "optim", "plan", "policy", "comm", "deepspeed", "experts")
+    texts = [path.read_text() for room in rooms for path in (source / room).rglob("*.py")]
+    told = {name for text in texts for name in re.findall(r'"[^"\n]*`engine\.([a-z_]+)', text)}
+    has = {*dir(deepspeed.DeepSpeedEngine), *dir(ConfigGetters), *OWN, "optimizer", "module", "micro_batches"}
+    assert "gathered" in told and told <= has, sorted(told - has)
