@@ -1,17 +1,21 @@
 """What watching costs: steps of a decoder with and without `zerodrift.observe` around them, in turns.
 
     python bench/check.py [--width 384] [--layers 8] [--length 128] [--steps 4] [--rounds 6] [--json FILE]
+    torchrun --nproc-per-node 2 bench/check.py ...        the same under DistributedDataParallel
 
-A round is some steps alone, as many watched, and as many alone again, on the same model in one process; the
-ratio is of the watched to the mean of its neighbours, so a busy machine changes both. `ended` is the second
-unwatched turn beside the first: nothing may be left behind. The weights after it all are compared with those
-of a run that was never watched, bit for bit.
+Times are processor time of one thread. A round is some steps alone, one that is watched first, as many more
+that are watched, and as many alone again, on the same model in one process; the ratio is of a watched step to
+the mean of its neighbours, so a busy machine changes both. `ended` is the second unwatched turn beside the
+first: nothing may be left behind. The weights after it all are compared with those of a run that was never
+watched, bit for bit. `mode` is what a Python mode of torch's costs that does nothing, in microseconds for an
+operation of a forward: whoever sees operations pays as much.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -20,8 +24,10 @@ from pathlib import Path
 import torch
 from about import about
 from gpt import GPT
+from torch.nn.parallel import DistributedDataParallel
 
 import zerodrift
+from zerodrift.observer.operations import every_operation
 
 KINDS = ("fp32", "autocast bf16")
 
@@ -32,7 +38,13 @@ class Measured:
     step: float
     """Seconds of a step alone, the median of rounds."""
     watched: tuple[float, float, float]
-    """Least, median and greatest ratio of a watched step."""
+    """Least, median and greatest ratio of a watched step that is not the first."""
+    first: float
+    """Median ratio of the first watched step."""
+    added: tuple[float, float]
+    """Seconds that watching adds to the first step, and to each other: medians."""
+    mode: float
+    """Seconds that an operation takes longer under a Python mode that does nothing."""
     ended: float
     """Median ratio of steps after to steps before."""
     same: bool
@@ -43,7 +55,9 @@ class Run:
     """A model that trains, a step at a time."""
 
     def __init__(self, arguments: argparse.Namespace, autocast: bool) -> None:
-        self.model = GPT(arguments.width, arguments.layers, length=arguments.length)
+        self.model: torch.nn.Module = GPT(arguments.width, arguments.layers, length=arguments.length)
+        if torch.distributed.is_initialized():
+            self.model = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self._autocast, self._length, self._step = autocast, arguments.length, 0
 
@@ -60,25 +74,52 @@ class Run:
 
     def steps(self, count: int) -> float:
         """Seconds of one, of so many."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(count):
             self.step()
-        return (time.perf_counter() - begin) / count
+        return (time.process_time() - begin) / count
+
+    def forward(self) -> float:
+        """Seconds of one alone."""
+        tokens = torch.zeros(1, self._length, dtype=torch.long)
+        begin = time.process_time()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast), torch.no_grad():
+            self.model(tokens)
+        return time.process_time() - begin
+
+
+def cost_of_a_mode(run: Run, rounds: int) -> float:
+    """Seconds that an operation takes longer, the median of rounds."""
+    operations, more = 0, []
+
+    def count(*_: object) -> None:
+        nonlocal operations
+        operations += 1
+
+    with every_operation(count):
+        run.forward()
+    for _ in range(4 * rounds):
+        alone = run.forward()
+        with every_operation(lambda *_: None):
+            more.append(run.forward() - alone)
+    return statistics.median(more) / operations
 
 
 def measured(kind: str, arguments: argparse.Namespace) -> Measured:
     run = Run(arguments, kind != "fp32")
-    alone, watched, ended = [], [], []
+    alone, watched, ended, first, added = [], [], [], [], []
     run.steps(2)
     for _ in range(arguments.rounds):
         before = run.steps(arguments.steps)
         with zerodrift.observe(run.model):
-            run.step()  # the first one asks each cell for the line of the script
+            once = run.steps(1)
             during = run.steps(arguments.steps)
         after = run.steps(arguments.steps)
         alone.append(min(before, after))
         watched.append(2 * during / (before + after))
         ended.append(after / before)
+        first.append(2 * once / (before + after))
+        added.append((once - (before + after) / 2, during - (before + after) / 2))
     never = Run(arguments, kind != "fp32")
     never.steps(2 + arguments.rounds * (3 * arguments.steps + 1))
     pairs = zip(run.model.parameters(), never.model.parameters(), strict=True)
@@ -86,6 +127,9 @@ def measured(kind: str, arguments: argparse.Namespace) -> Measured:
         kind,
         statistics.median(alone),
         (min(watched), statistics.median(watched), max(watched)),
+        statistics.median(first),
+        (statistics.median(a for a, _ in added), statistics.median(b for _, b in added)),
+        cost_of_a_mode(run, arguments.rounds),
         statistics.median(ended),
         all(torch.equal(a, b) for a, b in pairs),
     )
@@ -100,8 +144,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(about())
-    print(f"{'':16}{'step':>9}{'watched':>10}{'range':>16}{'ended':>8}  bits")
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    shown = os.environ.get("RANK", "0") == "0"
+    if shown:
+        print(about())
+        heads = f"{'range':>14}{'more':>8}{'first':>7}{'ended':>7}{'mode':>8}"
+        print(f"{'':14}{'step':>8}{'watched':>9}{heads}  bits")
     rows = []
     for kind in KINDS:
         row = measured(kind, arguments)
@@ -109,10 +158,15 @@ def main() -> None:
         low, middle, high = row.watched
         bits = "the same" if row.same else "OTHERS"
         spread = f"{low:.2f} to {high:.2f}"
-        print(
-            f"{kind:16}{row.step * 1000:7.0f}ms{middle:10.3f}{spread:>16}{row.ended:8.3f}  {bits}", flush=True
-        )
-    if arguments.json:
+        if shown:
+            print(
+                f"{kind:14}{row.step * 1000:6.0f}ms{middle:9.3f}{spread:>14}{row.added[1] * 1000:6.1f}ms"
+                f"{row.first:7.2f}{row.ended:7.3f}{row.mode * 1e6:6.1f}us  {bits}",
+                flush=True,
+            )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if arguments.json and shown:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
