@@ -106,7 +106,7 @@ class ZeroDriftStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             optimizer = self._client_optimizer()
         self._engine = initialize(
-            self.lightning_module,  # type: ignore[arg-type]
+            self.lightning_module,
             optimizer,
             self._config,
             device=self.root_device,
@@ -117,7 +117,7 @@ class ZeroDriftStrategy(DDPStrategy):
             self._own_optimizer()
             # Lightning has divided the loss by what is in a step.
             self._engine.progress.accumulation = 1
-        self.model = self._engine  # type: ignore[assignment]
+        self.model = self._engine
 
     def _client_optimizer(self) -> torch.optim.Optimizer | None:
         if len(self.optimizers) > 1:

@@ -88,6 +88,7 @@ SURFACE = {
         "--keep-going",
         "--save",
         "--steps",
+        "--timeout",
     ],
     "diff": ["--debug", "--help", "A", "B"],
     "drift": [

@@ -282,15 +282,22 @@ def test_two_optimizers_of_one_model_are_one_step() -> None:
 
 
 def test_what_trains_in_a_thread_is_seen_and_that_of_a_second_is_not() -> None:
-    models = [net(), net()]
+    models, trained, ended = [net(), net()], threading.Event(), threading.Event()
 
     def go(model: Net) -> None:
         train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
+        trained.set()
+        ended.wait(10)  # a thread that is gone may give its number to the next
 
     with zerodrift.observe() as seen:
-        for model in models:
-            thread = threading.Thread(target=go, args=(model,))
-            thread.start()
+        threads = [threading.Thread(target=go, args=(model,)) for model in models]
+        threads[0].start()
+        trained.wait(10)
+        trained.clear()
+        threads[1].start()
+        trained.wait(10)
+        ended.set()
+        for thread in threads:
             thread.join()
     (found,) = seen.models
     assert found.parameters[0].whats("master") == ("same",) and seen.process.steps == 1
