@@ -197,7 +197,8 @@ def test_the_command_deepspeed_is_there_where_deepspeed_is_not(folder: Path) -> 
         PATH="/usr/bin:/bin",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {f"rank {rank} of 2 at {rank} {rank}" for rank in (0, 1)} <= set(done.stdout.splitlines())
+    for rank in range(2):  # both may write into one line
+        assert f"rank {rank} of 2 at {rank} {rank}" in done.stdout
     done = zerodrift(
         "run", "--", "deepspeed", "--num_nodes=2", "train.py", folder=folder, PATH="/usr/bin:/bin"
     )

@@ -382,8 +382,8 @@ def changed_modules(stage: int) -> list[str]:
     head.requires_grad_(False)
     with torch.no_grad():
         engine(data())
-    with pytest.raises(ModelError, match=r"`head.weight`: must stay trained"):
-        engine.step()
+    if engine.step().updated:
+        wrong.append("a step without a backward")
     head.requires_grad_(True)
     if not step(engine).updated:
         wrong.append("after a reference forward")

@@ -327,6 +327,10 @@ class Traversal:
         self._end_silent(step)
         self._pass_back(self._until, step)
 
+    def has_come(self, unit: TraversedUnit) -> bool:
+        """Whether the backward under way has reached a unit."""
+        return unit.is_root or self._back_place[unit.number] < self._came
+
     def recompute(self, unit: TraversedUnit, step: Backward) -> None:
         """A forward inside a backward comes to a unit."""
         if unit.number in self._nested:

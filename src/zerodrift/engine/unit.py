@@ -217,7 +217,7 @@ class LiveUnit:
         returns a handle. See [Note: parts]."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is not part or self._calls:
+            if module is not part or self._calls or self._in_its_backward():
                 return
             self._enter(args, kwargs, whole=False)
             handle: Any = part.register_forward_hook(
@@ -231,6 +231,10 @@ class LiveUnit:
             self._end()
 
         return part.register_forward_pre_hook(before, with_kwargs=True)
+
+    def _in_its_backward(self) -> bool:
+        """Whether what runs now is computed again for a backward of the unit that is under way."""
+        return in_backward() and self.uses > 0 and self.is_full and self.traversal.has_come(self)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool) -> None:
         """A forward of the unit begins, or of a part of it alone."""
