@@ -13,9 +13,10 @@ CELLS  ?= $(VENV)-versions
 unexport PYTHONDONTWRITEBYTECODE
 
 # What runs by itself; the others are what these measure with.
-BENCHES := $(filter-out bench/about.py bench/deepseek_v3_layout.py bench/gpt.py,$(wildcard bench/*.py))
+NOT_ALONE := about deepseek_v3_layout gpt gpu gpu_step llama
+BENCHES := $(filter-out $(NOT_ALONE:%=bench/%.py),$(wildcard bench/*.py))
 
-.PHONY: help demo quick test test-all style check bench docs versions env clean
+.PHONY: help demo quick test test-all style check bench gpu docs versions env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +25,7 @@ help:
 	@echo "make test    set up, check style and types, then run the tests"
 	@echo "make check   style and types only"
 	@echo "make bench   the benchmarks, each beside its alternatives"
+	@echo "make gpu     on a machine with NVIDIA GPUs: their tests, then their benchmarks; 20 minutes at most"
 	@echo "make versions   the tests with other versions of Python, torch, transformers and DeepSpeed; hours"
 	@echo "make docs    write the generated pages, and the output of commands on the others"
 
@@ -72,6 +74,9 @@ check: style
 
 bench: env
 	@for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+gpu: env
+	$(BIN)/python bench/gpu.py
 
 docs: env
 	$(BIN)/python docs/refresh.py

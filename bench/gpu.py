@@ -1,0 +1,227 @@
+"""Everything that wants a GPU, in one go of twenty minutes at most: tests first, then benchmarks.
+
+    make gpu                                 # or: python bench/gpu.py [--minutes 20] [--only update]
+
+Every part is a process of its own, so one that fails, hangs or runs out of memory takes no other with it.
+Each result is a file in `bench/results/gpu/` as soon as it is there; a part that does not fit into what is
+left of the time is left out and named. The exit code is 1 where a part failed.
+
+`--stub` goes through all of it on a machine without a GPU, with models of 0.1M parameters: it shows that the
+kit works and measures nothing, and writes where `--out` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from about import about
+
+HERE = Path(__file__).parent
+ENGINES = ("zerodrift", "fsdp2", "ddp")
+NEEDS = {"0.1B": 8, "1B": 32, "3B": 72, "8B": 90}
+"""GB of one device: below it a size is left out."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process."""
+
+    name: str
+    command: Sequence[str]
+    seconds: float
+    """What it takes at most; killed after that."""
+    gigabytes: float = 0
+    """What the smallest device must have."""
+    says: str = ""
+    """What must be in what it prints, or it has done nothing."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How it ended."""
+
+    name: str
+    outcome: str
+    """`ok`, or what went wrong."""
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return not self.outcome.startswith(("ok", "left out"))
+
+
+def parts(out: Path, ranks: int, *, stub: bool) -> list[Part]:
+    """All of them, in order: what tells most comes first."""
+    python = sys.executable
+    listed = [
+        Part(
+            "tests",
+            [python, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"],
+            420,
+            says="skipped" if stub else " passed",
+        ),
+        Part("update", [python, "bench/update.py", *_update(stub), "--json", str(out / "update.json")], 120),
+    ]
+    for size in ("tiny",) if stub else ("0.1B", "1B", "3B"):
+        for engine in ENGINES:
+            listed.append(_step(out, ranks, engine, size))
+    whole = "tiny" if stub else "8B"
+    more = ["--accumulate", "2", "--warm", "2", "--steps", "5"]
+    listed.append(_step(out, ranks, "zerodrift-8bit", whole, *more))
+    listed.append(_step(out, ranks, "zerodrift-8bit", whole, *more, "--compile"))
+    return listed
+
+
+def _update(stub: bool) -> list[str]:
+    return ["--numel", "1M", "--rounds", "2"] if stub else ["--numel", "500M", "--device", "cuda"]
+
+
+def _step(out: Path, ranks: int, engine: str, size: str, *more: str) -> Part:
+    name = f"step-{size}-{engine}" + ("-compiled" if "--compile" in more else "")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    to = ["--json", str(out / f"{name}.json")]
+    command = [*launch, "bench/gpu_step.py", "--engine", engine, "--size", size, *more, *to]
+    return Part(name, command, 150 if size != "8B" else 240, NEEDS.get(size, 0))
+
+
+def run_all(
+    listed: Sequence[Part], out: Path, seconds: float, memory: float, say: Callable[[str], None] = print
+) -> list[Done]:
+    """Each part that fits, within these seconds, on devices of this many GB."""
+    until = time.monotonic() + seconds
+    done: list[Done] = []
+    for number, part in enumerate(listed, 1):
+        left = until - time.monotonic()
+        if part.gigabytes > memory:
+            done.append(Done(part.name, f"left out: needs {part.gigabytes:g} GB, {memory:.0f} are there", 0))
+        elif left < min(30.0, part.seconds):
+            done.append(Done(part.name, "left out: no time left", 0))
+        else:
+            say(f"[{number}/{len(listed)}] {part.name}: {left / 60:.0f} minutes left")
+            done.append(run(part, out, left))
+        say(f"[{number}/{len(listed)}] {part.name}: {done[-1].outcome} ({done[-1].seconds:.0f} s)")
+    return done
+
+
+def run(part: Part, out: Path, left: float) -> Done:
+    """One part; what it printed is in `NAME.log`, and a result that an earlier run left is gone."""
+    (out / f"{part.name}.json").unlink(missing_ok=True)
+    log = out / f"{part.name}.log"
+    start = time.monotonic()
+    with log.open("w") as printed:
+        child = subprocess.Popen(
+            part.command, cwd=HERE.parent, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = child.wait(min(part.seconds, left))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end(child)
+    return Done(part.name, outcome(part, code, log.read_text(errors="replace")), time.monotonic() - start)
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """The process, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def outcome(part: Part, code: int | None, printed: str) -> str:
+    """In a few words; what a test runner counted is told as it said it."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    words = (" passed", " failed", " skipped")
+    counted = next((line.strip("= ") for line in reversed(lines) if any(w in line for w in words)), "")
+    if code is None:
+        return "failed: not done in its time"
+    if "out of memory" in printed:
+        return "failed: out of memory"
+    if code:
+        return f"failed: {counted or (lines[-1][:100] if lines else f'exit code {code}')}"
+    if part.says not in printed:
+        return f"failed: nothing{part.says}"
+    return f"ok, {counted}" if counted else "ok"
+
+
+# --- what is told at the end --------------------------------------------------------------------------
+
+
+def summary(out: Path) -> str:
+    """The figures of all parts that left any, beside each other."""
+    lines = []
+    steps = [json.loads(path.read_text()) for path in sorted(out.glob("step-*.json"))]
+    if steps:
+        lines.append(f"{'size':6}{'engine':16}{'ms/step':>10}{'tokens/s':>11}{'MFU':>7}{'peak GB':>9}")
+    for found in sorted(steps, key=lambda found: (found["parameters"], found["engine"])):
+        share = "-" if found["mfu"] is None else f"{found['mfu']:.1%}"
+        peak = "-" if found["allocated"] is None else f"{found['allocated'] / 1e9:.1f}"
+        engine = found["engine"] + (" *" if found["compiled"] else "")
+        lines.append(
+            f"{found['size']:6}{engine:16}{found['ms']:10.1f}{found['tokens_per_second']:11,.0f}"
+            f"{share:>7}{peak:>9}"
+        )
+    if any(found["compiled"] for found in steps):
+        lines.append("* blocks compiled")
+    update = out / "update.json"
+    if update.exists():
+        lines += ["", *of_update(json.loads(update.read_text()))]
+    return "\n".join(lines)
+
+
+def of_update(found: dict[str, Any]) -> list[str]:
+    """A step's bytes per second as a share of those of a plain copy; the goal is 0.9."""
+    lines = [f"{'update of ' + found['machine']['processor']:44}{'GB/s':>8}{'of copy':>9}"]
+    for result in found["results"]:
+        if result["name"].startswith(("split", "fp32", "torch AdamW fused")):
+            lines.append(f"{result['name']:44}{result['gigabytes']:8.0f}{result['copies']:9.2f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--only", default="", help="parts whose names begin so, comma-separated")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu")
+    parser.add_argument("--stub", action="store_true", help="without a GPU: go through all of it, tiny")
+    options = parser.parse_args()
+    ranks = torch.cuda.device_count()
+    if not ranks and not options.stub:
+        sys.exit(
+            "bench/gpu.py: the machine must have an NVIDIA GPU that torch sees; got none. "
+            "See `nvidia-smi` and that torch is a CUDA build, or try the kit with --stub --out FOLDER."
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    memory = min((torch.cuda.get_device_properties(n).total_memory for n in range(ranks)), default=0) / 1e9
+    listed = parts(options.out, max(1, ranks), stub=not ranks)
+    only = tuple(filter(None, options.only.split(",")))
+    listed = [part for part in listed if part.name.startswith(only or "")]
+    done = run_all(listed, options.out, options.minutes * 60, memory)
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "about": about("triton", "nvidia-nccl-cu13").splitlines(),
+        "ranks": ranks,
+        "parts": [asdict(part) for part in done],
+    }
+    (options.out / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\n{chr(10).join(record['about'])}\n\n{summary(options.out)}")
+    sys.exit(any(part.failed for part in done))
+
+
+if __name__ == "__main__":
+    main()

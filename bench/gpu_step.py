@@ -1,0 +1,192 @@
+"""A training step on GPUs: time, tokens per second, share of the device's peak, peak memory, of one engine.
+
+    torchrun --nproc-per-node 1 bench/gpu_step.py --engine zerodrift --size 1B [--json FILE]
+
+What `bench/gpu.py` starts for every line of its tables, each in a process of its own, so that what one engine
+keeps is not counted for another. All train the decoder of `llama.py` in bf16 with fused AdamW: DDP under
+autocast, FSDP2 with bf16 parameters and sums in fp32, both over fp32 weights, zerodrift with split masters;
+`zerodrift-8bit` has moments in 8 bits. Without a GPU it runs on the CPU, which shows that it works and
+measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from llama import SHAPES, Llama
+
+LR = 1e-4
+Step = Callable[[list[torch.Tensor]], float]
+"""The tokens of each micro-batch -> the last one's loss, after one whole optimizer step."""
+
+
+def zerodrift(model: Llama, device: torch.device, state: str) -> Step:
+    from zerodrift import initialize
+
+    config = {
+        "precision": {"mode": "bf16", "state": state},
+        "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+    }
+    engine = initialize(model.to(torch.bfloat16), config=config, device=device, quiet=True)
+
+    def step(batches: list[torch.Tensor]) -> float:
+        loss = torch.zeros(())
+        for number, tokens in enumerate(batches, 1):
+            loss = engine(tokens)
+            engine.backward(loss)
+            if number == len(batches):
+                engine.step()
+        return loss.item()
+
+    return step
+
+
+def fsdp2(model: Llama, device: torch.device) -> Step:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return torch_step(model, torch.autocast(device.type, enabled=False))
+
+
+def ddp(model: Llama, device: torch.device) -> Step:
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return torch_step(wrapped, torch.autocast(device.type, torch.bfloat16))
+
+
+def torch_step(model: nn.Module, autocast: Any) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step(batches: list[torch.Tensor]) -> float:
+        loss = torch.zeros(())
+        for tokens in batches:
+            with autocast:
+                loss = model(tokens)
+            (loss / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+ENGINES: dict[str, Callable[[Llama, torch.device], Step]] = {
+    "zerodrift": lambda model, device: zerodrift(model, device, "fp32"),
+    "zerodrift-8bit": lambda model, device: zerodrift(model, device, "8bit"),
+    "fsdp2": fsdp2,
+    "ddp": ddp,
+}
+
+PEAKS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+"""Dense bf16 products per second, as the maker states them; a device that is not here has no share of it."""
+
+
+def peak_of(name: str) -> float | None:
+    words = name.replace("-", " ").split()
+    return next((PEAKS[word] for word in words if word in PEAKS), None)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    device = join()
+    shape = SHAPES[options.size]
+    torch.manual_seed(0)
+    with device:
+        model = Llama(shape)
+    each = shape.floating_operations(model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if options.compile:
+        for layer in model.layers:
+            layer.compile()
+    step = ENGINES[options.engine](model, device)
+    del model
+    torch.manual_seed(1 + dist.get_rank())
+    size = (options.accumulate, shape.micro_batch, shape.length)
+    batches = list(torch.randint(shape.vocabulary, size, device=device))
+    losses, seconds = [], []
+    for _ in range(options.warm + options.steps):
+        wait(device)
+        start = time.perf_counter()
+        losses.append(step(batches))
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds[options.warm :])
+    tokens = options.accumulate * shape.micro_batch * shape.length * dist.get_world_size()
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else "no GPU"
+    peak = peak_of(name)
+    return {
+        "engine": options.engine,
+        "size": options.size,
+        "parameters": count,
+        "compiled": options.compile,
+        "ranks": dist.get_world_size(),
+        "device": name,
+        "micro_batches": options.accumulate,
+        "micro_batch": [shape.micro_batch, shape.length],
+        "checkpoints": shape.checkpoints,
+        "seconds": seconds,
+        "ms": median * 1e3,
+        "tokens_per_second": tokens / median,
+        "mfu": None if peak is None else each * tokens / median / peak / dist.get_world_size(),
+        "device_peak": peak,
+        "allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
+        "losses": losses,
+    }
+
+
+def join() -> torch.device:
+    """One process for each GPU, or the CPU where there is none."""
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--size", choices=SHAPES, required=True)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--warm", type=int, default=3, help="steps before the clock")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = measure(options)
+    if dist.get_rank() == 0:
+        print({key: value for key, value in found.items() if key not in ("seconds", "losses")})
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Ranks that talk through NCCL: one, and as many as there are GPUs, up to four."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, same, train
+from zerodrift.api import initialize
+
+COUNT = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not COUNT, reason="no CUDA device on this machine"),
+]
+SIZES = sorted({1, min(2, COUNT), min(4, COUNT)} - {0})
+
+
+def on_each(function: Any, world: int, folder: Path, *args: Any) -> None:
+    """`function(device, *args)` on so many ranks, a GPU each; what one raises is raised here."""
+    mp.start_processes(_rank, (function, world, str(folder), args), nprocs=world, start_method="spawn")
+
+
+def _rank(rank: int, function: Any, world: int, folder: str, args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", rank)
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    function(device, *args)
+    dist.destroy_process_group()
+
+
+def stages(device: torch.device, mode: str) -> None:
+    runs = []
+    for stage in range(4):
+        engine = initialize(
+            GPT(moe=True).to(device), config=config(stage, mode), device=device.type, quiet=True
+        )
+        runs.append(train(engine, 6, data=lambda *place: batch(*place).to(device)))
+        engine.destroy()
+    assert same(runs) == []
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-bf16"])
+@pytest.mark.parametrize("world", SIZES)
+def test_all_stages_are_the_same_bits(world: int, mode: str, tmp_path: Path) -> None:
+    on_each(stages, world, tmp_path, mode)
+
+
+def digest(device: torch.device, folder: str) -> None:
+    """Of weights, masters and moments after three steps of four micro-batches, whoever computes them."""
+    world = dist.get_world_size()
+    micro_batches = 4 // world
+    settings = config(3, "fp32", micro_batches, precision={"reduce": {"order": "tree"}})
+    engine = initialize(GPT().to(device), config=settings, device=device.type, quiet=True)
+
+    def data(step: int, rank: int, micro: int) -> torch.Tensor:
+        return batch(step, 0, engine.micro_batches_of_this_rank()[micro]).to(device)
+
+    train(engine, 3, micro_batches, data)
+    found = engine.digest()
+    if dist.get_rank() == 0:
+        Path(folder, f"digest-{world}").write_text(str(found))
+    engine.destroy()
+
+
+def test_the_same_bits_on_any_number_of_devices(tmp_path: Path) -> None:
+    if len(SIZES) < 2:
+        pytest.skip("one device")
+    for world in SIZES:
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        on_each(digest, world, folder, str(tmp_path))
+    assert len({path.read_text() for path in tmp_path.glob("digest-*")}) == 1

@@ -1,0 +1,120 @@
+"""`bench/gpu.py` without a GPU: what it runs, what it says of parts that fail, and what it leaves out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCH)
+    return importlib.import_module("gpu")
+
+
+def python(kit: Any, name: str, code: str, seconds: float = 30, **rest: Any) -> Any:
+    return kit.Part(name, [sys.executable, "-c", code], seconds, **rest)
+
+
+def test_each_way_to_end_is_told_and_none_ends_the_others(kit: Any, tmp_path: Path) -> None:
+    listed = [
+        python(kit, "good", "print('= 3 passed in 1 s =')"),
+        python(kit, "bad", "raise SystemExit('no such kernel')"),
+        python(kit, "full", "raise RuntimeError('CUDA out of memory')"),
+        python(kit, "hangs", "import time; time.sleep(60)", seconds=0.5),
+        python(kit, "idle", "print('= 3 skipped in 1 s =')", says=" passed"),
+        python(kit, "large", "print('never')", gigabytes=100),
+        python(kit, "quiet", "pass"),
+    ]
+    done = kit.run_all(listed, tmp_path, 100, memory=80, say=lambda line: None)
+    assert {part.name: part.outcome for part in done} == {
+        "good": "ok, 3 passed in 1 s",
+        "bad": "failed: no such kernel",
+        "full": "failed: out of memory",
+        "hangs": "failed: not done in its time",
+        "idle": "failed: nothing passed",
+        "large": "left out: needs 100 GB, 80 are there",
+        "quiet": "ok",
+    }
+    assert [part.name for part in done if part.failed] == ["bad", "full", "hangs", "idle"]
+
+
+def test_what_does_not_fit_into_the_time_is_left_out(kit: Any, tmp_path: Path) -> None:
+    (done,) = kit.run_all([python(kit, "late", "pass")], tmp_path, 0, memory=80, say=lambda line: None)
+    assert done.outcome == "left out: no time left" and not done.failed
+
+
+def test_every_size_is_measured_for_every_engine(kit: Any, tmp_path: Path) -> None:
+    listed = kit.parts(tmp_path, 4, stub=False)
+    names = [part.name for part in listed]
+    assert names[:2] == ["tests", "update"] and len(names) == len(set(names))
+    assert {f"step-{size}-{engine}" for size in ("0.1B", "1B", "3B") for engine in kit.ENGINES} < set(names)
+    assert "--nproc-per-node=4" in listed[2].command
+    steps = importlib.import_module("gpu_step")
+    for part in listed[2:]:
+        words = list(part.command)
+        assert words[words.index("--engine") + 1] in steps.ENGINES
+        assert words[words.index("--size") + 1] in steps.SHAPES
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("", None),
+    ],
+)
+def test_a_device_has_the_peak_of_its_maker_or_none(kit: Any, name: str, peak: float | None) -> None:
+    assert importlib.import_module("gpu_step").peak_of(name) == peak
+
+
+def test_8b_has_the_parameters_of_llama(kit: Any) -> None:
+    torch = importlib.import_module("torch")
+    llama = importlib.import_module("llama")
+    with torch.device("meta"):
+        model = llama.Llama(llama.SHAPES["8B"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
+    each = llama.SHAPES["8B"].floating_operations(model)
+    assert each == 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * 4096
+
+
+def test_the_summary_has_steps_and_shares_of_a_copy(kit: Any, tmp_path: Path) -> None:
+    step = {"size": "1B", "engine": "zerodrift", "parameters": 10**9, "compiled": True, "ms": 250.0}
+    step |= {"tokens_per_second": 16384.0, "mfu": 0.41, "allocated": 21.5e9}
+    (tmp_path / "step-1B-zerodrift.json").write_text(json.dumps(step))
+    update = {"name": "split, fp32 state, fp32 grad", "gigabytes": 4100.0, "copies": 0.93}
+    record = {"machine": {"processor": "NVIDIA H200"}, "results": [update]}
+    (tmp_path / "update.json").write_text(json.dumps(record))
+    lines = kit.summary(tmp_path).splitlines()
+    assert lines[1].split() == ["1B", "zerodrift", "*", "250.0", "16,384", "41.0%", "21.5"]
+    assert lines[-1].split()[-2:] == ["4100", "0.93"]
+
+
+def test_without_a_gpu_it_says_what_to_do() -> None:
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = subprocess.run([sys.executable, str(BENCH / "gpu.py")], capture_output=True, text=True)
+    assert done.returncode == 1 and "--stub" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_stub_goes_through_all_of_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "gpu.py"), "--stub", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    steps = [json.loads(path.read_text()) for path in tmp_path.glob("step-tiny-*.json")]
+    assert len(steps) == 5
+    # The same model, batches and rate: the engines differ by what they round.
+    first = [found["losses"][0] for found in steps if found["micro_batches"] == 1]
+    assert max(first) - min(first) < 0.05
