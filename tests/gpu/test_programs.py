@@ -269,3 +269,18 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(AssertionError, match="storage"):
             gradients = [gradient_of(NUMEL, number) for number in (1, 2)]
             check_steps(scheme, make(scheme, moments_of(algorithm)), gradients, steps)
+
+
+@pytest.mark.parametrize("count", [3, 5, 33])
+def test_sums_of_many_parts_in_their_order(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    for kind, total in [(0, 0), (1, 0), (2, 0), (1, 1), (2, 2)]:
+        dtypes = [torch.float32, torch.bfloat16, torch.float16]
+        values = torch.randn(count, 700, generator=generator)
+        parts = torch.ldexp(values, torch.randint(-6, 7, values.shape, generator=generator)).to(dtypes[kind])
+        want = parts[0].to(dtypes[total])
+        for part in parts[1:]:
+            want = want + part.to(dtypes[total])
+        out = torch.empty(700, dtype=dtypes[total], device=DEVICE)
+        device.sums(parts.to(DEVICE), out)
+        assert torch.equal(out.cpu(), want), (kind, total)

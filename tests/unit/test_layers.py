@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": {"policy", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
     "report": {"plan", "policy", "dtypes", "errors", "mesh", "model", "record", "config", "legible"},
     "kernels": {"dtypes", "errors"},
-    "comm": {"dtypes", "errors", "mesh"},
+    "comm": {"kernels", "dtypes", "errors", "mesh"},
     "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh", "optimizers"},
     "experts": {"comm", "plan", "errors"},
     "engine": {

@@ -4,8 +4,8 @@ An operation is what the plan says it is (`all_gather`, `reduce_scatter`, `all_r
 `all_to_all` of rows, whose sizes the data decides; `record` lists the calls in those words. How it is
 carried differs by backend: on gloo by messages between pairs of ranks (`pairs.py`), on NCCL by its
 all-gather and all-to-all. The parts of a sum travel in the wire dtype and `fold` adds them; those of a sum by
-the tree meet on the way where ranks are a power of two (`halving.py`), and only the order `native` leaves the
-sum to NCCL's reduce-scatter. Which buffers move, and when, is the engine's affair.
+the tree meet on the way where ranks are a power of two (`halving.py`); integers, whose sum has no order, and
+the order `native` alone leave the sum to the backend. Which buffers move, and when, is the engine's affair.
 
 Invariant: a result depends on the values, the rank order and the dtypes, never on the carrier, but for sums
 that are left to it; and a rank that is missing surfaces as RankError with the operation, the axis and the
@@ -38,6 +38,9 @@ Op = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_
 
 DIRECT = 1 << 18
 """Bytes below which an all-reduce sends whole tensors to everybody: one round trip instead of two."""
+
+FEW: dict[Carrier, int] = {"pairs": 4, "native": 1}
+"""Ranks up to which integers are added as all else is; above, by the backend: their sum has no order."""
 
 HALVING: dict[Carrier, int] = {"pairs": 8, "native": 4}
 """Ranks from which on a sum by the tree travels by halves. On gloo two messages, one after the other, are no
@@ -165,12 +168,12 @@ class Collectives:
                 finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
             return self._under_way(turn, finish)
         if how.order == "native" and full.dtype is how.dtype:
-            parts = [torch.empty_like(out, dtype=full.dtype)]
+            parts = torch.empty_like(out, dtype=full.dtype)[None]
             call = _reduce_scatter_single
             work = self._issue(turn, line, call, parts[0], full, group=line.group, async_op=True)
         else:
             received = torch.empty_like(full)
-            parts = [line.slice(received, rank) for rank in range(line.size)]
+            parts = received.view(line.size, -1)
             work = self._start(turn, line, dist.all_to_all_single, received, full)
         return self._under_way(turn, lambda: self._fold_received(turn, line, work.wait, out, parts, how))
 
@@ -211,13 +214,17 @@ class Collectives:
 
     def _swap(self, turn: StartedCollective, line: Axis, swap: Swap) -> None:
         """The current stream waits for it; on a CPU the host does."""
-        peer = swap.partner
-        both = [
-            dist.P2POp(call, values.view(torch.uint8), group=line.group, group_peer=peer)  # as in `_start`
-            for call, values in ((dist.isend, swap.going), (dist.irecv, swap.coming))
-        ]
-        for work in self._issue(turn, line, dist.batch_isend_irecv, both, peer=peer):
-            self._issue(turn, line, work.wait, peer=peer)
+
+        def both() -> None:
+            peer = line.ranks[swap.partner]  # torch would look for it among all ranks
+            messages = [
+                dist.P2POp(call, values.view(torch.uint8), peer, line.group)  # as in `_start`
+                for call, values in ((dist.isend, swap.going), (dist.irecv, swap.coming))
+            ]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+
+        self._issue(turn, line, both, peer=swap.partner)
 
     def all_reduce(
         self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum, of: str = ""
@@ -232,6 +239,10 @@ class Collectives:
         self._note("all_reduce", values, axis, how.dtype)
         if line.group is None or not values.numel():
             fold(out, [values], how)
+        elif how == Sum(torch.int64) and out.dtype is how.dtype and line.size > FEW[self.carrier]:
+            out.copy_(values)
+            turn = self._turn("all_reduce", line, of)
+            self._issue(turn, line, dist.all_reduce, out, group=line.group)
         elif values.numel() * values.itemsize <= DIRECT or line.size == 2 or values.numel() % line.size:
             self._all_reduce_directly(out, values, line, how, of)
         else:
@@ -251,8 +262,7 @@ class Collectives:
             return
         received = values.new_empty(values.numel() * line.size)
         work = self._start(turn, line, _gather_single, received, values)
-        parts = [line.slice(received, rank) for rank in range(line.size)]
-        self._fold_received(turn, line, work.wait, out, parts, how)
+        self._fold_received(turn, line, work.wait, out, received.view(line.size, -1), how)
 
     def all_reduce_sum(self, tensor: torch.Tensor, axis: AxisName, of: str = "") -> torch.Tensor:
         """The sum over ranks of a small tensor, in its own dtype, as a new tensor: norm partials, flags."""
@@ -413,13 +423,13 @@ class Collectives:
         line: Axis,
         wait: Callable[[], Any],
         out: torch.Tensor,
-        parts: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor] | torch.Tensor,
         how: Sum,
         spare: torch.Tensor | None = None,
     ) -> None:
         """Wait on the current stream, and sum there."""
         self._issue(turn, line, wait)
-        for part in parts:
+        for part in (parts,) if isinstance(parts, torch.Tensor) else parts:
             if part.is_cuda:
                 # Allocated on the stream that issued the collective, read on the one that waits.
                 part.record_stream(torch.cuda.current_stream(part.device))

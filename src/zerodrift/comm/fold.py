@@ -16,6 +16,8 @@ from typing import Literal
 
 import torch
 
+from zerodrift.kernels.sums import FEW, add_up
+
 
 @dataclass(frozen=True, slots=True)
 class Sum:
@@ -59,9 +61,13 @@ def additions(count: int) -> Iterator[tuple[int, int]]:
 
 @torch.no_grad()
 def fold(
-    out: torch.Tensor, parts: Sequence[torch.Tensor], how: Sum, spare: torch.Tensor | None = None
+    out: torch.Tensor,
+    parts: Sequence[torch.Tensor] | torch.Tensor,
+    how: Sum,
+    spare: torch.Tensor | None = None,
 ) -> None:
-    """Write the sum of `parts` to `out`; flat tensors of one length, and `out` may be one of them.
+    """Write the sum of `parts` to `out`; flat tensors of one length, and `out` may be one of them. Where they
+    lie one behind the other, as `[parts, elements]`, the host makes as many calls for many as for few.
 
     `spare` holds the sum where it cannot be formed in `out`: of `how.dtype` and at least as long. It may be
     one of two parts.
@@ -72,10 +78,14 @@ def fold(
         total = torch.empty_like(out, dtype=how.dtype)
     else:
         total = spare[: out.numel()]
-    if how.order == "tree":
-        _add_by_tree(total, parts)
-    else:
-        _add_in_turn(total, parts)
+    tree = how.order == "tree"
+    if not add_up(total, parts, tree=tree):
+        if not tree:
+            _add_in_turn(total, parts)
+        elif isinstance(parts, torch.Tensor) and len(parts) > FEW:
+            _add_by_levels(total, parts)
+        else:
+            _add_by_tree(total, parts)
     if how.divisor != 1.0:
         _divide(total, how.divisor)
     if total is out:
@@ -86,7 +96,7 @@ def fold(
         out.copy_(total)
 
 
-def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
     first, *others = parts
     if others and first.dtype is total.dtype:
         torch.add(first, others.pop(0), out=total)
@@ -97,7 +107,23 @@ def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         total.add_(part)
 
 
-def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def _add_by_levels(total: torch.Tensor, parts: torch.Tensor) -> None:
+    """The tree from its leaves up, a level in one call; the last sum of a level may wait for one above."""
+    sums, last = parts, None
+    while len(sums) > 1:
+        pairs = len(sums) // 2
+        left, right = sums[: 2 * pairs : 2], sums[1 : 2 * pairs : 2]
+        if len(sums) % 2:
+            odd = sums[-1].to(total.dtype, copy=True)
+            last = odd if last is None else odd.add_(last)
+        sums = (left.to(total.dtype, copy=True) if sums is parts else left).add_(right)
+    if last is None:
+        total.copy_(sums[0])
+    else:
+        torch.add(sums[0], last, out=total)
+
+
+def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
     """Sums that begin with the first part are formed in `total`, the others in memory of their own."""
     sums: dict[int, torch.Tensor] = {}
     for left, right in additions(len(parts)):
@@ -113,10 +139,13 @@ def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         total.copy_(parts[0])
 
 
-def _forms_in(out: torch.Tensor, parts: Sequence[torch.Tensor], how: Sum) -> bool:
+def _forms_in(out: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, how: Sum) -> bool:
     """Whether `out` may hold the running sum: it is read only by the first addition, if at all."""
-    late = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
-    return out.dtype is how.dtype and not how.add and not late
+    if out.dtype is not how.dtype or how.add:
+        return False
+    if isinstance(parts, torch.Tensor):
+        return parts.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    return all(part.data_ptr() != out.data_ptr() for part in parts[2:])
 
 
 def _divide(total: torch.Tensor, divisor: float) -> None:

@@ -23,10 +23,14 @@ from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import said
+from zerodrift.kernels import native
 from zerodrift.kernels.probe import Contraction
 
 TILE = 4
 """Blocks per program: 1024 elements, eight for each of its 128 threads."""
+
+_SPAN = 256
+"""Elements per program of a sum: slices are many and short where parts are many."""
 
 STRICT = ("enable_fp_fusion", "enable_reflect_ftz")
 """Compiler options that are turned off, as far as a Triton has them: contraction of products and sums, and
@@ -126,6 +130,22 @@ def squares(flat: Tensor, out: Tensor) -> Tensor:
         grid = (_programs(flat.numel()),)
         programs.squares[grid](as_bits(flat), out, flat.numel(), tile=TILE, **_options(flat.device))
     return out
+
+
+def sums(parts: Tensor, out: Tensor) -> None:
+    """The rows of contiguous `parts` added up in their order, into flat `out`."""
+    from zerodrift.kernels import programs
+
+    with torch.cuda.device_of(out):
+        programs.sums[(-(-out.numel() // _SPAN),)](
+            as_bits(parts),
+            as_bits(out),
+            out.numel(),
+            len(parts),
+            narrow=native.TYPES[out.dtype],
+            tile=_SPAN,
+            **_options(out.device),
+        )
 
 
 def as_bits(tensor: Tensor) -> Tensor:

@@ -7,9 +7,9 @@
 // tensors arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
 //
 // Here are the pass and what is exported. Its parts, one translation unit with this file, are `formats.h` (16
-// bits), `codes.h` (8 bits), `updates.h` (the arithmetic), `squares.h`, `prints.h`, `digests.h`, and `memory.h`, which is
-// about speed alone. Each of the others names the Python file that defines its numbers, and equals it bit for bit. Three
-// things make that hold: the compiler may not contract a*b+c on its own (-ffp-contract=off), products and sums
+// bits), `codes.h` (8 bits), `updates.h` (the arithmetic), `squares.h`, `prints.h`, `digests.h`, `sums.h`, and
+// `memory.h`, which is about speed alone. Each of the others names the Python file that defines its numbers, and
+// equals it bit for bit. Three things make that hold: the compiler may not contract a*b+c on its own (-ffp-contract=off), products and sums
 // are contracted exactly where torch's own kernels were seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`),
 // and every sum has a fixed order within its block.
 //
@@ -25,6 +25,7 @@
 #include "memory.h"
 #include "prints.h"
 #include "squares.h"
+#include "sums.h"
 #include "updates.h"
 
 namespace {
@@ -343,5 +344,25 @@ extern "C" void zerodrift_digests(int64_t numel, const void* data, int32_t bytes
     const uint64_t* here = weights + (low - start);
     out[block] = bytes == 4 ? digest_of(static_cast<const uint32_t*>(data) + low, here, n)
                             : digest_of(static_cast<const uint16_t*>(data) + low, here, n);
+  }
+}
+
+extern "C" void zerodrift_sums(int64_t numel, int64_t count, const void* const* data, int32_t type, void* out,
+                               int32_t out_type, int32_t tree, int32_t threads) {
+  const Parts parts{data, count, type};
+  const int64_t spans = (numel + SPAN - 1) / SPAN;
+  const int team = workers(numel * count, threads);
+  (void)team;
+#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
+  for (int64_t span = 0; span < spans; ++span) {
+    const int64_t at = span * SPAN;
+    const int n = static_cast<int>(numel - at < SPAN ? numel - at : SPAN);
+    alignas(64) float sum[SPAN];
+    if (tree) {
+      add_by_tree(sum, parts, out_type, at, n);
+    } else {
+      add_in_turn(sum, parts, out_type, at, n);
+    }
+    store_sum(out, out_type, sum, at, n);
   }
 }

@@ -69,6 +69,8 @@ class Library:
         """(blocks, words, out, threads)"""
         self.digests = loaded.zerodrift_digests
         """(numel, data, bytes of an element, first place, weights, out, threads)"""
+        self.sums = loaded.zerodrift_sums
+        """(numel, count of parts, their addresses, type, out, type, whether by the tree, threads)"""
         self.update.argtypes = [ctypes.c_void_p]
         self.squares.argtypes = [
             ctypes.c_int64,
@@ -88,7 +90,16 @@ class Library:
             ctypes.c_void_p,
             ctypes.c_int32,
         ]
-        for function in (self.update, self.squares, self.digits, self.prints, self.digests):
+        self.sums.argtypes = [
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            *[ctypes.c_int32] * 3,
+        ]
+        functions = (self.update, self.squares, self.digits, self.prints, self.digests, self.sums)
+        for function in functions:
             function.restype = None
 
 

@@ -28,6 +28,7 @@ CODE = tl.constexpr(24 + 256)  # numbers per code, as in `struct Code`
 
 MASTER_FP32, MASTER_SPLIT = tl.constexpr(0), tl.constexpr(1)
 STATE_FP32, STATE_BF16, STATE_STOCHASTIC, STATE_8BIT = (tl.constexpr(kind) for kind in range(4))
+BF16_SUM, FP16_SUM = tl.constexpr(1), tl.constexpr(2)
 ADAM, SGD = tl.constexpr(0), tl.constexpr(1)
 
 QUIET = tl.constexpr(0x7FC0)
@@ -330,3 +331,31 @@ def squares(data, out, numel, tile: tl.constexpr):
     sums = tl.sum(tl.reshape(sums, (tile, 2, 4)), 1)
     sums = tl.sum(tl.reshape(sums, (tile, 2, 2)), 1)
     tl.store(out + block, tl.sum(sums, 1), mask=block * BLOCK < numel)
+
+
+@triton.jit
+def sums(parts, out, numel, count, narrow: tl.constexpr, tile: tl.constexpr):
+    """`count` parts of `numel` elements, one behind the other, added up in their order; where the sum is of
+    16 bits (`narrow`), each addition is rounded to these."""
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    mask = at < numel
+    total = _load(parts, at, mask)
+    here = at
+    for _ in range(1, count):
+        here += numel
+        total += _load(parts, here, mask)
+        if narrow == BF16_SUM:
+            total = _wide(_bf16_even(total))
+        elif narrow == FP16_SUM:
+            total = total.to(tl.float16).to(tl.float32)
+    tl.store(out + at, _narrowed(total, narrow), mask=mask)
+
+
+@triton.jit
+def _narrowed(total, narrow: tl.constexpr):
+    if narrow == BF16_SUM:
+        return _bf16_even(total)
+    elif narrow == FP16_SUM:
+        return total.to(tl.float16)
+    else:
+        return total

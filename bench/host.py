@@ -1,0 +1,265 @@
+"""The host's time for one step on 8 to 16384 ranks, beside FSDP2: what is left where nothing travels.
+
+    python bench/host.py
+    python bench/host.py --ranks 8,512 --only zd-3-native,fsdp2 --profile zd-3-native
+
+Rank 0 of so many over torch's fake process group, fp32 on one thread, a decoder of many small blocks, so that
+what a step costs beside its arithmetic is most of it. Each cell is a process of its own. `ms` is processor
+time, the least of all rounds, without what is spent in the calls of the carrier: there the fake group copies
+a slice into every other's place, one after the other, which no network does. `calls` are those of Python and
+from Python in one step. `s` is the processor's time until there is an engine, and `MiB` what the process has
+grown by. `zd-3-rank` is zerodrift at stage 3, sums in the order of ranks, on the carrier of GPUs; `pairs` is
+that of gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import importlib
+import multiprocessing
+import pstats
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from about import about
+from gpt import GPT
+
+CARRIED = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+CARRIED += ("all_to_all_single",)
+CASES = ("alone", "fsdp2", "zd-3-native", "zd-3-tree", "zd-3-rank", "zd-3-rank-pairs", "zd-3-tree-pairs")
+CASES += ("zd-0-rank", "zd-1-rank", "zd-2-rank")
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One case on so many ranks."""
+
+    made: float
+    """Seconds until there is an engine."""
+    ms: float
+    calls: int
+    peak: int
+    """MiB that the process has grown by."""
+
+
+class Carrier:
+    """Seconds inside of the carrier's calls."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = False
+
+    def watch(self) -> None:
+        """From now on; whoever imports the calls must do so later."""
+        for name in CARRIED:
+            if hasattr(dist, name):
+                setattr(dist, name, self._timed(getattr(dist, name)))
+        dist.all_reduce = self._timed(of_all(dist.all_reduce))  # type: ignore[assignment]
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return call(*args, **kwargs)
+            self._inside, began = True, time.process_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.process_time() - began
+                self._inside = False
+
+        return timed
+
+
+def of_all(all_reduce: Any) -> Any:
+    """What ranks that all hold the same would get; the fake group leaves what this one has."""
+
+    def summed(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(values, *args, **kwargs)
+        values.mul_(dist.get_world_size())
+        return work
+
+    return summed
+
+
+def zeros_arrive() -> None:
+    """What messages of the fake group bring: memory that nobody wrote may hold what is no number."""
+    from zerodrift.comm import pairs
+
+    gather, take = pairs.Pairs.gather, pairs.Scratch.take
+
+    def gathered(self: Any, turn: Any, line: Any, out: torch.Tensor, shard: torch.Tensor) -> Any:
+        return gather(self, turn, line, out.zero_(), shard)
+
+    def taken(self: Any, numel: int, dtype: torch.dtype) -> Any:
+        flat, held = take(self, numel, dtype)
+        return flat.zero_(), held
+
+    pairs.Pairs.gather, pairs.Scratch.take = gathered, taken  # type: ignore[method-assign]
+
+
+def model(options: argparse.Namespace) -> GPT:
+    return GPT(options.width, options.blocks, 64, 64)
+
+
+def torch_step(module: nn.Module, tokens: torch.Tensor) -> Step:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        module(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fsdp2(options: argparse.Namespace, tokens: torch.Tensor) -> Step:
+    from torch.distributed.fsdp import fully_shard
+
+    module = model(options)
+    for layer in module.layers:
+        fully_shard(layer)
+    fully_shard(module)
+    return torch_step(module, tokens)
+
+
+def zerodrift(case: str, options: argparse.Namespace, tokens: torch.Tensor) -> Step:
+    from zerodrift import initialize
+    from zerodrift.comm import collectives
+
+    _, stage, order, *carrier = case.split("-")
+    carry = carrier[0] if carrier else "native"
+    if carry == "pairs":
+        zeros_arrive()
+    made = collectives.Collectives.__init__
+    carried = lambda self, mesh, _=None: made(self, mesh, carry)  # noqa: E731
+    collectives.Collectives.__init__ = carried  # type: ignore[method-assign]
+    config = {
+        "precision": {"mode": "fp32", "reduce": {"order": order}},
+        "zero_optimization": {"stage": int(stage)},
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    }
+    engine = initialize(model(options), config=config, device="cpu", quiet=True)
+
+    def step() -> None:
+        engine.backward(engine(tokens))
+        engine.step()
+
+    return step
+
+
+def made(case: str, options: argparse.Namespace) -> Step:
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (1, 16))
+    if case == "alone":
+        return torch_step(model(options), tokens)
+    return fsdp2(options, tokens) if case == "fsdp2" else zerodrift(case, options, tokens)
+
+
+def resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def measured(case: str, ranks: int, options: argparse.Namespace, queue: Any) -> None:
+    carrier = Carrier()
+    carrier.watch()
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
+    base, began = resident(), time.process_time()
+    step = made(case, options)
+    took = time.process_time() - began
+    step(), step()
+    times = []
+    for _ in range(options.rounds):
+        carrier.seconds, began = 0.0, time.process_time()
+        step()
+        times.append(1e3 * (time.process_time() - began - carrier.seconds))
+    peak = resident() - base
+    calls = min(counted(step) for _ in range(3))  # some things are looked at now and then
+    if options.profile == case:
+        print_profile(step)
+    queue.put(Cell(took, min(times), calls, peak))
+
+
+def counted(run: Step) -> int:
+    """Calls of and from Python, on this thread and autograd's, which is the same one on a CPU."""
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    with profiled(seen):
+        run()
+    return count
+
+
+@contextlib.contextmanager
+def profiled(seen: Any) -> Iterator[None]:
+    sys.setprofile(seen)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def print_profile(step: Step) -> None:
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+def launch(case: str, ranks: int, options: argparse.Namespace) -> Cell | None:
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=measured, args=(case, ranks, options, queue))
+    process.start()
+    while queue.empty() and process.is_alive():
+        process.join(0.1)
+    found: Cell | None = None if queue.empty() else queue.get()
+    process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", default="8,64,512,4096,16384")
+    parser.add_argument("--only", default=",".join(CASES), help="comma-separated cases")
+    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--profile", default="", help="a case whose step is profiled on each number of ranks")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    importlib.import_module("torch.distributed.fsdp")
+    count = sum(parameter.numel() for parameter in model(options).parameters())
+    print(
+        f"{count / 1e6:.2f}M parameters, {options.blocks} blocks of width {options.width}, fp32\n{about()}\n"
+    )
+    ranks = [int(number) for number in options.ranks.split(",")]
+    print(f"{'ranks':16}" + "".join(f"{number:>26}" for number in ranks))
+    print(f"{'':16}" + f"{'ms':>9}{'calls':>8}{'s':>5}{'MiB':>5}"[1:].rjust(26) * len(ranks))
+    for case in options.only.split(","):
+        print(f"{case:16}", end="", flush=True)
+        for number in ranks:
+            cell = launch(case, number, options)
+            text = "-" if cell is None else f"{cell.ms:8.1f}{cell.calls:8}{cell.made:5.1f}{cell.peak:5}"
+            print(f"{text:>26}", end="", flush=True)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The parts of a reduction added up in one call, however many there are.
+
+`comm/fold.py` defines the numbers, one addition after the other, and does what is not done here.
+
+Invariant: the bits of `comm/fold.py`, whoever computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zerodrift.kernels import device, native
+
+FEW = 2
+"""Parts that torch adds in one call as well."""
+
+
+def add_up(total: Tensor, parts: Sequence[Tensor] | Tensor, *, tree: bool) -> bool:
+    """Write the sum of flat `parts`, or of the rows of `[parts, elements]`, to `total`, which may be one of
+    them; returns whether it did."""
+    kind = parts[0].dtype
+    if len(parts) <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
+        return False
+    if total.device.type == "cpu":
+        return _compiled(total, parts, tree)
+    if tree or not isinstance(parts, Tensor) or not parts.is_contiguous() or not device.works(total.device):
+        return False
+    device.sums(parts, total)
+    return True
+
+
+def _compiled(total: Tensor, parts: Sequence[Tensor] | Tensor, tree: bool) -> bool:
+    built = native.library()
+    if built is None:
+        return False
+    if isinstance(parts, Tensor):
+        addresses = np.arange(len(parts), dtype=np.int64) * (parts.stride(0) * parts.itemsize)
+        addresses += parts.data_ptr()
+    else:
+        addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
+    types = native.TYPES[parts[0].dtype], native.TYPES[total.dtype]
+    threads = torch.get_num_threads()
+    built.sums(
+        total.numel(),
+        len(parts),
+        addresses.ctypes.data,
+        types[0],
+        total.data_ptr(),
+        types[1],
+        int(tree),
+        threads,
+    )
+    return True

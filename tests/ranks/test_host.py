@@ -1,0 +1,95 @@
+"""What the host does, does not grow with the number of ranks: rank 0 of 8 and of 1024, over a fake group.
+
+Calls are counted, not seconds. Where they may grow, they do so with the depth of a tree.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch import nn
+
+from tests.ranks.harness import run_ranks
+from zerodrift import initialize
+from zerodrift.comm import collectives
+
+BLOCKS = 2
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(BLOCKS)))
+
+
+def calls(run: Callable[[], object]) -> int:
+    """Those of Python and from Python."""
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def like_gpus() -> None:
+    """The carrier of GPUs, and a fake group whose ranks all hold the same. Of this process."""
+    made, all_reduce = collectives.Collectives.__init__, dist.all_reduce
+
+    def carried(self: Any, mesh: Any, carrier: Any = None) -> None:
+        made(self, mesh, "native")
+
+    def summed(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(values, *args, **kwargs)
+        values.mul_(dist.get_world_size())
+        return work
+
+    collectives.Collectives.__init__, dist.all_reduce = carried, summed  # type: ignore[method-assign]
+
+
+def counted(cases: list[tuple[int, str]]) -> list[tuple[int, int]]:
+    """Calls of one step, on rank 0 of 8 and of 1024."""
+    dist.destroy_process_group()
+    like_gpus()
+    return [(of_a_step(8, *case), of_a_step(1024, *case)) for case in cases]
+
+
+def of_a_step(ranks: int, stage: int, order: str) -> int:
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
+    config = {
+        "precision": {"mode": "fp32", "reduce": {"order": order}},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine = initialize(network(), config=config, device="cpu", quiet=True)
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+
+    for _ in range(5):  # more is looked at in the first steps
+        step()
+    found = calls(step)
+    engine.destroy()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.fresh_ranks
+def test_a_step_takes_as_many_calls_of_the_host_on_1024_ranks_as_on_8() -> None:
+    cases = [(3, "rank"), (0, "native"), (3, "tree")]
+    (found,) = run_ranks(counted, 1, cases)
+    for (stage, order), (few, many) in zip(cases, found, strict=True):
+        swaps = (BLOCKS + 1) * 7 if order == "tree" else 0  # 1024 is 8 doubled 7 times
+        assert few - 10 <= many <= few + 10 + 150 * swaps, (stage, order)
