@@ -22,6 +22,7 @@ from zerodrift.comm import collectives, pairs
 from zerodrift.comm.collectives import Carrier, Collectives, Recorded
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import AxisName, start
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.dtypes import DType
 from zerodrift.errors import RankError
 from zerodrift.mesh import MeshShape
@@ -651,3 +652,24 @@ def test_a_gradient_is_reduced_over_shards_then_replicas() -> None:
     want = ((ranks[0] + ranks[1]) + (ranks[2] + ranks[3])) / 4
     for (full,) in run_ranks(reduce_over_both_axes, 4, ("shard", "replicate")):
         assert same_bits(full, want)
+
+
+def objects_of_many() -> list[bool]:
+    """As on more ranks than are asked at once."""
+    collectives.SEVERAL = 1
+    comm = joined()
+    rank, size = comm.mesh.rank(), comm.mesh.size("world")
+    same = comm.all_gather_object({"a": [1.5, None]}) == [{"a": [1.5, None]}] * size
+    other = comm.all_gather_object("last" if rank == size - 1 else "first")
+    try:
+        with raise_on_all_ranks(comm):
+            if rank == 1:
+                raise ValueError("on one rank")
+    except (ValueError, RankError) as error:
+        said = "on one rank" in str(error)
+    return [same, other == ["first"] * (size - 1) + ["last"], said]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_objects_that_are_the_same_on_all_ranks_are_not_sent(world: int) -> None:
+    assert run_ranks(objects_of_many, world) == [[True] * 3] * world

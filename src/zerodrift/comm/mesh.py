@@ -15,7 +15,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, get_args
@@ -308,19 +308,33 @@ def _axes(
     groups = {everybody: (created[0] if created else None, CollectiveLog(everybody))}
     axes: dict[AxisName, Axis] = {}
     for name in AXES:
+        mine = _line(shape, rank, name)
         # Every rank builds the groups of every line, in one order, though it is on one of them. torch can
         # also build a group among its members alone, but names it so that one built after a `stop` meets
         # the addresses that the first left in the store, and hangs.
-        for line in dict.fromkeys(_line(shape, other, name) for other in range(shape.world)):
+        for line in _lines(shape, name):
             if line in groups:
                 continue
-            group = _group(line, timedelta(seconds=timeout)) if len(line) > 1 else None
-            if group is not None and rank in line:
+            group = _group(line, timedelta(seconds=timeout))
+            if rank in line:
                 created.append(group)
             groups[line] = (group, CollectiveLog(line))
-        mine = _line(shape, rank, name)
+        groups.setdefault(mine, (None, CollectiveLog(mine)))
         axes[name] = Axis(name, tuple(mine), mine.index(rank), *groups[mine])
     return axes
+
+
+def _lines(shape: MeshShape, axis: AxisName) -> Iterator[range]:
+    """Those of an axis that need a group, in the order of their first ranks. None is longer than rank 0's."""
+    if len(_line(shape, 0, axis)) == 1:
+        return
+    reached: set[int] = set()
+    for rank in range(shape.world):
+        if rank not in reached:
+            line = _line(shape, rank, axis)
+            reached.update(line)
+            if len(line) > 1:
+                yield line
 
 
 def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:

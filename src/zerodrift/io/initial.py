@@ -82,8 +82,7 @@ class InitialValues:
             buffers = {row.name: files for row in plan.buffers if files.holds(row.name)}
         with raise_on_all_ranks(self.comm):
             _require(bare, [n for n, b in self.model.named_buffers() if b.is_meta and n not in buffers])
-        fingerprints = self.comm.all_gather_object((torch.initial_seed(), _fingerprint(rows, bare)))
-        if len({fingerprint for _, fingerprint in fingerprints}) > 1:
+        if len(set(self.comm.all_gather_object(_fingerprint(rows, bare)))) > 1:
             raise RankError(
                 "model",
                 "must be built alike on every rank",
@@ -91,7 +90,7 @@ class InitialValues:
                 do="Build it with the same code, and the same seed on every rank.",
             )
         # Rank 0's seed, so that values do not depend on how many ranks there are.
-        initial = _Initial(recipe.Initial(bare, fingerprints[0][0]))
+        initial = _Initial(recipe.Initial(bare, self.comm.broadcast_object(torch.initial_seed(), 0)))
         return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
 
     def finish(self) -> LoadedWeights | None:
