@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
+from zerodrift.engine.digest import tensor_digest
 from zerodrift.kernels.digests import block_digests, reference_block_digests, weights_of_places
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64, torch.bool]
@@ -76,3 +77,14 @@ def test_weights_are_odd_and_never_change() -> None:
 
 KNOWN = [480509895710627439, -7313006754444355091, 8524369356908854965]
 KNOWN_SUMS = [-5955328792716509184, 2974734815035719680]
+
+
+def test_of_a_whole_tensor_depends_on_every_bit_its_name_and_its_dtype() -> None:
+    value = torch.rand(300, 3, generator=torch.Generator().manual_seed(0))
+    digest = tensor_digest("a", value)
+    assert digest == tensor_digest("a", value.t().contiguous().t()) == "3f558ee0b841284b"
+    changed = value.clone()
+    changed[299, 2] = torch.nextafter(changed[299, 2], torch.tensor(2.0))
+    others = [tensor_digest("b", value), tensor_digest("a", value.double()), tensor_digest("a", changed)]
+    others += [tensor_digest("a", value.bfloat16()), tensor_digest("a", value.flip(0))]
+    assert len({digest, *others}) == 6

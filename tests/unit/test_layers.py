@@ -67,6 +67,7 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "files", "legible", "mesh", "record"},
     },
     "lightning": {"api", "config", "engine", "io", "errors"},
+    "verl": {"api", "config", "engine", "io", "errors"},
     "deepspeed": {
         *{"api", "io", "config", "engine", "comm", "optim", "plan", "policy", "dtypes", "errors"},
         *{"optimizers", "alias", "versions"},

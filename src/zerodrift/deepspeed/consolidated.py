@@ -19,7 +19,7 @@ from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
 from zerodrift.io.atomic import new_file
-from zerodrift.plan.table import Row
+from zerodrift.io.whole import whole_values
 
 
 def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bool) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bo
     for unit in engine.plan.units:
         rows = [engine.plan.rows[index] for index in unit.rows]
         rows = [row for row in rows if not (without_frozen and not row.trained)]
-        for row, value in zip(rows, _full_values(engine, rows, keep), strict=True):
+        for row, value in zip(rows, whole_values(engine, rows, keep), strict=True):
             if value is None:
                 continue
             value = value if everywhere else value.cpu()
@@ -50,23 +50,6 @@ def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bo
 def _copy(buffer: torch.Tensor, everywhere: bool) -> torch.Tensor:
     copy = buffer.detach().clone()
     return copy if everywhere else copy.cpu()
-
-
-def _full_values(engine: Engine, rows: list[Row], keep: bool) -> list[torch.Tensor | None]:
-    """Copies in the export dtype."""
-    values: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        names = [row.name for row in rows]
-        with engine.gathered(names) as shown:
-            for row in rows:
-                if keep and shown[row.name].dtype is row.columns.export.torch:
-                    values[row.name] = shown[row.name].clone()
-        for row in rows:
-            if native(engine.executor).segments[row.segment].full.dtype is not row.columns.export.torch:
-                master = engine.parameter(row.name).master
-                if keep:
-                    values[row.name] = master.to(row.columns.export.torch)
-    return [values.get(row.name) for row in rows]
 
 
 def save(engine: Engine, folder: str | os.PathLike[str], filename: str, without_frozen: bool) -> bool:

@@ -128,6 +128,14 @@ def _digest_of(kind: str, what: str, flat: torch.Tensor, span: Span) -> torch.Te
     return (sums * (block_keys(key, start // BLOCK, len(sums), flat.device) | 1)).sum()
 
 
+def tensor_digest(name: str, value: torch.Tensor) -> str:
+    """Of one whole tensor under a name; another dtype of the same values has another."""
+    flat = value.detach().contiguous().view(-1)
+    sums = block_digests(flat)
+    keys = block_keys(parameter_key(f"{value.dtype} {name}"), 0, len(sums), flat.device)
+    return _text(int((sums * (keys | 1)).sum()))
+
+
 def computed_by(device: torch.device) -> dict[str, Any]:
     """What bits depend on beside the plan, the model and the data."""
     compiled = native.library() is not None

@@ -1,0 +1,76 @@
+"""The engine for verl, driven through verl's own registry, config classes, batches and loss, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="verl is not installed")
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("verl_loop.py")
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, stage: int, dtype: str) -> dict[str, Any]:
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, str(SCRIPT), str(folder), str(stage), dtype],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        cwd=folder, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(("stage", "dtype", "near"), [(3, "float32", 1e-6), (1, "bfloat16", 5e-3)])
+def test_it_trains_as_torch_does(stage: int, dtype: str, near: float, tmp_path: Path) -> None:
+    found = run(tmp_path, stage, dtype)
+    assert [step["loss"] for step in found["steps"]] == pytest.approx(found["plain"], rel=near)
+    assert all(step["rate"] == 1e-3 and 0 < step["norm"] < 10 for step in found["steps"])
+    assert found["outputs"] == ["log_probs"] and found["names"]
+    kinds = {name: kind.removeprefix("torch.") for name, kind in found["dtypes"].items()}
+    assert {kind for name, kind in kinds.items() if "norm" in name} == {"float32"}, "they are pinned"
+    assert {kind for name, kind in kinds.items() if "norm" not in name} == {dtype}
+    assert found["exported"], "a saved model and a sampler have the same bits"
+    for straight, resumed in zip(found["straight"], found["resumed"], strict=True):
+        assert resumed == pytest.approx(straight, rel=1e-6)
+    assert found["lora"][0] == pytest.approx(found["plain"][0], rel=near)
+    assert found["beneath"][0].endswith("q_proj.base_layer.weight") and found["rank"] == 4
+    assert found["values"] == found["tokens"]
+    assert all(".lora_" in name and "default" not in name for name in found["parts"])
+
+
+def test_a_sampler_that_casts_is_found() -> None:
+    from zerodrift.errors import RankError
+    from zerodrift.verl import digests_of, require_same
+
+    weights = {"norm": torch.rand(7), "up": torch.rand(300, 5)}
+    sent = digests_of(weights.items())
+    require_same(sent, digests_of((name, value.clone()) for name, value in weights.items()))
+    weights["norm"] = weights["norm"].bfloat16()
+    with pytest.raises(RankError, match="other bits in 1 of 2 tensors, `norm` first"):
+        require_same(sent, digests_of(weights.items()))
+
+
+def test_what_it_cannot_do_is_said_at_once() -> None:
+    from verl.workers.config import EngineConfig
+
+    from zerodrift.errors import ConfigError
+    from zerodrift.verl import ZeroDriftEngineConfig, require_supported
+
+    assert issubclass(ZeroDriftEngineConfig, EngineConfig)
+    config = ZeroDriftEngineConfig(param_offload=True, ulysses_sequence_parallel_size=2, dtype="int8")
+    with pytest.raises(ConfigError) as raised:
+        require_supported(config)
+    for name in ("engine.param_offload", "engine.ulysses_sequence_parallel_size", "engine.dtype"):
+        assert name in str(raised.value)
