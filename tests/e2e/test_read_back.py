@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.jobs import job, losses
-from zerodrift.errors import ZerodriftError
+from zerodrift.errors import ConfigError, ZerodriftError
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.sample import SamplingOptions, TextGenerator, choose
 from zerodrift.train.start import train
@@ -127,3 +127,25 @@ def test_a_model_that_diverged_is_not_sampled_from(bad: float) -> None:
     logits[3] = bad
     with pytest.raises(ZerodriftError, match="`logits`: must be finite"):
         choose(logits, SamplingOptions(1, 1.0, 0, 0), torch.Generator())
+
+
+def test_whatever_a_run_leaves_is_found_from_any_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zerodrift.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    folder = run / "run"
+    taste = SamplingOptions(tokens=5, temperature=0.0, top=0, seed=3)
+    tag = max(path.name for path in (folder / "checkpoints").glob("step-*"))
+    parts = ("", "export", "checkpoints", f"checkpoints/{tag}")
+    said = {"".join(TextGenerator(folder / part).continued("It is", taste)) for part in parts}
+    assert len(said) == 1
+    for number, part in enumerate(parts):
+        app(["inspect", str(folder / part)], standalone_mode=False)
+        assert "zerodrift inspect" in capsys.readouterr().out
+        command = ["convert", str(folder / part), str(tmp_path / f"out-{number}"), "--to", "safetensors"]
+        app(command, standalone_mode=False)
+        assert list((tmp_path / f"out-{number}").glob("*.safetensors"))
+    with pytest.raises(ConfigError, match=r"must be the folder of a run, its `export`.*looked for in"):
+        TextGenerator(Path("nowhere"))

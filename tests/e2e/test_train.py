@@ -39,7 +39,8 @@ def test_a_run_leaves_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (folder / "export" / "model.safetensors").is_file()
     assert "done, 10 steps" in (folder / "report.html").read_text()
     out = capsys.readouterr().out
-    assert "zerodrift plan" in out and "at rest" in out
+    assert "zerodrift train" in out and "at rest" in out and "zerodrift plan" not in out
+    assert len(out.split("step 1/10")[0].splitlines()) <= 16
     assert "precision: backend=native storage=bfloat16 " in out
     assert "step 10/10  loss " in out and f"report: {folder / 'report.html'}" in out
 

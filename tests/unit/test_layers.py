@@ -64,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
             "report",
             "model",
         },
-        *{"dtypes", "errors", "files", "legible", "mesh", "record"},
+        *{"dtypes", "errors", "files", "legible", "mesh", "record", "versions"},
     },
     "lightning": {"api", "config", "engine", "io", "errors"},
     "verl": {"api", "config", "engine", "io", "errors"},

@@ -11,8 +11,16 @@ import pytest
 
 from zerodrift.errors import ZerodriftError
 from zerodrift.train import launch
-from zerodrift.train.launch import Failure, RankArguments, RankFailedError, first_host, slurm, write_failure
-from zerodrift.train.stopping import listening
+from zerodrift.train.launch import (
+    Asked,
+    Failure,
+    RankArguments,
+    RankFailedError,
+    first_host,
+    slurm,
+    write_failure,
+)
+from zerodrift.train.stopping import IN_ORDER, exit_code, listening
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -56,7 +64,7 @@ def test_slurm_is_not_joined_where_it_did_not_start_ranks(change: dict[str, str 
 
 
 def test_what_a_rank_is_told_survives_its_command_line() -> None:
-    work = RankArguments("job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True)
+    work = RankArguments("job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True, Asked("zerodrift train", True))
     assert RankArguments.from_json(work.to_json()) == work
 
 
@@ -96,13 +104,26 @@ def test_a_defect_is_told_with_its_traceback(tmp_path: Path) -> None:
     assert isinstance(told, RankFailedError) and "KeyError: 3" in str(told)
 
 
-def test_the_first_signal_asks_and_handlers_come_back() -> None:
+def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with listening() as stop:
+        stop.doing = "finishing"
         assert not stop.asked
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked and stop.by == "SIGTERM"
+        assert stop.asked and stop.by == "SIGTERM" and exit_code(stop.by) == 143
     assert signal.getsignal(signal.SIGTERM) is before
+    said = capfd.readouterr().out
+    assert said == "SIGTERM: finishing\nSIGTERM again: stop at once, without saving\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_first_step_a_signal_ends_it(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, listening():
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number
+    assert "stopped before the first step, with nothing to save" in capfd.readouterr().out
 
 
 def test_the_second_signal_does_not_ask() -> None:
@@ -110,6 +131,7 @@ def test_the_second_signal_does_not_ask() -> None:
         "import signal\n"
         "from zerodrift.train.stopping import listening\n"
         "with listening() as stop:\n"
+        "    stop.doing = 'finishing'\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print(stop.by, flush=True)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
@@ -117,4 +139,26 @@ def test_the_second_signal_does_not_ask() -> None:
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (130, "SIGINT\n")
+    first, second = done.stdout.split("SIGINT\n")
+    assert done.returncode == 130 and first.startswith("Ctrl-C: finishing\n")
+    assert second.startswith("Ctrl-C: stopped at once, without saving\n")
+
+
+@pytest.mark.parametrize(
+    ("codes", "asked", "ends"),
+    [
+        ((0, 0), [], 0),
+        ((0, 0), [signal.SIGINT], 0),
+        ((IN_ORDER + 2, IN_ORDER + 2), [signal.SIGINT], 130),
+        ((IN_ORDER, IN_ORDER + 15), [], 143),
+        ((130, 130), [signal.SIGINT], 130),
+        ((-9, -9), [signal.SIGINT, signal.SIGINT], 130),
+    ],
+)
+def test_how_ranks_end_is_how_the_run_ends(
+    tmp_path: Path, codes: tuple[int, int], asked: list[int], ends: int
+) -> None:
+    launcher = launch.Launcher.__new__(launch.Launcher)
+    launcher._ranks = [ended(tmp_path, number, code, None) for number, code in enumerate(codes)]
+    launcher._asked, launcher._count = list(asked), 2
+    assert launcher._watch() == ends

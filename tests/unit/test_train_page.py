@@ -194,7 +194,7 @@ def test_metrics_that_are_no_file_are_refused(make: Callable[[Path], None], tmp_
 
 def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     lines = LineDisplay(every=2)
-    lines.start(0, 5)
+    lines.start(0, 5, lambda: (0, 1))
     for number in range(1, 6):
         lines.step(step(number))
     out = capsys.readouterr().out.splitlines()

@@ -5,7 +5,6 @@ Invariant: nothing of a run is changed; what is printed as a fact was run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.planning import write_page
+from zerodrift.cli.planning import is_job, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def _audited(
 
     plan, subject, batches = (
         _of_job(source, overrides, count, (model, weights, tokens))
-        if _is_job(source)
+        if is_job(source)
         else of_config(source, _named(model), weights, tokens, count, overrides)
     )
     budget, of, confirm = limits
@@ -105,17 +104,6 @@ def _shown(rank: int) -> AbstractContextManager[Told]:
 
 
 # --- what is audited -----------------------------------------------------------------------------------
-
-
-def _is_job(source: str) -> bool:
-    """Whether a file has a job's blocks."""
-    from zerodrift.config.tree import tree_of
-
-    try:
-        _, tree, _ = tree_of(source, "job")
-    except ConfigError:
-        return False
-    return isinstance(tree, Mapping) and "config" in tree and "model" in tree
 
 
 def _named(model: str | None) -> str:

@@ -14,7 +14,7 @@ from zerodrift.cli.planning import numbers
 
 def drift(
     config: options.TrainerConfig,
-    model: options.Model,
+    model: options.ModelOfTrainer,
     tokens: options.TokenFile,
     weights: options.TrainedWeights = None,
     sent: options.SentFolder = None,

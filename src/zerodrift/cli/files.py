@@ -22,9 +22,10 @@ def inspect(
     """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete."""
     with streams.errors(debug):
         from zerodrift.io.checkpoint import inspect as looking
+        from zerodrift.train.found import checkpoints_at
 
         with streams.progress(f"reading {checkpoint}"):
-            inspection = looking.inspect(checkpoint, verify=verify)
+            inspection = looking.inspect(checkpoints_at(checkpoint), verify=verify)
         if json:
             streams.emit(looking.inspection_json(inspection))
         else:
@@ -56,5 +57,8 @@ def convert(
         kind: Literal["safetensors", "checkpoint"] | None = None
         if to is not None:
             kind = "checkpoint" if to == "checkpoint" else "safetensors"
+        from zerodrift.train.found import checkpoints_at, config_of
+
         asked = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
-        streams.emit(str(run(source, target, asked, model, shown=True)))
+        model = model or config_of(source)
+        streams.emit(str(run(checkpoints_at(source), target, asked, model, shown=True)))

@@ -18,9 +18,17 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 # --- plan, explain, support ---------------------------------------------------------------------------
 
 Config = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="Config file in YAML or JSON, ours or DeepSpeed's.")
+    str, typer.Argument(metavar="CONFIG", help="Config file in YAML or JSON, ours or DeepSpeed's; or a job.")
 ]
 Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="X",
+        help="A folder or file with a transformers config or safetensors, or package.module:function.",
+    ),
+]
+ModelOfTrainer = Annotated[
     str,
     typer.Option(
         "--model",
@@ -28,7 +36,12 @@ Model = Annotated[
         help="A folder or file with a transformers config or safetensors, or package.module:function.",
     ),
 ]
-WorldSize = Annotated[int, typer.Option("--world-size", metavar="N", min=1, help="Ranks to plan for.")]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(
+        "--world-size", metavar="N", min=1, help="Ranks to plan for. Default: 1, or a job's `nproc`."
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -289,6 +302,12 @@ Nproc = Annotated[
         min=1,
         help="Processes to start on this machine. Default: one per GPU, or one.",
     ),
+]
+WholePlan = Annotated[
+    bool, typer.Option("--plan", help="Print every parameter's dtypes before the first step, and why.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the job, read its data, show its plan, and start nothing.")
 ]
 FirstStep = Annotated[
     int | None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def plan(
     config: options.Config,
-    model: options.Model,
-    world_size: options.WorldSize = 1,
+    model: options.Model = None,
+    world_size: options.WorldSize = None,
     micro_batches: options.MicroBatches = None,
     rows: options.Rows = None,
     set_: options.Set = None,
@@ -43,9 +43,9 @@ def plan(
             raise typer.BadParameter("give --trace or --rows, not both")
         if inputs is not None and not trace:
             raise typer.BadParameter("--inputs is for --trace")
-        with streams.progress(f"planning {model}"):
-            planned = _made(config, model, world_size, set_, auto)
-            traced = _trace_text(planned, model, inputs, json) if trace else ""
+        with streams.progress(f"planning {model or config}"):
+            planned, source = _made(config, model, world_size, set_, auto)
+            traced = _trace_text(planned, source, inputs, json) if trace else ""
             text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
             text = traced or text
         streams.emit(text)
@@ -53,9 +53,9 @@ def plan(
 
 def explain(
     config: options.Config,
-    model: options.Model,
     parameter: options.Parameter,
-    world_size: options.WorldSize = 1,
+    model: options.Model = None,
+    world_size: options.WorldSize = None,
     set_: options.Set = None,
     auto: options.Auto = None,
     json: options.Json = False,
@@ -66,13 +66,13 @@ def explain(
         from zerodrift.report import as_json, terminal
         from zerodrift.report.explain import explain as explained
 
-        with streams.progress(f"planning {model}"):
-            planned = _made(config, model, world_size, set_, auto)
+        with streams.progress(f"planning {model or config}"):
+            planned, _ = _made(config, model, world_size, set_, auto)
             explanation = explained(planned, parameter)
         if json:
             streams.emit(as_json.explanation_json(explanation, planned))
         else:
-            streams.emit(terminal.explanation_text(explanation, planned.digest, color=streams.color()))
+            streams.emit(terminal.explanation_text(explanation, planned.digest, **streams.look()))
 
 
 def support(
@@ -101,11 +101,53 @@ def support(
 
 
 def _made(
-    config: str, model: str, world_size: int, overrides: Sequence[str] | None, auto: Sequence[str] | None
-) -> Plan:
+    config: str,
+    model: str | None,
+    world_size: int | None,
+    overrides: Sequence[str] | None,
+    auto: Sequence[str] | None,
+) -> tuple[Plan, str]:
+    """A plan, and what its model is."""
+    if is_job(config):
+        return _of_job(config, model, world_size, overrides or (), auto)
+    if model is None:
+        raise ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
     from zerodrift.api import make_plan
 
-    return make_plan(config, model, world_size, auto=numbers(auto or ()), overrides=tuple(overrides or ()))
+    given = numbers(auto or ())
+    return make_plan(config, model, world_size or 1, auto=given, overrides=tuple(overrides or ())), model
+
+
+def is_job(source: str) -> bool:
+    """Whether a file has a job's blocks."""
+    from zerodrift.config.tree import tree_of
+
+    try:
+        _, tree, _ = tree_of(source, "job")
+    except ConfigError:
+        return False
+    return isinstance(tree, Mapping) and "data" in tree and "model" in tree
+
+
+def _of_job(
+    source: str,
+    model: str | None,
+    world_size: int | None,
+    overrides: Sequence[str],
+    auto: Sequence[str] | None,
+) -> tuple[Plan, str]:
+    from zerodrift.train.dry import plan_of
+    from zerodrift.train.read import read_job
+
+    if model is not None or auto:
+        raise ConfigError(
+            "--model and --auto",
+            "must be left out with a job, which has its own",
+            got="a job file",
+            do="Override the job's: `--set model.source=...`, `--set auto={KEY: NUMBER}`.",
+        )
+    job, config = read_job(source, overrides)
+    return plan_of(job, config, world_size or job.run.nproc or 1), job.model.source
 
 
 def _plan_text(
@@ -125,11 +167,11 @@ def _plan_text(
     if rows is None:
         if json:
             return as_json.plan_json(planned, bill, timeline)
-        return terminal.plan_text(planned, bill, grouped(planned), timeline, color=streams.color())
+        return terminal.plan_text(planned, bill, grouped(planned), timeline, **streams.look())
     chosen = names.matching(planned, rows, "--rows")
     if json:
         return as_json.rows_json((explain_row(planned, index) for index in chosen), planned)
-    return terminal.rows_text(planned, single(planned, chosen), color=streams.color())
+    return terminal.rows_text(planned, single(planned, chosen), **streams.look())
 
 
 def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> str:

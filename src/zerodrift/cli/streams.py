@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import typer
 
@@ -48,6 +50,19 @@ def color() -> bool:
     """Colour for a person at a terminal who has not said no (https://no-color.org)."""
     dumb = os.environ.get("TERM") == "dumb"
     return sys.stdout is not None and sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+
+
+def look() -> dict[str, Any]:
+    """How a report is set: as wide as the terminal, within what can be read, and 100 columns elsewhere."""
+    from zerodrift.report.frame import WIDTH
+
+    wide = sys.stdout is not None and sys.stdout.isatty()
+    columns = shutil.get_terminal_size((WIDTH, 24)).columns if wide else WIDTH
+    return {"color": color(), "width": max(NARROWEST, min(columns, WIDEST))}
+
+
+NARROWEST, WIDEST = 50, 120
+"""Columns of a report on a terminal."""
 
 
 def progress(text: str) -> AbstractContextManager[object]:

@@ -24,6 +24,7 @@ Examples:
   zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
   zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16 --html plan.html
   zerodrift plan config.yaml --model path/to/model --trace
+  zerodrift plan job.yaml --world-size 8
 
 --rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
 
@@ -131,7 +132,8 @@ Exits with code 2 if it is not complete.
 \b
 Examples:
   zerodrift inspect runs/a
-  zerodrift inspect runs/a/step-00000200 --verify
+  zerodrift inspect runs/a/checkpoints/step-00000200 --verify
+  zerodrift inspect runs/a/export
 """
 
 CONVERT = """\
@@ -153,11 +155,13 @@ TRAIN = """\
 Train a model as a job file says, with checkpoints, a report, and the exported model at the end.
 
 Resumes from the newest checkpoint in the run's folder, if there is one. Under torchrun or srun it joins
-the ranks that were started. Ctrl-C finishes the current step and saves; a second Ctrl-C stops at once.
+the ranks that were started. Ctrl-C finishes the current step, saves, and exits with 130; a second Ctrl-C
+stops at once. --dry-run checks everything up to the first step and starts nothing.
 
 \b
 Examples:
   zerodrift train examples/jobs/pretrain.yaml
+  zerodrift train job.yaml --dry-run
   zerodrift train job.yaml --set run.steps=100 --set config.zero_optimization.stage=2 --nproc 2
   torchrun --nproc-per-node=8 -m zerodrift train job.yaml
 """
@@ -177,7 +181,8 @@ Examples:
 SAMPLE = """\
 Continue a prompt with a trained model, to see what it has learned.
 
-Uses the exported model of the run, or its newest checkpoint if the run has not finished.
+RUN is the folder of a run, its export, its checkpoints or one of them, from whatever working folder. Of a run
+that has not finished, its newest checkpoint is used.
 
 \b
 Examples:

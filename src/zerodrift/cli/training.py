@@ -17,13 +17,19 @@ def train(
     job: options.Job,
     set_: options.SetInJob = None,
     nproc: options.Nproc = None,
+    plan: options.WholePlan = False,
+    dry: options.DryRun = False,
     debug: options.Debug = False,
 ) -> None:
     """Train a model as a job file says, with checkpoints, a report, and the exported model at the end."""
     with streams.errors(debug):
+        from zerodrift.train.start import dry_run
         from zerodrift.train.start import train as run
 
-        code = run(job, tuple(set_ or ()), nproc, debug)
+        if dry:
+            dry_run(job, tuple(set_ or ()), nproc, plan)
+            return
+        code = run(job, tuple(set_ or ()), nproc, debug, plan)
     if code:
         raise typer.Exit(code)
 

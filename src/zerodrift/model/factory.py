@@ -81,6 +81,19 @@ def _find(text: str) -> Callable[[], Any]:
 
 
 @contextmanager
+def importable(folder: str) -> Iterator[None]:
+    """Searches another folder last: the one that a run was started in, for its functions."""
+    added = bool(folder) and folder not in sys.path
+    if added:
+        sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if added and folder in sys.path:
+            sys.path.remove(folder)
+
+
+@contextmanager
 def _working_folder_importable() -> Iterator[None]:
     """Searches the working folder first, as `python -m` does."""
     folder = os.getcwd()

@@ -364,8 +364,13 @@ class OneCycle:
         if betas is not None:
             self._apply_momentum(betas)
 
-    get_last_lr = _get_last_lr
-    state_dict, load_state_dict = _state_dict, _load_state_dict
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        _load_state_dict(self, sd)
+        betas = self.get_mom()
+        if betas is not None and self.last_batch_iteration >= 0:
+            self._apply_momentum(betas)
+
+    get_last_lr, state_dict = _get_last_lr, _state_dict
 
 
 SCHEDULES: dict[str, type] = {

@@ -21,7 +21,10 @@ from rich.text import Text
 from zerodrift.legible import legible
 
 WIDTH = 100
-"""Columns of a text report, whatever the terminal: a report can be compared and pasted."""
+"""Columns of a text report that nobody looks at on a terminal: it can be compared and pasted."""
+
+_LEAST = 8
+"""Columns that a word takes."""
 
 DIGEST_SHOWN = 12
 """Hex digits of the digest in a title; JSON and the foot of the page have all of them."""
@@ -51,12 +54,17 @@ def grid(
 ) -> RenderableType:
     """Columns as wide as they need and at most `most`; the last takes the rest of the line and wraps."""
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    used = 0
-    for index, limit in enumerate(most):
-        needed = min(limit, max((cell_len(legible(row[index])) for row in rows), default=0))
-        table.add_column(width=needed, overflow="fold", style=styles[index])
-        used += needed + 2
-    table.add_column(width=(width or WIDTH) - used, overflow="fold")
+    total = width or WIDTH
+    needed = [
+        min(limit, max((cell_len(legible(row[index])) for row in rows), default=0))
+        for index, limit in enumerate(most)
+    ]
+    # On a narrow terminal the widest give way, so that the last has room for words.
+    while total < WIDTH and needed and max(needed) > _LEAST and sum(needed) + 2 * len(needed) > total * 0.65:
+        needed[needed.index(max(needed))] -= 1
+    for wide, style in zip(needed, styles, strict=False):
+        table.add_column(width=wide, overflow="fold", style=style)
+    table.add_column(width=total - sum(needed) - 2 * len(needed), overflow="fold")
     for row in rows:
         table.add_row(*map(shown, row))
     return table

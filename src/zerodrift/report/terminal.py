@@ -1,11 +1,11 @@
-"""A plan, or one parameter of it, as text of 100 columns.
+"""A plan, or one parameter of it, as text of 100 columns, or of as many as a terminal has.
 
 `rows` says what the lines are, `summary` what the words are; this room only sets them. A plan is shown by
 column set: the nine cells once, under their full headers, and below them the parameters that have them,
 so that neither a dtype nor a name is cut to make room for the other.
 
-Invariant: no line is wider than WIDTH, whatever the names, and without colour the text says as much as
-with it.
+Invariant: no line is wider than was asked for, whatever the names, and without colour the text says as much
+as with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table as Grid
 from rich.text import Text
@@ -30,7 +31,8 @@ from zerodrift.report.frame import WIDTH, elide, grid, pairs, printed, section, 
 from zerodrift.report.rows import ColumnSet, Line, Table
 
 _INDENT = 3
-_BAR = 34
+_BILL = 47
+"""Cells of a bill: two stand side by side where there is room."""
 _MOST_SLICES = 6
 
 _STYLES = (
@@ -43,38 +45,47 @@ _STYLES = (
 """Colour by dtype, so that a narrow cell among wide ones is seen before it is read."""
 
 
-def plan_text(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None, *, color: bool) -> str:
+def plan_text(
+    plan: Plan,
+    cost: Cost,
+    table: Table,
+    timeline: Timeline | None = None,
+    *,
+    color: bool,
+    width: int = WIDTH,
+) -> str:
     """The whole plan, for a person; `timeline` is that of its pipeline, where it has one."""
     parts = [
-        title("plan", plan.digest),
-        pairs(summary.facts(plan)),
+        title("plan", plan.digest, width),
+        pairs(summary.facts(plan), width=width),
         Text(),
-        _Columns.of(table.shown()).draw(table),
+        _Columns.of(table.shown(), width).draw(table),
         section("marks"),
-        _legend(plan, table),
+        _legend(plan, table, width),
         section("why"),
-        _reasons(table.shown()),
-        *_boundaries(plan, table),
+        _reasons(table.shown(), width),
+        *_boundaries(plan, table, width),
         section("decisions"),
         grid(
             [(item.key, item.value, item.why) for item in plan.policy.decisions],
             most=(24, 38),
             styles=("", "bold"),
+            width=width,
         ),
     ]
     if plan.buffers:
-        parts += [section("buffers"), grid(summary.buffers(plan), most=(40,), styles=("",))]
+        parts += [section("buffers"), grid(summary.buffers(plan), most=(40,), styles=("",), width=width)]
     if plan.policy.ignored:
-        parts += [section("ignored keys"), grid(plan.policy.ignored, most=(46,), styles=("",))]
+        parts += [section("ignored keys"), grid(plan.policy.ignored, most=(46,), styles=("",), width=width)]
     if plan.policy.pipeline is not None:
-        parts += [section("pipeline"), *_pipeline(plan, timeline)]
-    parts += [section("cost", summary.basis(plan, cost)), *_cost(plan, cost)]
+        parts += [section("pipeline"), *_pipeline(plan, timeline, width)]
+    parts += [section("cost", summary.basis(plan, cost)), *_cost(plan, cost, width)]
     if plan.notes:
-        parts += [section("notes"), grid([("!", note) for note in plan.notes], (1,), ("bold yellow",))]
-    return printed(parts, color)
+        parts += [section("notes"), grid([("!", note) for note in plan.notes], (1,), ("bold yellow",), width)]
+    return printed(parts, color, width)
 
 
-def _boundaries(plan: Plan, table: Table) -> list[RenderableType]:
+def _boundaries(plan: Plan, table: Table, width: int) -> list[RenderableType]:
     """Where dtypes change, where they do."""
     if not table.casts:
         return []
@@ -82,37 +93,39 @@ def _boundaries(plan: Plan, table: Table) -> list[RenderableType]:
     below = summary.lookups(table)
     return [
         section("boundaries", summary.entered(plan)),
-        grid(lines, most=(40, 11, 19), styles=("", "", "bold")),
+        grid(lines, most=(40, 11, 19), styles=("", "", "bold"), width=width),
         *([Text(below, style="dim")] if below else []),
     ]
 
 
-def _pipeline(plan: Plan, timeline: Timeline | None) -> list[RenderableType]:
+def _pipeline(plan: Plan, timeline: Timeline | None, width: int) -> list[RenderableType]:
     """Who holds what, and the order in which it runs."""
     held = [(place, *rest, pieces) for place, pieces, *rest in (stages.HEADS, *stages.ranks(plan, timeline))]
-    parts = [pairs(stages.facts(plan, timeline)), grid(held, (8, 8, 10, 10, 5), ("",) * 5)]
+    facts = pairs(stages.facts(plan, timeline), width=width)
+    parts = [facts, grid(held, (8, 8, 10, 10, 5), ("",) * 5, width)]
     if timeline is not None:
-        parts += [grid(stages.order(timeline), (8,), ("",)), Text(stages.LEGEND, style="dim")]
+        parts += [grid(stages.order(timeline), (8,), ("",), width), Text(stages.LEGEND, style="dim")]
     return parts
 
 
-def rows_text(plan: Plan, table: Table, *, color: bool) -> str:
+def rows_text(plan: Plan, table: Table, *, color: bool, width: int = WIDTH) -> str:
     """Some rows of the plan, a line each, and what set their cells."""
+    shown = f"{len(table.lines)} of {len(plan.rows)} parameters"
     parts = [
-        title("rows", plan.digest),
-        pairs([("model", plan.source), ("shown", f"{len(table.lines)} of {len(plan.rows)} parameters")]),
+        title("rows", plan.digest, width),
+        pairs([("model", plan.source), ("shown", shown)], width=width),
         Text(),
-        _Columns.of(table.shown()).draw(table),
+        _Columns.of(table.shown(), width).draw(table),
         section("marks"),
-        _legend(plan, table),
+        _legend(plan, table, width),
         section("why"),
-        _reasons(table.shown()),
-        *_boundaries(plan, table),
+        _reasons(table.shown(), width),
+        *_boundaries(plan, table, width),
     ]
-    return printed(parts, color)
+    return printed(parts, color, width)
 
 
-def explanation_text(explanation: Explanation, digest: str, *, color: bool) -> str:
+def explanation_text(explanation: Explanation, digest: str, *, color: bool, width: int = WIDTH) -> str:
     """One parameter: where it is, and why each of its cells is what it is."""
     facts = [
         ("parameter", explanation.names[0] + (f" ({explanation.kind})" if explanation.kind else "")),
@@ -128,8 +141,8 @@ def explanation_text(explanation: Explanation, digest: str, *, color: bool) -> s
     if "pinned" in explanation.kind and not explanation.boundaries:
         facts.append(("boundary", "none: no module around it casts its inputs"))
     cells = [(cell.column, cell.words, cell.why) for cell in (*explanation.cells, *explanation.options)]
-    parts = [title("explain", digest), pairs(facts), section("columns")]
-    return printed([*parts, grid(cells, most=(10, 30), styles=("", "bold"))], color)
+    parts = [title("explain", digest, width), pairs(facts, width=width), section("columns")]
+    return printed([*parts, grid(cells, most=(10, 30), styles=("", "bold"), width=width)], color, width)
 
 
 def _boundary(boundary: Boundary, klass: str) -> str:
@@ -150,27 +163,36 @@ class _Columns:
     gap: int
     left: int
     """What is left of the line before the first column."""
+    width: int
 
     @staticmethod
-    def of(sets: Sequence[ColumnSet]) -> _Columns:
+    def of(sets: Sequence[ColumnSet], width: int) -> _Columns:
         cells = [item.columns.cells() for item in sets]
         widths = tuple(max(len(column), *(len(cell[column]) for cell in cells)) for column in COLUMNS)
         # Two blanks between columns, one where rare dtypes make all of them wide.
-        gap = 2 if sum(widths) + 2 * len(widths) <= WIDTH - 6 else 1
-        return _Columns(widths, gap, max(0, WIDTH - sum(widths) - gap * len(widths)))
+        gap = 2 if sum(widths) + 2 * len(widths) <= width - 6 else 1
+        return _Columns(widths, gap, max(0, width - sum(widths) - gap * len(widths)), width)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a line takes all columns; where it does not, each is named beside its cell."""
+        return self.left >= len("set") or self.width >= WIDTH
 
     def draw(self, table: Table) -> RenderableType:
         """Headers, and each column set followed by its lines."""
-        parts: list[RenderableType] = [self._line(Text("set"), map(Text, COLUMNS)), Rule(style="dim")]
+        heads = [self._line(Text("set"), map(Text, COLUMNS))] if self.fits else [Text("set")]
+        parts: list[RenderableType] = [*heads, Rule(style="dim")]
         for number, item in enumerate(table.shown()):
             if number:
                 parts.append(Text())
             parts.append(self._head(item, table))
-            parts.extend(_lines(table.members(item), item.columns.pinned))
+            parts.extend(_lines(table.members(item), item.columns.pinned, self.width))
         return Group(*parts)
 
-    def _head(self, item: ColumnSet, table: Table) -> Text:
+    def _head(self, item: ColumnSet, table: Table) -> RenderableType:
         cells = item.columns.cells()
+        if not self.fits:
+            return self._named(item, table)
         label = Text().append(item.letter, style="bold")
         kind, share = summary.kind(item.columns), summary.percent_of_elements(item, table)
         for words in ((kind, share), (kind or share,)):
@@ -179,6 +201,17 @@ class _Columns:
                 label.append("  ").append(text, style="bold yellow" if kind else "dim")
                 break
         return self._line(label, (_cell(cells[column]) for column in COLUMNS))
+
+    def _named(self, item: ColumnSet, table: Table) -> RenderableType:
+        """A set's cells behind their names, on as many lines as they take."""
+        words = filter(None, (summary.kind(item.columns), summary.percent_of_elements(item, table)))
+        label = Text(f"{item.letter}  {'  '.join(words)}", style="bold")
+        # A column stays with its value: NBSP does not break.
+        cells = [
+            Text(f"{name}\N{NO-BREAK SPACE}").append_text(_cell(text))
+            for name, text in item.columns.cells().items()
+        ]
+        return Group(label, Padding(Text("  ").join(cells), (0, 0, 0, _INDENT)))
 
     def _line(self, label: Text, cells: Iterable[Text]) -> Text:
         line = label.copy()
@@ -199,17 +232,19 @@ def _cell(text: str) -> Text:
     return shown
 
 
-def _lines(lines: Sequence[Line], pinned: bool) -> Iterable[Text]:
+def _lines(lines: Sequence[Line], pinned: bool, total: int) -> Iterable[Text]:
     """The parameters of a column set: pattern and count, shape, elements."""
     shapes = [figures.shape(line.shape) for line in lines]
-    width = min(max(map(len, shapes)), 36)
+    width = min(max(map(len, shapes)), 36, total * 36 // WIDTH)
     for line, shape in zip(lines, shapes, strict=True):
-        yield from _set_line(line, shape, width, "* " if pinned else "")
+        yield from _set_line(line, shape, (width, total), "* " if pinned else "")
 
 
-def _set_line(line: Line, shape: str, width: int, mark: str) -> Iterable[Text]:
+def _set_line(line: Line, shape: str, widths: tuple[int, int], mark: str) -> Iterable[Text]:
+    """`widths` are those of the shapes and of the whole line."""
+    width, total = widths
     count = f" x{line.count}" if line.count > 1 else ""
-    room = WIDTH - _INDENT - width - 10
+    room = total - _INDENT - width - 10
     name = elide(line.pattern, room - len(count))
     text = Text().append(mark.rjust(_INDENT), style="bold yellow")
     text.append(name).append(count, style="bold")
@@ -229,12 +264,12 @@ def _set_line(line: Line, shape: str, width: int, mark: str) -> Iterable[Text]:
 # --- below the table ----------------------------------------------------------------------------------
 
 
-def _legend(plan: Plan, table: Table) -> RenderableType:
+def _legend(plan: Plan, table: Table, width: int) -> RenderableType:
     percent = ("%", "the set's part of all elements of the model")
-    return pairs([percent, *summary.marks(table, plan)], bold=True)
+    return pairs([percent, *summary.marks(table, plan)], bold=True, width=width)
 
 
-def _reasons(sets: Sequence[ColumnSet]) -> RenderableType:
+def _reasons(sets: Sequence[ColumnSet], width: int) -> RenderableType:
     """Each reason once: the sets it holds in, the cells it set, the reason."""
     rows = []
     for reason in summary.reasons(sets):
@@ -243,19 +278,24 @@ def _reasons(sets: Sequence[ColumnSet]) -> RenderableType:
             cells = ", ".join(f"{column}\N{NO-BREAK SPACE}{text}" for column, text in use.cells)
             shown = "every column" if use.every else cells
             rows.append((use.where, shown, '"' if number else reason.text))
-    return grid(rows, most=(9, 34), styles=("bold", ""))
+    return grid(rows, most=(9, 34), styles=("bold", ""), width=width)
 
 
-def _cost(plan: Plan, cost: Cost) -> Iterable[RenderableType]:
+def _cost(plan: Plan, cost: Cost, width: int) -> Iterable[RenderableType]:
     rest = _bill("at rest", summary.rest_parts(cost), cost.rest.total, cost)
     peak = _bill("at peak, without activations", summary.peak_parts(cost), cost.peak.total, cost)
-    both = Grid.grid(padding=0)
-    both.add_column(width=WIDTH // 2)
-    both.add_column(width=WIDTH // 2)
-    both.add_row(rest, peak)
-    yield both
+    if width >= 2 * _BILL:
+        both = Grid.grid(padding=0)
+        both.add_column(width=width // 2)
+        both.add_column(width=width // 2)
+        both.add_row(rest, peak)
+        yield both
+    else:
+        yield rest
+        yield Text()
+        yield peak
     yield Text()
-    yield from _wire(cost)
+    yield from _wire(cost, width)
     yield Text()
     yield Text(f"padding {summary.padding(plan, cost)}")
 
@@ -281,25 +321,28 @@ def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost
     return Group(Text(heading, style="bold"), table)
 
 
-def _wire(cost: Cost) -> Iterable[RenderableType]:
+def _wire(cost: Cost, width: int) -> Iterable[RenderableType]:
     """The wire bill, a line per op, purpose, dtype and axis."""
     if not cost.traffic:
         yield Text("nothing is sent")
         return
     yield Text("on the wire, sent by one rank per step", style="bold")
-    table = Grid.grid(padding=(0, 2, 0, 0))
+    gap = 2 if width >= WIDTH - 20 else 1
+    table = Grid.grid(padding=(0, gap, 0, 0))
     axis = max(9, *(len(line.axis) for line in cost.traffic))
-    length = _BAR + 9 - axis
-    for width in (14, 9, 5, axis):
-        table.add_column(width=width, no_wrap=True)
-    for width in (8, 9):
-        table.add_column(width=width, justify="right", no_wrap=True)
-    table.add_column(width=length, no_wrap=True)
+    columns, numbers = (14, 9, 5, axis), (8, 9)
+    length = max(0, width - sum(columns) - sum(numbers) - gap * 6)
+    for wide in columns:
+        table.add_column(width=wide, no_wrap=True)
+    for wide in numbers:
+        table.add_column(width=wide, justify="right", no_wrap=True)
+    if length:
+        table.add_column(width=length, no_wrap=True)
     most = max(line.bytes for line in cost.traffic)
     for line in cost.traffic:
         bar = Text(_bar(line.bytes, most, length), style="blue")
         row = (line.op, line.purpose, line.dtype, line.axis, f"x{line.count:,}", figures.size(line.bytes))
-        table.add_row(*row, bar)
+        table.add_row(*row, *([bar] if length else []))
     table.add_row(Text("total", style="bold"), "", "", "", "", Text(figures.size(cost.wire), style="bold"))
     yield table
 

@@ -42,7 +42,7 @@ def job_to_audit(job: Job, config: Config, count: int) -> JobToAudit:
     rank, world = started()
     letters = tokenizer(job.data.tokenizer, job.model.source)
     prepared = prepare(job.data, letters, RunFolder(Path(job.run.folder).expanduser()).cache(job.data.cache))
-    _, steps = length_of(job, config, prepared)
+    _, steps = length_of(job, config, prepared, world)
     source = models.source_of(job.model)
     make = functools.partial(models.build, job.model, source)
     built = make()

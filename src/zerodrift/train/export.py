@@ -18,13 +18,14 @@ from torch import nn
 
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
+from zerodrift.errors import ConfigError
 from zerodrift.io.atomic import new_folder
 from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.checkpoint.items import CheckpointReader, weight_key
 from zerodrift.io.checkpoint.manifest import SHARED, read_entries, verified
 from zerodrift.io.safetensors.export import export as export_model
 from zerodrift.model.factory import make
+from zerodrift.model.huggingface import CONFIG
 from zerodrift.model.meta import attempt
 from zerodrift.train import model as models
 from zerodrift.train.job import Job
@@ -60,16 +61,20 @@ def _write_adapters(engine: Engine, folder: Path) -> None:
                 new.publish()
 
 
-def read(folder: Path, job: Job) -> nn.Module:
-    """An exported model, in fp32, which holds every dtype that was exported."""
+def read(folder: Path, job: Job | None) -> nn.Module:
+    """An exported model, in fp32, which holds every dtype that was exported; `job` is what it was trained by,
+    without which the folder must say what it is."""
+    if (folder / CONFIG).is_file() and (job is None or job.model.lora is None):
+        return models.loaded(folder, torch.float32)
+    if job is None:
+        must = "must hold a `config.json`, or lie in its run, beside the `job.json`"
+        raise ConfigError(str(folder), must, got="neither")
     source = models.source_of(job.model)
     if job.model.lora is not None:
         from peft import PeftModel
 
         base = models.whole_model(job.model, source).float()
         return attempt(lambda: PeftModel.from_pretrained(base, str(folder)), str(folder), _HOLD)
-    if source.config is not None:
-        return models.loaded(folder, torch.float32)
     from safetensors.torch import load_file
 
     model, tensors = make(source.text), dict[str, torch.Tensor]()
@@ -86,9 +91,8 @@ def read(folder: Path, job: Job) -> nn.Module:
 _HOLD = "must hold the tensors of the model of this run"
 
 
-def read_checkpoint(model: nn.Module, checkpoints: Path) -> None:
-    """The weights and buffers of the newest checkpoint into a model that has memory for them."""
-    place = CheckpointFolder(checkpoints).find(LATEST)
+def read_checkpoint(model: nn.Module, place: Path) -> None:
+    """The weights and buffers of a checkpoint into a model that has memory for them."""
     verified(place)
     reader, table = CheckpointReader(place), read_entries(place)
     reader.check(table)

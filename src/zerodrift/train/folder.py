@@ -2,6 +2,7 @@
 
     runs/a/job.json         the job as it ran, defaults written out
     runs/a/plan.json        every decision
+    runs/a/environment.json where it was started, with which command and versions
     runs/a/metrics.jsonl    a line per step, evaluation and event
     runs/a/report.html      what a person looks at
     runs/a/checkpoints/     to go on from
@@ -16,11 +17,15 @@ Invariant: a path of a run is spelled here and nowhere else.
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from zerodrift.errors import ConfigError, said
+from zerodrift.io.paths import FULL, unwritable
 from zerodrift.plan.table import Plan
+from zerodrift.train.environment import FOLDER, found_from
 from zerodrift.train.job import Job
 from zerodrift.train.read import read_back
 
@@ -38,6 +43,10 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
 
     @property
     def metrics(self) -> Path:
@@ -85,6 +94,17 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.job.write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
 
+    def save_environment(self, values: Mapping[str, str]) -> None:
+        self.environment.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+    def started_in(self) -> str:
+        """The working folder of the run; empty where that is not known."""
+        try:
+            values = json.loads(self.environment.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""
+        return str(values.get(FOLDER, "")) if isinstance(values, dict) else ""
+
     def save_plan(self, plan: Plan) -> None:
         self.plan.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
 
@@ -97,8 +117,31 @@ class RunFolder:
             raise ConfigError(str(self.plan), must, got=said(error)) from error
 
     def load_job(self) -> Job:
-        """The job of a run that was started."""
+        """The job of a run that was started; its model and tokenizer are found from any working folder."""
         if not self.job.is_file():
             must = "must be the folder of a run, with a `job.json`"
             raise ConfigError(str(self.path), must, got="none there")
-        return read_back(self.job)
+        return from_here(read_back(self.job), self.started_in())
+
+
+def require_writable(key: str, path: Path) -> None:
+    """Make a folder, or refuse it by the key that names it where it cannot be made or written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        if error.errno in FULL:
+            raise unwritable(path, error) from None
+        got = f"{str(path)!r}: {error.strerror or said(error)}"
+        if not path.is_absolute():
+            got += f" (in {Path.cwd()})"
+        must = "must be a folder that can be written"
+        raise ConfigError(key, must, got=got, do="Choose another folder.") from None
+
+
+def from_here(job: Job, folder: str) -> Job:
+    """A job that was started in `folder`, with its model and tokenizer as they are found from this one."""
+    model = job.model.model_copy(update={"source": found_from(job.model.source, folder)})
+    data = job.data.model_copy(update={"tokenizer": found_from(job.data.tokenizer, folder)})
+    return job.model_copy(update={"model": model, "data": data})

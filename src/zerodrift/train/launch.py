@@ -27,6 +27,8 @@ from typing import IO, Any
 
 from zerodrift.errors import ZerodriftError
 from zerodrift.io.paths import free
+from zerodrift.train import stopping
+from zerodrift.train.stopping import IN_ORDER, SIGNALS
 
 GRACE = 20.0
 """Seconds that the others have to end by themselves after one has failed."""
@@ -37,6 +39,11 @@ def join() -> bool:
     reads; those of SLURM are translated into them here."""
     os.environ.update(slurm(os.environ) or {})
     return "RANK" in os.environ
+
+
+def joined_ranks() -> int:
+    """How many there are, where `join` says that there are some."""
+    return int(os.environ["WORLD_SIZE"])
 
 
 def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -64,6 +71,19 @@ def first_host(nodes: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What a person asked for beside the job."""
+
+    command: str = ""
+    """As it was typed."""
+    whole_plan: bool = False
+    """Print every parameter's dtypes before the first step."""
+
+
+NOTHING = Asked()
+
+
+@dataclass(frozen=True, slots=True)
 class RankArguments:
     """What a rank is told: on its command line, as JSON."""
 
@@ -75,6 +95,7 @@ class RankArguments:
     watch: int
     """A pipe that closes when the launcher ends."""
     debug: bool
+    asked: Asked
     replay: dict[str, Any] | None = None
     """What is asked of a rank that replays steps; see `replay.py`."""
 
@@ -84,7 +105,8 @@ class RankArguments:
     @classmethod
     def from_json(cls, text: str) -> RankArguments:
         values = json.loads(text)
-        return cls(**{**values, "overrides": tuple(values["overrides"])})
+        read = {"overrides": tuple(values["overrides"]), "asked": Asked(**values["asked"])}
+        return cls(**{**values, **read})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +139,15 @@ class Launcher:
         logs: Path,
         debug: bool,
         *,
+        asked: Asked = NOTHING,
         threads: int | None = None,
         replay: dict[str, Any] | None = None,
     ) -> None:
         """`threads` of each rank; by default what the environment says, else its share of the processors."""
         self._logs = logs
         self._count = count
-        self._signals = 0
+        self._asked: list[int] = []
+        """Signals that were passed on."""
         self._read, self._write = os.pipe()
         port = str(_free_port())
         logs.mkdir(parents=True, exist_ok=True)
@@ -131,7 +155,7 @@ class Launcher:
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
             failure.unlink(missing_ok=True)
-            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug, replay)
+            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug, asked, replay)
             environment = {
                 **os.environ,
                 "RANK": str(number),
@@ -161,7 +185,8 @@ class Launcher:
         )
 
     def wait(self) -> int:
-        """Until all have ended: 0, or what the first failure means."""
+        """Until all have ended: 0, 128 and the number of a signal that ended it, or what the first failure
+        means."""
         before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             return self._watch()
@@ -177,28 +202,46 @@ class Launcher:
     def _watch(self) -> int:
         deadline: float | None = None
         while any(rank.process.poll() is None for rank in self._ranks):
-            if deadline is None and any(rank.process.poll() not in (None, 0) for rank in self._ranks):
+            if deadline is None and any(map(_ended_alone, self._ranks)):
                 deadline = time.monotonic() + GRACE
-                self._send(signal.SIGTERM)
+                if not self._asked:
+                    self._send(signal.SIGTERM)
             if deadline is not None and time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
             time.sleep(0.05)
-        failed = [rank for rank in self._ranks if rank.process.returncode != 0]
-        if not failed:
+        codes = [rank.process.returncode for rank in self._ranks]
+        if not any(codes):
             return 0
-        if self._signals > 1:
-            return 130
-        raise _first_failure(failed, self._count)
+        if len(self._asked) > 1:
+            return 128 + self._asked[-1]
+        asked = [code - IN_ORDER for code in codes if _is_in_order(code)]
+        if len(asked) == len(codes):
+            return 128 + (max(asked) or signal.SIGINT)
+        if self._asked and all(code == 128 + self._asked[0] for code in codes):
+            return 128 + self._asked[0]  # before the first step
+        raise _first_failure([rank for rank in self._ranks if rank.process.returncode], self._count)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        self._send(signal.Signals(number))
+        self._asked.append(number)
+        if len(self._asked) == 2:
+            stopping.tell(stopping.SECOND, number)
+        self._send(signal.Signals(number) if len(self._asked) == 1 else signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
         for rank in self._ranks:
             if rank.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     rank.process.send_signal(number)
+
+
+def _ended_alone(rank: _Rank) -> bool:
+    """Whether a rank has ended otherwise than all do in the end."""
+    code = rank.process.poll()
+    return code not in (None, 0) and not _is_in_order(code)
+
+
+def _is_in_order(code: int | None) -> bool:
+    return code is not None and code - IN_ORDER in (0, *SIGNALS)
 
 
 class RankFailedError(Exception):

@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from zerodrift.engine.digest import computed_by
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
-from zerodrift.errors import NonFiniteError, ZerodriftError, first_line, said
+from zerodrift.errors import NonFiniteError, ZerodriftError, said
 from zerodrift.legible import legible
 from zerodrift.numerics.during import look, require_lookable
 from zerodrift.observer import compare
@@ -32,9 +31,10 @@ from zerodrift.train.digests import DigestsOfStep
 from zerodrift.train.display import Display
 from zerodrift.train.drivers import inputs
 from zerodrift.train.feed import Feed, MicroBatch, validation_batches
-from zerodrift.train.metrics import Metrics, StepMetrics, memory
+from zerodrift.train.flops import TRAINING, ForwardFlops
+from zerodrift.train.metrics import Metrics, StepMetrics, kind_of, memory
 from zerodrift.train.run import Session
-from zerodrift.train.stopping import Stop
+from zerodrift.train.stopping import END, STEP, Stop
 from zerodrift.train.taken import take_step
 
 
@@ -88,6 +88,8 @@ class Loop:
         self._metrics: Metrics | None = None
         self._loss: float | None = None
         self._asked = ""
+        self._done = 0
+        """Steps tried."""
 
     @property
     def _leads(self) -> bool:
@@ -98,22 +100,29 @@ class Loop:
         session = self._session
         if session.job.audit.at:
             require_lookable(self._engine.plan)
-        step = session.resume()
+        with self._display.doing("looking for a checkpoint"):
+            resumed = session.resume()
+        step, ended = resumed.step, resumed.step >= session.steps
+        self._done = step
         if self._leads:
             self._metrics = Metrics(session.folder, self._run, step)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
                 self._display.say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
-            ranks = {"step": step, "ranks": session.seat.ranks, "steps": session.steps}
-            self._write("start", {**ranks, **computed_by(self._engine.mesh.device)})
+            if not ended:
+                self._write("start", {"step": step, **session.start_facts(resumed)})
+            for text in session.where_it_begins(resumed):
+                self._display.say(legible(text))
         try:
-            self._display.start(step, session.steps)
+            self._display.start(step, session.steps, self._micro_batches)
+            self._stop.doing = STEP
             step = self._train(step)
-            self._finish(step)
-        except BaseException as error:
-            if self._leads and not isinstance(error, KeyboardInterrupt):
+            self._stop.doing = END
+            self._finish(step, saved=ended and session.is_own(resumed))
+        except Exception as error:
+            if self._leads:
                 with contextlib.suppress(OSError):  # a disk that is full now was so before
-                    self._write("end", {"step": step, "error": _error_text(error)})
+                    self._write("end", {"step": self._done, "error": _error_text(error)})
                     session.report(self._lines)
             raise
         finally:
@@ -126,7 +135,7 @@ class Loop:
         run, session = self._run, self._session
         clock = _Clock(self._metrics.seconds if self._metrics is not None else 0.0)
         while step < session.steps and not self._asked:
-            step = self._step(step, clock)
+            step = self._done = self._step(step, clock)
             clock.pause()
             last = step == session.steps or bool(self._asked)
             if _is_due(run.evaluate_every, step) and not last:
@@ -136,15 +145,25 @@ class Loop:
             clock.go_on()
         return step
 
-    def _finish(self, step: int) -> None:
+    def _micro_batches(self) -> tuple[int, int]:
+        """Of the step that is under way: done, and all."""
+        return self._engine.micro_batches, self._engine.accumulation
+
+    def _finish(self, step: int, saved: bool) -> None:
+        """What is done after the last step; `saved` says whether its checkpoint is there already."""
         session = self._session
-        if not self._asked:
+        if not self._asked and not self._is_evaluated(step):
             self._evaluate(step)
-        session.checkpoint(step)
+        if not saved:
+            with self._display.doing("saving"):
+                session.checkpoint(step)
         if self._asked:
-            self._display.say(f"{self._asked}: step {step} is finished and saved; start again to go on")
+            again = "" if self._run.resume == "auto" else " with `--set run.resume=auto`"
+            done = f"{self._asked}: step {step} is finished and saved"
+            self._display.say(f"{done}; start again{again} to go on")
         elif self._run.export:
-            session.export()
+            with self._display.doing("exporting"):
+                session.export()
         if self._leads:
             self._write("end", {"step": step, "stopped": self._asked})
             session.report(self._lines)
@@ -208,8 +227,16 @@ class Loop:
         if not first or not self._run.check_precision:
             yield
             return
-        with observe(self._engine, operations=not self._session.job.model.compile) as mine:
+        model, compiled = self._engine.module, self._session.job.model.compile
+        flops = ForwardFlops()
+        # What is compiled is not seen operation by operation.
+        counted = contextlib.nullcontext() if compiled else flops.counting(model)
+        with observe(self._engine, operations=not compiled) as mine, counted:
             yield
+        seat = self._feed.seat
+        if flops.found and self._leads and self._engine.plan.policy.pipeline is None:
+            tokens = seat.micro * self._feed.blocks.length
+            self._write("flops", {"step": step, "per_token": TRAINING * flops.found / tokens})
         seen = merged(self._engine.comm.all_gather_object(mine))
         plan = self._engine.plan
         self._display.say(compare.line(plan, seen))
@@ -253,13 +280,19 @@ class Loop:
 
     # --- between steps ----------------------------------------------------------------------------------
 
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether a run that had come to its end has the loss of its last step; the same on every rank."""
+        lines = [line for line in self._lines if kind_of(line, "evaluation") and line["step"] == step]
+        return bool(self._engine.comm.broadcast_object(bool(lines), 0))
+
     def _evaluate(self, step: int) -> None:
         """The mean loss over the labels of the held-out blocks."""
         session, engine = self._session, self._engine
         if session.validation is None:
             return
         held = list(validation_batches(session.validation, self._feed.seat, self._run.evaluate_batches))
-        losses = self._driver.losses([batch.batch for batch in held])
+        with self._display.doing("evaluating"):
+            losses = self._driver.losses([batch.batch for batch in held])
         counts = torch.tensor([batch.labels for batch in held], device=losses.device)
         # By the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their number.
         seat = self._feed.seat
@@ -275,7 +308,8 @@ class Loop:
 
     def _checkpoint(self, step: int) -> None:
         started = time.perf_counter()
-        self._session.checkpoint(step)
+        with self._display.doing("saving"):
+            self._session.checkpoint(step)
         if self._leads:
             took, digest = time.perf_counter() - started, str(self._session.checkpoints.digest)
             self._write("checkpoint", {"step": step, "took": took, "digest": digest})
@@ -295,4 +329,9 @@ def _is_due(every: int, step: int) -> bool:
 
 
 def _error_text(error: BaseException) -> str:
-    return first_line(error) if isinstance(error, ZerodriftError) else said(error)
+    """In full, for the page; a defect of the program by its class."""
+    return str(error)[:_MOST] if isinstance(error, ZerodriftError) else said(error)
+
+
+_MOST = 4000
+"""Letters of an error that are kept."""

@@ -14,6 +14,7 @@ import traceback
 
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.launch import Failure, RankArguments, write_failure
+from zerodrift.train.stopping import IN_ORDER
 
 
 def main(text: str) -> int:
@@ -27,8 +28,11 @@ def main(text: str) -> int:
         else:
             from zerodrift.train.start import run_here
 
-            run_here(work.source, work.overrides)
+            code = run_here(work.source, work.overrides, work.asked)
+            return IN_ORDER + code - 128 if code else 0
         return 0
+    except SystemExit as stopped:  # by a signal before the first step
+        os._exit(stopped.code if isinstance(stopped.code, int) else 1)
     except BaseException as error:
         refused = isinstance(error, ZerodriftError)
         message = str(error) if refused and not work.debug else traceback.format_exc()

@@ -298,7 +298,7 @@ def replay_here(source: str, overrides: Sequence[str], request: Request) -> None
     recorded = _recorded(folder, lines)
     session = assemble(job, config, SilentDisplay())
     try:
-        first = session.resume()
+        first = session.resume().step
         same, compared, difference = first, 0, None
         began = time.perf_counter()
         for step in range(first, request.last):

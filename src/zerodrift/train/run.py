@@ -8,8 +8,8 @@ Invariant: every rank does the same in the same order, and only rank 0 writes wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,21 @@ from torch import nn
 
 from zerodrift.api import initialize
 from zerodrift.comm.mesh import started
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.config.schema import Config, Pipeline
+from zerodrift.engine.digest import computed_by
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problems
-from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.io.checkpoint.folder import CheckpointFolder
+from zerodrift.io.paths import full_disk_named
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
+from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
 from zerodrift.policy.pipelining import SPLIT
 from zerodrift.policy.resolve import mesh_for, resolve
+from zerodrift.report.brief import brief_text
 from zerodrift.report.rows import grouped
 from zerodrift.report.terminal import plan_text
 from zerodrift.train import model as models
@@ -34,11 +39,14 @@ from zerodrift.train.blocks import Blocks
 from zerodrift.train.boards import check_boards
 from zerodrift.train.display import Display
 from zerodrift.train.drivers import Driver
+from zerodrift.train.environment import environment
 from zerodrift.train.feed import BatchLayout, Feed
-from zerodrift.train.folder import RunFolder
+from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.job import Job
+from zerodrift.train.launch import NOTHING, Asked
 from zerodrift.train.pack import Prepared, prepare
 from zerodrift.train.page import run_page
+from zerodrift.train.resuming import JOB, PLACE, STEP, Change, Resumed, beginning, load, packed
 from zerodrift.train.tokens import Tokenizer, tokenizer
 
 TOTAL = "scheduler.params.total_num_steps"
@@ -60,6 +68,10 @@ class Session:
     checkpoints: Checkpoints
     key: str
     """Digest of the blocks."""
+    data: tuple[tuple[str, str], ...]
+    """What was read, for the page."""
+    command: str
+    """What a person typed."""
 
     @property
     def engine(self) -> Engine:
@@ -70,38 +82,75 @@ class Session:
     def seat(self) -> BatchLayout:
         return self.feed.seat
 
-    def resume(self) -> int:
-        """Go on from the folder's newest checkpoint, or the named one; how many steps were tried."""
-        wanted = self.job.run.resume
+    def resume(self) -> Resumed:
+        """Go on from the folder's newest checkpoint, or the named one."""
+        engine, wanted = self.engine, self.job.run.resume
         if wanted == "never":
             self._require_none()
-            return 0
-        if wanted == "auto":
-            loaded = self.checkpoints.resume()
-        else:
-            loaded = self._named(wanted)
-        if loaded is None:
-            return 0
-        self.engine.seed = self.job.run.seed  # a job's is written down, and may be changed there
+            return Resumed(0, None)
+        path = self._on_one(lambda: beginning(wanted, self.folder))
+        if path is None:
+            return Resumed(0, None)
+        own = path.parent == self.folder.checkpoints
+        there = self.checkpoints if own else Checkpoints(engine, path.parent, quiet=True)
+        loaded, changes = load(there, path, self.job, engine)
+        self.checkpoints.run, self.checkpoints.digest = there.run, there.digest
         client = loaded.client if isinstance(loaded.client, dict) else {}
-        if client.get("data") != self.place:
+        if client.get(PLACE) != self.place:
+            keys = [change for change in changes if _is_of_data(change.what)]
+            got = "; ".join(map(_was_and_is, keys)) or "other files, or another `train_batch_size`"
             raise CheckpointError(
                 "run.resume",
                 "must go on with the data and the batch of the checkpoint",
-                got=f"another `data` block, other files, or another `train_batch_size` than {loaded.path}",
-                do="Use another `run.folder`, or `run.resume: never`.",
+                got=f"{got} than in {loaded.path}",
+                do="Set them as they were, or use another `run.folder`.",
             )
-        return int(client["step"])
+        return Resumed(int(client[STEP]), loaded.path, changes)
 
-    def _named(self, wanted: str) -> Loaded:
-        """A checkpoint of this folder by its tag, or another one by its path."""
-        path = Path(wanted).expanduser()
-        if path.name == wanted:
-            return self.checkpoints.load(wanted)
-        there = Checkpoints(self.engine, path.parent, quiet=True)
-        loaded = there.load(path.name)
-        self.checkpoints.run = there.run
-        return loaded
+    def is_own(self, resumed: Resumed) -> bool:
+        """Whether it goes on from a checkpoint of its own folder."""
+        return resumed.checkpoint is not None and resumed.checkpoint.parent == self.folder.checkpoints
+
+    def start_facts(self, resumed: Resumed) -> dict[str, Any]:
+        """What is written down where training begins or goes on."""
+        computed = computed_by(self.engine.mesh.device)
+        here = environment(self.command, computed)
+        self.folder.save_environment(here)
+        return {
+            "ranks": self.seat.ranks,
+            "steps": self.steps,
+            **computed,
+            "environment": here,
+            "data": self.data,
+            "from": "" if resumed.checkpoint is None else str(resumed.checkpoint),
+            "changed": [astuple(change) for change in resumed.changes],
+        }
+
+    def where_it_begins(self, resumed: Resumed) -> list[str]:
+        """What a person is told of a run that was begun before."""
+        if resumed.checkpoint is None:
+            return []
+        step, steps, where = resumed.step, self.steps, resumed.checkpoint
+        key = "run.epochs" if self.job.run.steps is None else "run.steps"
+        lines = [f"going on after step {step} of {steps}, from {where}"]
+        if step >= steps:
+            lines = [
+                f"nothing to train: the run has had {step} of {steps} steps ({where}). To train on, raise "
+                f"`{key}`; to begin anew, use another `run.folder`."
+            ]
+        wanted = self.job.run.resume
+        if wanted not in ("auto", "never", where.name) and self.is_own(resumed):
+            lines += [f"  and not from {wanted}, where it once began: {self.folder.path} is further"]
+        return [*lines, *(["changed since it was saved:"] if resumed.changes else []), *_listed(resumed)]
+
+    def _on_one(self, work: Callable[[], Path | None]) -> Path | None:
+        """What rank 0 finds in a folder, or refuses, for all: others may see it a moment later."""
+        comm = self.engine.comm
+        found: list[Path | None] = []
+        with raise_on_all_ranks(comm):
+            found = [work() if comm.mesh.rank() == 0 else None]
+        path: Path | None = comm.broadcast_object(found[0], 0)
+        return path
 
     def _require_none(self) -> None:
         """Before the first step, and not when the first checkpoint is to be saved."""
@@ -121,7 +170,7 @@ class Session:
 
     def checkpoint(self, step: int) -> None:
         """Save the run as it is after `step` steps."""
-        self.checkpoints.save(client={"step": step, "data": self.place})
+        self.checkpoints.save(client={STEP: step, PLACE: self.place, JOB: packed(self.job)})
 
     def export(self) -> None:
         """Write the trained model."""
@@ -137,26 +186,63 @@ class Session:
         beside.replace(self.folder.report)
 
 
-def assemble(job: Job, config: Config, display: Display) -> Session:
-    """Put a run together, saying what there is."""
+def _listed(resumed: Resumed) -> list[str]:
+    return [f"  {change}" for change in resumed.changes]
+
+
+def _is_of_data(key: str) -> bool:
+    return key.startswith("data.") or "batch" in key or "gradient_accumulation" in key
+
+
+def _was_and_is(change: Change) -> str:
+    return f"`{change.what}` {change.now}, which was {change.was},"
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a job comes to on some ranks, before anything is started."""
+
+    folder: RunFolder
+    tokenizer: Tokenizer
+    prepared: Prepared
+    steps: int
+    source: models.ModelSource
+    model: nn.Module
+
+
+def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
+    """Read the data and build the model; everything that is wrong with either is found here."""
     check_boards(job.run)
     folder = RunFolder(Path(job.run.folder).expanduser())
+    cache = folder.cache(job.data.cache)
+    require_writable("run.folder", folder.path)
+    require_writable("data.cache", cache)
     letters = tokenizer(job.data.tokenizer, job.model.source)
-    prepared = prepare(job.data, letters, folder.cache(job.data.cache))
-    policy, steps = length_of(job, config, prepared)
+    with display.doing("reading the data"), full_disk_named(cache):
+        prepared = prepare(job.data, letters, cache)
+    policy, steps = length_of(job, config, prepared, world)
     _require_decided(policy)
     source = models.source_of(job.model)
-    built = models.build(job.model, source)
+    with display.doing("building the model"):
+        built = models.build(job.model, source)
     models.check_vocabulary(built, letters.vocabulary, letters.name)
     models.check_positions(built, job.data.block)
-    driver = _driver(job, config, built, source, numbers_of(job, config, steps))
+    return Outline(folder, letters, prepared, steps, source, built)
+
+
+def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING) -> Session:
+    """Put a run together, saying what there is."""
+    made = outline(job, config, display, started()[1])
+    folder, letters, prepared, steps = made.folder, made.tokenizer, made.prepared, made.steps
+    with display.doing("placing the model"):
+        driver = _driver(job, config, made.model, made.source, numbers_of(job, config, steps))
     engine = driver.engine
     try:
         models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
         if engine.mesh.rank() == 0:
             _write_head(folder, job, engine)
-            display.say(_plan_text(engine, display.color))
-            display.say(_data_text(prepared, letters, steps, engine))
+            display.say(head_text(engine.plan, display, asked.whole_plan))
+            display.say(data_text(prepared, letters, steps, engine.plan))
         engine.seed = job.run.seed
         feed = Feed(prepared.train, job.data.seed, _seat(engine))
         checkpoints = Checkpoints(engine, folder.checkpoints, keep=job.run.keep, quiet=True)
@@ -170,6 +256,8 @@ def assemble(job: Job, config: Config, display: Display) -> Session:
             steps,
             checkpoints,
             prepared.key,
+            data_facts(prepared, letters, steps, engine.plan),
+            asked.command,
         )
     except BaseException:
         engine.destroy()
@@ -204,9 +292,8 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
 # --- numbers ------------------------------------------------------------------------------------------
 
 
-def length_of(job: Job, config: Config, prepared: Prepared) -> tuple[Policy, int]:
+def length_of(job: Job, config: Config, prepared: Prepared, world: int) -> tuple[Policy, int]:
     """What the config means on these ranks, and how many steps that makes."""
-    _, world = started()
     mesh = mesh_for(config, world)
     policy = resolve(config, mesh, numbers_of(job, config, job.run.steps or 1))
     if job.run.steps is not None:
@@ -236,10 +323,18 @@ def _require_decided(policy: Policy) -> None:
 
 def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
     """What "auto" numbers stand for: the job's, and the number of steps."""
-    scheduler = config.scheduler
-    asked = scheduler is not None and scheduler.params.get("total_num_steps") == "auto"
-    own = {TOTAL: steps} if asked and TOTAL not in job.auto else {}
+    own = {TOTAL: steps} if _asks_for_steps(config) and TOTAL not in job.auto else {}
     return {**job.auto, **own}
+
+
+def _asks_for_steps(config: Config) -> bool:
+    scheduler = config.scheduler
+    return scheduler is not None and scheduler.params.get("total_num_steps") == "auto"
+
+
+def needs_length(job: Job, config: Config) -> bool:
+    """Whether the config asks for a number of steps that only the data can tell."""
+    return job.run.steps is None and _asks_for_steps(config) and TOTAL not in job.auto
 
 
 def _seat(engine: Engine) -> BatchLayout:
@@ -256,20 +351,38 @@ def _write_head(folder: RunFolder, job: Job, engine: Engine) -> None:
     folder.save_plan(engine.plan)
 
 
-def _plan_text(engine: Engine, color: bool) -> str:
-    plan = engine.plan
-    return plan_text(plan, cost(plan), grouped(plan), timeline(plan), color=color)
+def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
+    """The plan in a few lines, and in full where that is asked for."""
+    look: Any = {"color": display.color, "width": display.width}
+    if whole_plan:
+        return plan_text(plan, cost(plan), grouped(plan), timeline(plan), **look)
+    return brief_text(plan, cost(plan), grouped(plan), "train", **look).rstrip("\n")
 
 
-def _data_text(prepared: Prepared, letters: Tokenizer, steps: int, engine: Engine) -> str:
-    seat = _seat(engine)
+def data_facts(prepared: Prepared, letters: Tokenizer, steps: int, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(label, value) of what was read, for the page."""
+    train, held, batch = prepared.train, prepared.validation, plan.policy.batch
+    samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
+    facts = [
+        ("kind", prepared.kind),
+        ("tokenizer", letters.name),
+        ("training", f"{len(train):,} blocks of {train.length} tokens, {len(train) * train.length:,} in all"),
+        ("held out", "nothing" if held is None else f"{len(held):,} blocks"),
+        ("this run", f"{steps * samples * train.length:,} tokens, {steps * samples / len(train):.2f} epochs"),
+    ]
+    return (*facts, *(("note", note) for note in prepared.notes))
+
+
+def data_text(prepared: Prepared, letters: Tokenizer, steps: int, plan: Plan) -> str:
+    batch = plan.policy.batch
+    samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
     held = f", {len(prepared.validation):,} held out" if prepared.validation is not None else ""
-    epochs = steps * seat.samples / len(prepared.train)
+    epochs = steps * samples / len(prepared.train)
     return "\n".join(
         [
             f"data: {len(prepared.train):,} blocks of {prepared.train.length} tokens ({prepared.kind}, "
             f"{letters.name}){held}",
             *(f"data: {note}" for note in prepared.notes),
-            f"training: {steps:,} steps of {seat.samples} blocks, {epochs:.2f} epochs",
+            f"training: {steps:,} steps of {samples} blocks, {epochs:.2f} epochs",
         ]
     )

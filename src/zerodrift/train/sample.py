@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from zerodrift.errors import ConfigError, NonFiniteError
+from zerodrift.model.factory import importable
 from zerodrift.train import chat, export
 from zerodrift.train import model as models
-from zerodrift.train.folder import RunFolder
-from zerodrift.train.job import Job
-from zerodrift.train.tokens import Tokenizer, tokenizer
+from zerodrift.train.found import FoundModel, model_at
+from zerodrift.train.tokens import Tokenizer, holds, tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class SamplingOptions:
 class TextGenerator:
     """A trained model and its tokenizer."""
 
-    def __init__(self, run: Path, device: str | None = None) -> None:
-        folder = RunFolder(run)
-        self._job: Job = folder.load_job()
-        source = str(folder.export) if (folder.export / "config.json").is_file() else self._job.model.source
-        self._letters: Tokenizer = tokenizer(self._job.data.tokenizer, source)
+    def __init__(self, path: Path, device: str | None = None) -> None:
+        """`path` is a run, its export, or a checkpoint of it; from whatever working folder."""
+        found = model_at(path)
+        self._letters: Tokenizer = _tokenizer(found)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._model = load(folder, self._job).to(self._device).eval()
+        with importable(found.started_in):
+            self._model = load(found).to(self._device).eval()
         self._cached = hasattr(self._model, "generate")
 
     def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
@@ -114,13 +114,24 @@ def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Gene
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
-def load(folder: RunFolder, job: Job) -> nn.Module:
-    """The model of a run as it was exported, or as its newest checkpoint has it."""
-    if not folder.export.is_dir() and not folder.checkpoints.is_dir():
-        must = "must have an export or a checkpoint to sample from"
-        raise ConfigError(str(folder.path), must, got="neither", do="Let it train a little longer.")
-    if folder.export.is_dir():
-        return export.read(folder.export, job)
+def _tokenizer(found: FoundModel) -> Tokenizer:
+    """The one beside the weights, else the job's, else bytes."""
+    job, beside = found.job, found.export
+    if beside is not None and holds(beside) and (job is None or job.data.tokenizer != "bytes"):
+        return tokenizer("auto", str(beside))
+    if job is None:
+        return tokenizer("bytes", "")
+    return tokenizer(job.data.tokenizer, job.model.source)
+
+
+def load(found: FoundModel) -> nn.Module:
+    """The model as it was exported, or as a checkpoint has it."""
+    if found.export is not None:
+        return export.read(found.export, found.job)
+    job, checkpoint = found.job, found.checkpoint
+    if job is None or checkpoint is None:
+        must = "must carry the job that it was trained by, or lie in its run"
+        raise ConfigError(str(checkpoint), must, got="none", do="Convert it: `zerodrift convert`.")
     model = models.whole_model(job.model, models.source_of(job.model))
-    export.read_checkpoint(model, folder.checkpoints)
+    export.read_checkpoint(model, checkpoint)
     return model

@@ -6,6 +6,7 @@ Invariant: whatever happens, the ranks have parted and the screen is in order wh
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,39 +15,70 @@ from pathlib import Path
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.io.paths import full_disk_named
 from zerodrift.legible import legible
-from zerodrift.train.display import display
-from zerodrift.train.launch import Launcher, RankFailedError, join
+from zerodrift.train.folder import RunFolder, require_writable
+from zerodrift.train.job import Job
+from zerodrift.train.launch import NOTHING, Asked, Launcher, RankFailedError, join, joined_ranks
+from zerodrift.train.live import display
 from zerodrift.train.read import read_job
-from zerodrift.train.stopping import listening
+from zerodrift.train.stopping import exit_code, listening
 
 MOST = 1024
 """Processes that are started here: beyond any machine, and before it stands still."""
 
 
-def train(source: str, overrides: Sequence[str] = (), nproc: int | None = None, debug: bool = False) -> int:
+def train(
+    source: str,
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+    debug: bool = False,
+    whole_plan: bool = False,
+) -> int:
     """Do a job, here, as one of the ranks that somebody started, or in processes of our own; returns the
     exit code."""
     job, _ = read_job(source, overrides)
+    asked = Asked(_command(source, overrides, nproc), whole_plan)
     if join():
         if nproc is not None or job.run.nproc is not None:
             print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
-        run_here(source, overrides)
-        return 0
-    count = nproc or job.run.nproc or _devices(job.run.device)
+        return run_here(source, overrides, asked)
+    count = processes(job, nproc)
     if count == 1:
-        run_here(source, overrides)
-        return 0
-    if count > MOST:
-        must = f"must be at most {MOST:,} processes of one machine"
-        raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
-    folder = Path(job.run.folder)
-    with full_disk_named(folder):
-        launcher = Launcher(source, overrides, count, folder / "logs", debug)
+        return run_here(source, overrides, asked)
+    folder = RunFolder(Path(job.run.folder).expanduser())
+    require_writable("run.folder", folder.path)
+    with full_disk_named(folder.path):
+        launcher = Launcher(source, overrides, count, folder.logs, debug, asked=asked)
     try:
         return launcher.wait()
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
+    """Say what `train` would, up to its first step."""
+    from zerodrift.train.dry import dry_run as run
+
+    job, _ = read_job(source, overrides)
+    ranks = joined_ranks() if join() else processes(job, nproc)
+    with system():
+        run(source, overrides, ranks, whole_plan)
+
+
+def processes(job: Job, nproc: int | None) -> int:
+    """How many to start."""
+    count = nproc or job.run.nproc or _devices(job.run.device)
+    if count > MOST:
+        must = f"must be at most {MOST:,} processes of one machine"
+        raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
+    return count
+
+
+def _command(source: str, overrides: Sequence[str], nproc: int | None) -> str:
+    """What a person types to start this again."""
+    sets = [word for text in overrides for word in ("--set", text)]
+    count = ["--nproc", str(nproc)] if nproc else []
+    return shlex.join(["zerodrift", "train", str(source), *sets, *count])
 
 
 def _devices(device: str) -> int:
@@ -57,8 +89,8 @@ def _devices(device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def run_here(source: str, overrides: Sequence[str]) -> None:
-    """One rank, from the job file to the last word."""
+def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> int:
+    """One rank, from the job file to the last word; returns the exit code."""
     from zerodrift.comm.mesh import started
     from zerodrift.train import nonfinite
     from zerodrift.train.loop import Loop
@@ -67,8 +99,13 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
     job, config = read_job(source, overrides)
     rank, _ = started()
     show = display(rank, job.run.log_every)
-    with system(), full_disk_named(Path(job.run.folder).expanduser()), listening() as stop:
-        session = assemble(job, config, show)
+    folder = RunFolder(Path(job.run.folder).expanduser())
+    with system(), full_disk_named(folder.path), listening(tells=rank == 0) as stop:
+        try:
+            session = assemble(job, config, show, asked)
+        except BaseException:
+            show.stop()
+            raise
         try:
             outcome = Loop(session, show, stop).run()
         except Exception as error:
@@ -82,6 +119,7 @@ def run_here(source: str, overrides: Sequence[str]) -> None:
         show.say(f"report: {legible(str(session.folder.report))}")
         if session.folder.export.is_dir() and not outcome.stopped and job.run.export:
             show.say(f"model: {legible(str(session.folder.export))}")
+        return exit_code(outcome.stopped) if outcome.stopped else 0
 
 
 @contextmanager

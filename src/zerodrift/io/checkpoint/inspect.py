@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from zerodrift.dtypes import DType
-from zerodrift.errors import CheckpointError, Problem
+from zerodrift.errors import CheckpointError, Problem, several
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.checkpoint.manifest import (
     MANIFEST,
@@ -30,6 +30,7 @@ from zerodrift.io.checkpoint.manifest import (
     read_manifest,
 )
 from zerodrift.io.paths import kind_at
+from zerodrift.model import safetensors
 from zerodrift.record import encode
 from zerodrift.report import figures
 from zerodrift.report.frame import grid, pairs, printed, section, title
@@ -98,11 +99,32 @@ class FolderInspection:
         return not self.unreadable and all(one.complete for one in self.inspections)
 
 
-def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderInspection:
-    """A checkpoint, or a folder of them."""
+@dataclass(frozen=True, slots=True)
+class WeightsInspection:
+    """Safetensors files, as an export leaves them: weights, and nothing of a run."""
+
+    path: str
+    files: int
+    bytes: int
+    holdings: tuple[Holding, ...]
+    kin: tuple[AlikeParameters, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Their headers were read, and every tensor of an index is there."""
+        return True
+
+
+Inspected = Inspection | FolderInspection | WeightsInspection
+
+
+def inspect(path: str | Path, *, verify: bool = False) -> Inspected:
+    """A checkpoint, a folder of them, or safetensors files. Of these, no checksum says what they were."""
     place = Path(path)
     if kind_at(place) == "folder" and (place / MANIFEST).is_file():
         return _inspect_one(place, verify)
+    if place.suffix == safetensors.SUFFIX or (kind_at(place) == "folder" and safetensors.holds(place)):
+        return _inspect_weights(place)
     folder = CheckpointFolder(place)
     try:
         latest, odd = folder.latest(), ""
@@ -126,6 +148,14 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection | FolderIns
     unreadable += [(tag, str(Problem(str(place / tag), must, got=got))) for tag in halves]
     names = tuple(path.name for path in unfinished)
     return FolderInspection(str(place), latest, tuple(inspections), tuple(unreadable), names)
+
+
+def _inspect_weights(path: Path) -> WeightsInspection:
+    tensors = safetensors.stored(path)
+    table = [SavedParameter((each.name,), each.shape, str(each.dtype), -1, ()) for each in tensors]
+    files = [path] if path.is_file() else sorted(path.glob(f"*{safetensors.SUFFIX}"))
+    size = sum(file.stat().st_size for file in files)
+    return WeightsInspection(str(path), len(files), size, _holdings(table), _similar(table))
 
 
 def _inspect_one(path: Path, verify: bool) -> Inspection:
@@ -171,17 +201,24 @@ def _similar(table: Iterable[SavedParameter]) -> tuple[AlikeParameters, ...]:
 # --- shown ------------------------------------------------------------------------------------------------
 
 
-def inspection_json(inspection: Inspection | FolderInspection) -> str:
+def inspection_json(inspection: Inspected) -> str:
     """The same for machines."""
     document = encode(inspection) | {"complete": inspection.complete}
     return json.dumps(document, indent=1) + "\n"
 
 
-def inspection_text(inspection: Inspection | FolderInspection, color: bool) -> str:
+def inspection_text(inspection: Inspected, color: bool) -> str:
     """As a page of text, 100 columns wide."""
-    return printed(
-        _one_text(inspection) if isinstance(inspection, Inspection) else _folder_text(inspection), color
-    )
+    if isinstance(inspection, FolderInspection):
+        return printed(_folder_text(inspection), color)
+    if isinstance(inspection, Inspection):
+        return printed(_one_text(inspection), color)
+    facts = [
+        ("path", inspection.path),
+        ("kind", "safetensors: weights alone, without a run to go on with"),
+        ("size", f"{figures.size(inspection.bytes)} in {several(inspection.files, 'file')}"),
+    ]
+    return printed([title("inspect"), pairs(facts), *_tensors(inspection.holdings, inspection.kin)], color)
 
 
 def _one_text(inspection: Inspection) -> list[RenderableType]:
@@ -203,11 +240,17 @@ def _one_text(inspection: Inspection) -> list[RenderableType]:
         if inspection.problems
         else []
     )
-    parts.append(section("tensors", "flat, by name, cut where the ranks' slices ended"))
+    return [*parts, *_tensors(inspection.holdings, inspection.kin, "flat, by name, cut where slices ended")]
+
+
+def _tensors(
+    holdings: Iterable[Holding], kin: Iterable[AlikeParameters], how: str = ""
+) -> list[RenderableType]:
+    parts: list[RenderableType] = [section("tensors", how)]
     rows = [("kind", "dtype", "tensors", "elements", "bytes")]
     rows += [
         (h.kind, h.dtype, str(h.tensors), figures.elements(h.elements), figures.size(h.bytes))
-        for h in inspection.holdings
+        for h in holdings
     ]
     parts.append(grid(rows, (24, 10, 9, 10), ("", "", "", "")))
     parts.append(section("parameters"))
@@ -220,7 +263,7 @@ def _one_text(inspection: Inspection) -> list[RenderableType]:
             alike.dtype,
             ", ".join(alike.moments) + (f"  (tied to {', '.join(alike.tied)})" if alike.tied else ""),
         )
-        for alike in inspection.kin
+        for alike in kin
     ]
     parts.append(grid(rows, (44, 6, 18, 8), ("", "dim", "", "")))
     return parts
