@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zerodrift.errors import ConfigError, ZerodriftError
-from zerodrift.train.folder import RunFolder
+from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.job import Job, Lora
 from zerodrift.train.read import every_path, read_job
 
@@ -170,3 +170,12 @@ def read_with(key: str, value: Any) -> None:
 def test_a_block_fits_in_memory() -> None:
     with pytest.raises(ConfigError, match=r"data\.block.*at most 16,777,216"):
         read_job({"model": {"source": "m"}, "data": {"train": "x", "block": 2**63 - 1}})
+
+
+@pytest.mark.parametrize("key", ["run.folder", "data.cache"])
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none", "/dev/null/below"])
+def test_a_folder_that_cannot_be_written_is_refused_by_its_key(key: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=rf"`{key}`: must be a folder that can be written; got "):
+        require_writable(key, tmp_path / place)
+    require_writable(key, tmp_path / "new" / "one")

@@ -69,7 +69,8 @@ def sample(
 
         with streams.progress(f"reading {run}"):
             sampler = TextGenerator(run)
+        texts = sampler.continued(prompt, SamplingOptions(tokens, temperature, top, seed), chat)
         streams.emit(prompt if not chat else "")
-        for text in sampler.continued(prompt, SamplingOptions(tokens, temperature, top, seed), chat):
+        for text in texts:
             streams.emit(text)
         streams.emit("\n")

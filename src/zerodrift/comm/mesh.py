@@ -252,16 +252,23 @@ def _device(seat: _Seat, asked: torch.device | str | None) -> torch.device:
             got=f"a CUDA device and {dist.get_backend()!r}",
             do="Initialize torch.distributed with `nccl`, or pass `device='cpu'`.",
         )
+    if not torch.cuda.is_available():
+        raise MeshError(
+            "device", "must be one that this machine has", got="`cuda`, where torch finds no GPU", do=_NO_GPU
+        )
     index = seat.local if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise MeshError(
             "LOCAL_RANK",
             f"must be below the {torch.cuda.device_count()} GPUs of this machine",
             got=index,
-            do="Start one rank per GPU, or pass `device='cpu'`.",
+            do="Start one rank per GPU (`--nproc`, `--nproc-per-node`), or use `cpu`.",
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+_NO_GPU = "Use `cpu`; or install a build of torch for CUDA, and a driver."
 
 
 def _carries_cuda(seat: _Seat) -> bool:

@@ -93,7 +93,7 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
         with opened(path) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        _refuse(name, "must exist", "no such file", _neighbour(name))
+        _refuse(name, "must exist", f"no such file{_looked_in(name)}", _neighbour(name))
     except IsADirectoryError:
         _refuse(name, "must be a file", "a folder", "Name the config in it.")
     except OSError as error:
@@ -107,6 +107,11 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         what = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         _refuse(name, "must be UTF-8 text", what, "Save it as UTF-8.")
+
+
+def _looked_in(name: str) -> str:
+    """The folder that a relative path is looked for in."""
+    return "" if os.path.isabs(os.path.expanduser(name)) else f" (looked for in {os.getcwd()})"
 
 
 def _neighbour(name: str) -> str:
@@ -126,7 +131,7 @@ def _json(text: str, name: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_pairs, parse_int=_bounded_integer)
     except json.JSONDecodeError as error:
-        what = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        what = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
         _refuse(name, "must be valid JSON", what, _json_hint(text, error.pos))
     except RecursionError:
         _refuse(name, "must not be nested so deeply", "hundreds of levels")

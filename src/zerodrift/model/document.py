@@ -44,7 +44,11 @@ def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
     try:
         document = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        problems.add(where, "must be JSON", got=f"{error.msg} at line {error.lineno}, column {error.colno}")
+        problems.add(
+            where,
+            "must be JSON",
+            got=f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}",
+        )
         return None
     except UnicodeDecodeError as error:
         problems.add(

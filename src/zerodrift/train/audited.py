@@ -47,6 +47,7 @@ def job_to_audit(job: Job, config: Config, count: int) -> JobToAudit:
     make = functools.partial(models.build, job.model, source)
     built = make()
     models.check_vocabulary(built, letters.vocabulary, letters.name)
+    models.check_positions(built, job.data.block)
     plan = make_plan(config, built, world, auto=numbers_of(job, config, steps))
     batch, numbers = plan.policy.batch, dealt(plan, rank)
     seat = BatchLayout(rank, plan.mesh.data, max(1, batch.micro), numbers, torch.device("cpu"))

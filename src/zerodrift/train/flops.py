@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from zerodrift.observer.operations import every_operation
 
 TRAINING = 3
 """Forward and backward, in forwards."""
@@ -44,20 +45,21 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 """Part of a device's name -> TFLOP/s of dense products by dtype; the first that fits."""
 
 
-class _Counting(TorchDispatchMode):
-    """Adds up what torch has a formula for."""
+def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
+    """Of one operation, where torch has a formula for it or for its like."""
+    packet = operation._overloadpacket
+    if packet is torch.ops.aten._grouped_mm:
+        left, right = arguments[0], arguments[1]  # each row meets one of the matrices
+        return int(2 * left.numel() * right.shape[-1])
+    formula = flop_registry.get(_LIKE.get(packet, packet))
+    return 0 if formula is None else int(formula(*arguments, **(named or {}), out_val=result))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        out = func(*args, **given)
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **given, out_val=out)
-        return out
+_LIKE = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    )
+}
 
 
 class ForwardFlops:
@@ -68,8 +70,14 @@ class ForwardFlops:
 
     @contextlib.contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        mode = _Counting()
+        found = 0
         entered = False
+
+        def called(operation: Any, arguments: Any, named: Any, result: Any) -> None:
+            nonlocal found
+            found += flops_of(operation, arguments, named, result)
+
+        mode = every_operation(called, compiled=False)
 
         def before(module: nn.Module, arguments: Any) -> None:
             nonlocal entered
@@ -82,7 +90,7 @@ class ForwardFlops:
             if entered:
                 entered = False
                 mode.__exit__(None, None, None)
-                self.found = mode.flops
+                self.found = found
 
         handles = [
             model.register_forward_pre_hook(before),

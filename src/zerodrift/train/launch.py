@@ -271,7 +271,8 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
             behind = f"rank {rank.number}: " if count > 1 else ""
             return ZerodriftError.relayed(f"{behind}{failure.message}")
         return RankFailedError(f"rank {rank.number} of {count}:\n{failure.message}")
-    rank = failed[0]
+    # Those that were told to end because of another say nothing of why.
+    rank = next((each for each in failed if each.process.returncode != -signal.SIGTERM), failed[0])
     if rank.process.returncode == 2:  # it was refused something, and could not write what
         return ZerodriftError(
             rank.failure,

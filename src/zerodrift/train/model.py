@@ -55,7 +55,8 @@ def source_of(written: Model) -> ModelSource:
     config = path / CONFIG if path.is_dir() else path
     if not config.is_file() or config.suffix != ".json":
         must = "must be a folder with a `config.json`, such a file, or `package.module:function`"
-        got = f"{written.source!r}, {'without one' if path.exists() else 'which is not there'}"
+        missing = f"which is not there (looked for in {Path.cwd()})"
+        got = f"{written.source!r}, {'without one' if path.exists() else missing}"
         raise ModelError("model.source", must, got=got)
     there = path.is_dir() and safetensors.holds(path)
     if written.weights == "load" and not there:
@@ -251,11 +252,15 @@ def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:
         )
 
 
+_POSITIONS = "max_position_embeddings"
+"""What `transformers` calls it in every config, whatever the file does."""
+
+
 def positions(model: nn.Module) -> int | None:
     """How long a text the model was made for; None where it does not say."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
-    known = getattr(text, "max_position_embeddings", None)
+    known = getattr(text, _POSITIONS, None)
     return known if type(known) is int and known > 0 else None
 
 
@@ -264,6 +269,7 @@ def check_positions(model: nn.Module, block: int) -> None:
     never trained beyond them."""
     known = positions(model)
     if known is not None and known < block:
-        must = f"must be at most the {known:,} positions of the model's config (`max_position_embeddings`)"
+        key = getattr(model.config, "attribute_map", {}).get(_POSITIONS, _POSITIONS)
+        must = f"must be at most the {known:,} positions of the model's config (`{key}`)"
         todo = "Lower it, or raise that where the model can."
         raise ModelError("data.block", must, got=f"{block:,}", do=todo)

@@ -66,6 +66,10 @@ def beginning(wanted: str, folder: RunFolder) -> Path | None:
     path = Path(wanted).expanduser()
     if wanted in own.tags() or not (path.exists() or "/" in wanted):
         return own.find(wanted)
+    if not path.exists():
+        got = f"{wanted!r}, which is not there (looked for in {Path.cwd()})"
+        must = "must be `auto`, `never`, the tag of a checkpoint, or a path to a run or a checkpoint"
+        raise CheckpointError("run.resume", must, got=got)
     there = _checkpoint_at(path)
     # Where a run begins is said once. Started again, by a launcher or by hand, it goes on with its own.
     newest = None if there.parent.resolve() == own.path.resolve() else own.newest()
@@ -200,6 +204,8 @@ _OF_NO_EFFECT = ("random numbers", "client state", "plan")
 def _of_the_plan(loaded: Loaded, keys: Sequence[Change]) -> Iterator[Change]:
     """What has changed by something else than a key, or follows from one."""
     written = {change.what.removeprefix("config.") for change in keys}
+    if any(difference.what == "ranks" for difference in loaded.differences):
+        written |= {"averaging", "batch"}  # they count ranks
     for difference in loaded.differences:
         what = difference.what
         if what in _OF_NO_EFFECT or what in written or (keys and what in _OF_KEYS):

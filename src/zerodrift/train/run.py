@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerodrift.api import initialize
@@ -215,6 +216,9 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     check_boards(job.run)
     folder = RunFolder(Path(job.run.folder).expanduser())
     cache = folder.cache(job.data.cache)
+    if job.run.device == "cuda" and not torch.cuda.is_available():
+        must, got = "must be a device that this machine has", "'cuda', where torch finds no GPU"
+        raise ConfigError("run.device", must, got=got, do="Set `run.device: cpu`.")
     require_writable("run.folder", folder.path)
     require_writable("data.cache", cache)
     letters = tokenizer(job.data.tokenizer, job.model.source)

@@ -50,7 +50,7 @@ class TextGenerator:
         self._cached = hasattr(self._model, "generate")
 
     def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
-        """What comes after the prompt, piece by piece."""
+        """What comes after the prompt, piece by piece; what is wrong with it is told at once."""
         if as_chat:
             given = chat.prompt([{"role": "user", "content": prompt}], self._letters)
         else:
@@ -62,6 +62,9 @@ class TextGenerator:
             raise ConfigError("--prompt", must, got=f"{len(tokens):,} tokens", do="Shorten it.")
         if room is not None:
             options = replace(options, tokens=min(options.tokens, room - len(tokens)))
+        return self._pieces(tokens, options)
+
+    def _pieces(self, tokens: list[int], options: SamplingOptions) -> Iterator[str]:
         generator = torch.Generator().manual_seed(options.seed)
         said: list[int] = []
         shown = ""
