@@ -7,17 +7,29 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
-from zerodrift.train.curves import Chart, Series, binary_ticks, chart, even_ticks, log_ticks, stretches
+from zerodrift.train.curves import (
+    Chart,
+    Series,
+    binary_ticks,
+    chart,
+    even_ticks,
+    log_ticks,
+    smoothed,
+    stretches,
+)
 from zerodrift.train.display import LineDisplay, Pace, clock
+from zerodrift.train.flops import ForwardFlops, readable
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job, Run
 from zerodrift.train.metrics import Metrics, StepMetrics, read
@@ -126,11 +138,72 @@ def test_the_page_is_whole_refers_to_nothing_and_has_the_figures() -> None:
     [
         ({"stopped": ""}, "done, 3 steps"),
         ({"stopped": "SIGTERM"}, "stopped after step 3 of 3"),
-        ({"error": "no <memory>"}, "failed after step 3: no &lt;memory&gt;"),
+        ({"error": "no <memory>"}, "failed after step 3 of 3"),
     ],
 )
 def test_the_page_says_how_a_run_ended(end: dict[str, str], words: str) -> None:
     assert words in page([*LINES, {"kind": "end", "step": 3, **end}])
+
+
+def test_a_failed_run_says_why_before_anything_else() -> None:
+    text = page([*LINES, {"kind": "end", "step": 3, "error": "no <memory>\nLower it."}])
+    assert text.index('role="alert"') < text.index('class="tiles"')
+    assert "<pre>no &lt;memory&gt;\nLower it.</pre>" in text
+    assert 'role="alert"' not in page(LINES)
+
+
+def test_resumes_and_skips_are_marked_and_told() -> None:
+    change = ["config.optimizer.params.lr", "0.01", "0.001", "the job's holds from step 3 on"]
+    start = {"kind": "start", "step": 2, "from": "runs/a/checkpoints/step-2", "changed": [change]}
+    lines = [*LINES, start, {"kind": "step", **asdict(step(3, skipped=True))}]
+    text = page(lines)
+    charts = text.count('class="curve"')
+    assert text.count('class="mark resume"') == charts == text.count('class="mark skip"') > 4
+    assert "gone on with after step 2; changed: config.optimizer.params.lr" in text
+    assert all(f"<td>{cell}</td>" in text for cell in change)
+    assert 'class="mark ' not in page(LINES)
+
+
+def test_what_it_was_made_with_is_on_the_page() -> None:
+    here = {"command": "zerodrift train job.yaml", "commit": "abc-dirty", "host": "here", "torch": "2.13"}
+    start = {"kind": "start", "step": 0, "environment": here, "data": [["held out", "4 blocks"]]}
+    digest = {"kind": "checkpoint", "step": 2, "took": 1.0, "digest": "f00d"}
+    sample = {"kind": "sample", "step": 3, "prompt": "def ", "text": "<f>"}
+    text = page([start, *LINES[1:], digest, sample])
+    for word in ("zerodrift train job.yaml", "abc-dirty", "4 blocks", "f00d", "<b>def </b>&lt;f&gt;"):
+        assert word in text, word
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("NVIDIA H200", "of 989 TFLOP/s, dense bf16 on NVIDIA H200"),
+        ("Abacus 3", "the peak of Abacus 3 is not known here"),
+        ("", "no share: a CPU states no peak"),
+    ],
+)
+def test_utilisation_states_its_peak_or_why_there_is_none(device: str, words: str) -> None:
+    lines = [{"kind": "start", "step": 0, "device": device}, *LINES[1:]]
+    assert words in page([*lines, {"kind": "flops", "step": 1, "per_token": 6e9}])
+    assert "not counted" in page(lines)
+
+
+def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4, bias=False))
+    flops = ForwardFlops()
+    with flops.counting(model):
+        for _ in range(2):
+            model(torch.ones(5, 8)).sum().backward()
+    assert flops.found == 2 * 5 * (8 * 16 + 16 * 4)
+    assert [readable(flops) for flops in (0, 1.5e9, 4.2e13)] == ["0 FLOP/s", "1.5 GFLOP/s", "42 TFLOP/s"]
+
+
+def test_a_smoothed_curve_stays_among_its_values_and_on_a_line() -> None:
+    values = [float(value) for value in range(50)]
+    means = smoothed(values, 5)
+    assert all(0 <= mean <= 49 for mean in means)
+    assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
+    assert smoothed([3.0] * 9, 4) == pytest.approx([3.0] * 9)
 
 
 def test_a_run_without_a_step_has_a_page() -> None:

@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from zerodrift.report.figures import elements
 from zerodrift.report.markup import Markup, join, tag
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 420, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 24
+WIDTH, HEIGHT = 420, 204
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 20, 10, 38
 _MOST = 240
 """Stretches that a line is drawn from."""
 
@@ -32,6 +33,8 @@ class Series:
     points: tuple[Point, ...]
     dots: bool = False
     """Few points that stand for themselves."""
+    smooth: bool = False
+    """A running mean over the points, which are drawn behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,16 @@ class Chart:
     from_zero: bool = False
     binary: bool = False
     """Whether round values are powers of two: bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened at a place of the horizontal axis."""
+
+    x: float
+    kind: str
+    """A class of the page's style: `skip`, `resume`."""
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +79,9 @@ class _Scale:
         return self.start + share * (self.end - self.start)
 
 
-def chart(spec: Chart) -> Markup:
-    """The drawing with its title; says so where there is nothing to draw."""
+def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Markup:
+    """The drawing with its title; says so where there is nothing to draw. `tokens` are those of a step, for a
+    second row below the steps."""
     lines = [[point for point in series.points if _drawable(point, spec.log)] for series in spec.series]
     flat = [point for line in lines for point in line]
     if not flat:
@@ -81,7 +95,8 @@ def chart(spec: Chart) -> Markup:
     svg = tag(
         "svg",
         [_row(tick, up, spec.shown) for tick in ticks],
-        [_column(tick, across) for tick in step_ticks(min(steps), max(steps))],
+        [_column(tick, across, tokens) for tick in step_ticks(min(steps), max(steps))],
+        [_mark(mark, across) for mark in marks if min(steps) <= mark.x <= max(steps)],
         drawn,
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         class_="curve",
@@ -154,7 +169,35 @@ def _line(series: Series, points: Sequence[Point], across: _Scale, up: _Scale) -
     path = _path([(across(stretch.x), up(stretch.mean)) for stretch in stretched])
     last = stretched[-1]
     end = tag("circle", cx=_n(across(last.x)), cy=_n(up(last.mean)), r="2.5")
+    if series.smooth and len(points) > 2:
+        means = smoothed([value for _, value in points], smoothing(len(points)))
+        behind = tag("path", d=path, class_="raw")
+        few = stretches([(x, mean) for (x, _), mean in zip(points, means, strict=True)])
+        path = _path([(across(stretch.x), up(stretch.mean)) for stretch in few])
+        end = tag("circle", cx=_n(across(few[-1].x)), cy=_n(up(few[-1].mean)), r="2.5")
+        band = join([band, behind])
     return tag("g", band, tag("path", d=path, class_="line"), end, class_=f"s-{series.color}")
+
+
+def smoothing(count: int) -> int:
+    """How many steps a running mean is over: a twentieth of them."""
+    return max(2, min(200, count // 20))
+
+
+def smoothed(values: Sequence[float], over: int) -> list[float]:
+    """A mean that weighs what is near more, before and after alike: it runs neither ahead nor behind."""
+    ahead, back = _forgetting(values, over), _forgetting(values[::-1], over)[::-1]
+    return [(left + right) / 2 for left, right in zip(ahead, back, strict=True)]
+
+
+def _forgetting(values: Sequence[float], over: int) -> list[float]:
+    keep = 1 - 1 / over
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        means.append(total / weight)
+    return means
 
 
 def _path(points: Sequence[Point]) -> str:
@@ -174,8 +217,20 @@ def _row(tick: float, up: _Scale, shown: Callable[[float], str]) -> Markup:
     return join([rule, tag("text", shown(tick), x=_n(_LEFT - 8), y=_n(up(tick) + 4), class_="tick end")])
 
 
-def _column(tick: float, across: _Scale) -> Markup:
-    return tag("text", f"{tick:,.0f}", x=_n(across(tick)), y=_n(HEIGHT - 8), class_="tick middle")
+def _column(tick: float, across: _Scale, tokens: float) -> Markup:
+    x = _n(across(tick))
+    step = tag("text", f"{tick:,.0f}", x=x, y=_n(HEIGHT - 22), class_="tick middle")
+    if not tokens:
+        return step
+    below = tag("text", elements(round(tick * tokens)), x=x, y=_n(HEIGHT - 8), class_="tick middle faint")
+    return join([step, below])
+
+
+def _mark(mark: Mark, across: _Scale) -> Markup:
+    x, low = _n(across(mark.x)), HEIGHT - _BOTTOM
+    high = _TOP if mark.kind == "resume" else low - 8
+    text = tag("title", mark.text)
+    return tag("line", text, x1=x, x2=x, y1=_n(high), y2=_n(low), class_=f"mark {mark.kind}")
 
 
 def even_ticks(low: float, high: float, most: int = 5) -> list[float]:

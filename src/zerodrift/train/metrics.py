@@ -138,6 +138,7 @@ _NUMBER = (int, float, type(None))
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "step": {field.name: _NUMBER for field in fields(StepMetrics)},
     "evaluation": {"step": int, "validation_loss": _NUMBER},
+    "flops": {"step": int, "per_token": _NUMBER},
     "skip": {"step": int, "parameters": list, "places": str},
     "precision": {"line": str, "cells": list, "logits": list},
     "digest": {"step": int, "state": dict, "gradients": dict, "losses": list},

@@ -8,6 +8,8 @@ Invariant: every figure on it is in the metrics or in the plan.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -20,12 +22,11 @@ from zerodrift.report.figures import elements, significant, size
 from zerodrift.report.markup import Markup, join, tag
 from zerodrift.report.page import breaking, document, plan_sections, section, tint
 from zerodrift.report.rows import grouped
-from zerodrift.train.curves import Chart, Point, Series, chart
+from zerodrift.train import circumstances
+from zerodrift.train.charts import MOST, Lines, charts, perplexity, points
 from zerodrift.train.display import clock
+from zerodrift.train.flops import dtype_of_products, peak, readable
 from zerodrift.train.job import Job
-
-Lines = Sequence[dict[str, Any]]
-"""Those of `metrics.jsonl`."""
 
 
 def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
@@ -33,12 +34,18 @@ def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
     plan = plan.noted(_found(lines).get("notes", ()))
     body = [
         _head(job, plan, lines, steps),
-        _tiles(lines, steps),
-        section("Curves", tag("div", _charts(lines), class_="charts"), id="curves"),
+        _banner(lines, steps),
+        _tiles(plan, lines),
+        section("Curves", charts(lines), id="curves"),
+        circumstances.samples(lines),
+        circumstances.gone_on_with(lines),
+        _skips(lines),
+        circumstances.data(lines),
         section("Precision, declared and observed", _precision(lines), id="precision"),
         _rounding(lines),
-        _skips(lines),
-        section("Plan", _facts(plan), id="plan"),
+        circumstances.digests(lines),
+        circumstances.environment(lines),
+        section("Plan", circumstances.facts_list(summary.facts(plan)), id="plan"),
         *plan_sections(plan, cost(plan), grouped(plan), timeline(plan)),
     ]
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
@@ -49,10 +56,11 @@ def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
 
 
 def _head(job: Job, plan: Plan, lines: Lines, steps: int) -> Markup:
+    kind, words = _state(lines, steps)
     return tag(
         "header",
         tag("p", "zerodrift run", class_="kicker"),
-        tag("h1", job.run.folder, " ", tag("span", *_state(lines, steps))),
+        tag("h1", breaking(job.run.folder), " ", tag("span", words, class_=f"state {kind}")),
         tag("p", f"{plan.source} on {plan.mesh}, {_named(job.data.train)}", class_="quiet"),
     )
 
@@ -62,16 +70,30 @@ def _named(paths: str | tuple[str, ...]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _state(lines: Lines, steps: int) -> tuple[str]:
-    ends = [line for line in lines if line["kind"] == "end"]
-    done = _last(lines, "step", "step") or 0
-    if not ends:
-        return (f"running, step {done} of {steps}",)
-    if ends[-1].get("error"):
-        return (f"failed after step {ends[-1]['step']}: {ends[-1]['error']}",)
-    if ends[-1].get("stopped"):
-        return (f"stopped after step {ends[-1]['step']} of {steps}",)
-    return (f"done, {done} steps",)
+def _end(lines: Lines) -> Mapping[str, Any]:
+    """How it ended; empty while it runs."""
+    return next((line for line in reversed(lines) if line["kind"] == "end"), {})
+
+
+def _state(lines: Lines, steps: int) -> tuple[str, str]:
+    """A class of the style, and words."""
+    end, done = _end(lines), _last(lines, "step", "step") or 0
+    if not end:
+        return "running", f"running, step {done} of {steps}"
+    if end.get("error"):
+        return "failed", f"failed after step {end['step']} of {steps}"
+    if end.get("stopped"):
+        return "stopped", f"stopped after step {end['step']} of {steps}"
+    return "done", f"done, {done} steps"
+
+
+def _banner(lines: Lines, steps: int) -> Markup:
+    """Why it failed, before anything else."""
+    error = _end(lines).get("error")
+    if not error:
+        return Markup("")
+    heading = tag("b", f"The run failed after step {_end(lines)['step']} of {steps}.")
+    return tag("div", heading, tag("pre", str(error)), class_="banner", role="alert")
 
 
 def _last(lines: Lines, kind: str, key: str) -> Any:
@@ -80,29 +102,34 @@ def _last(lines: Lines, kind: str, key: str) -> Any:
     )
 
 
-def _tiles(lines: Lines, steps: int) -> Markup:
-    losses = _points(lines, "step", "loss")
-    speeds = [value for _, value in _points(lines, "step", "tokens_per_second")]
+def _tiles(plan: Plan, lines: Lines) -> Markup:
+    losses = points(lines, "step", "loss")
+    speeds = [value for _, value in points(lines, "step", "tokens_per_second")]
     tiles: list[tuple[str, str, str]] = []
     if losses:
         first, last = losses[0][1], losses[-1][1]
         tiles.append(("loss", f"{last:.4f}", f"from {first:.4f} at step {losses[0][0]:g}"))
-    held = _points(lines, "evaluation", "validation_loss")
+    held = points(lines, "evaluation", "validation_loss")
     if held:
-        best = min(value for _, value in held)
-        tiles.append(("validation loss", f"{held[-1][1]:.4f}", f"best {best:.4f}"))
+        best, step = min((value, step) for step, value in held)
+        tiles.append(("validation loss", f"{held[-1][1]:.4f}", f"best {best:.4f} at step {step:g}"))
+    if held or losses:
+        value = perplexity(held[-1][1] if held else losses[-1][1])
+        shown = significant(value) if math.isfinite(value) else f"above {elements(int(MOST))}"
+        tiles.append(("perplexity", shown, "of the held-out data" if held else "of the last step"))
     tokens = _last(lines, "step", "tokens")
     if tokens:
         tiles.append(("tokens", elements(tokens), f"{_last(lines, 'step', 'epoch'):.2f} epochs"))
     if speeds:
         middle = sorted(speeds)[len(speeds) // 2]
         tiles.append(("tokens per second", elements(round(middle)), "median of the steps"))
+        tiles.append(_utilisation(plan, lines, middle))
     seconds = _last(lines, "step", "seconds")
     if seconds is not None:
         tiles.append(("training time", clock(seconds), "without evaluation and saving"))
     memory = _last(lines, "step", "memory")
     if memory:
-        most = max(value for _, value in _points(lines, "step", "memory"))
+        most = max(value for _, value in points(lines, "step", "memory"))
         tiles.append(("memory of rank 0", size(round(most)), "most, with the program itself"))
     parts = [
         tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="quiet"))
@@ -111,54 +138,28 @@ def _tiles(lines: Lines, steps: int) -> Markup:
     return tag("dl", parts, class_="tiles")
 
 
-# --- curves -------------------------------------------------------------------------------------------
+def _utilisation(plan: Plan, lines: Lines, speed: float) -> tuple[str, str, str]:
+    """Model FLOPs utilisation with the peak it is of; without one what is computed per second, and why."""
+    per_token = _last(lines, "flops", "per_token")
+    if not per_token:
+        return "MFU", "-", "not counted: the first step was not watched, or is compiled or in a pipeline"
+    reached = per_token * speed / plan.mesh.world
+    device = str(circumstances.last_start(lines).get("device", ""))
+    if not device:
+        return "computed", readable(reached), "per rank, of the model; no share: a CPU states no peak"
+    dtype = _products(plan)
+    most = peak(device, dtype)
+    if most is None:
+        return "computed", readable(reached), f"per GPU, of the model; the peak of {device} is not known here"
+    return "MFU", f"{reached / most:.1%}", f"of {readable(most)}, dense {dtype} on {device}"
 
 
-def _points(lines: Lines, kind: str, key: str) -> list[Point]:
-    return [
-        (float(line["step"]), float(line[key]))
-        for line in lines
-        if line["kind"] == kind and line.get(key) is not None
-    ]
-
-
-def _charts(lines: Lines) -> list[Markup]:
-    def of(key: str, label: str, color: str) -> Series:
-        return Series(label, color, tuple(_points(lines, "step", key)))
-
-    held = Series("held out", "gradient", tuple(_points(lines, "evaluation", "validation_loss")), dots=True)
-    loss = of("loss", "training", "storage")
-    losses = (loss, held) if held.points else (loss,)
-    norms, rates = of("grad_norm", "gradient norm", "master"), of("lr", "learning rate", "state")
-    speed, memory = of("tokens_per_second", "throughput", "accumulate"), of("memory", "memory", "wire")
-    charts = [
-        Chart("Loss", losses, _number),
-        Chart("Gradient norm before clipping", (norms,), _number, log=_spread(norms) > 20),
-        Chart("Learning rate", (rates,), _small, from_zero=True),
-        Chart("Tokens per second", (speed,), _count, from_zero=True),
-        Chart("Memory of rank 0", (memory,), lambda value: size(round(value)), from_zero=True, binary=True),
-    ]
-    scale = of("loss_scale", "loss scale", "buffers")
-    if any(value != 1.0 for _, value in scale.points):
-        charts.append(Chart("Loss scale", (scale,), _count, log=True))
-    return [chart(spec) for spec in charts]
-
-
-def _spread(series: Series) -> float:
-    values = [value for _, value in series.points if value > 0]
-    return max(values) / min(values) if values else 1.0
-
-
-def _number(value: float) -> str:
-    return significant(value) if abs(value) < 1000 else elements(round(value))
-
-
-def _small(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _count(value: float) -> str:
-    return elements(round(value)) if value >= 1 else significant(value)
+def _products(plan: Plan) -> str:
+    """The dtype that most parameters compute in."""
+    counts: Counter[str] = Counter()
+    for row in plan.rows:
+        counts[row.columns.cells()["compute"]] += row.numel
+    return dtype_of_products(max(counts, key=lambda dtype: counts[dtype])) if counts else "fp32"
 
 
 # --- precision ----------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def _precision(lines: Lines) -> Markup:
         f"the model: {logits}. What is not sent, or not cut, has nothing to see."
     )
     table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="precision")
-    return join([tag("p", note, class_="quiet"), table])
+    return join([tag("p", note, class_="quiet"), tag("div", table, class_="scroll")])
 
 
 def _rounding(lines: Lines) -> Markup:
@@ -241,19 +242,11 @@ def _skips(lines: Lines) -> Markup:
     rows = [
         tag(
             "tr",
-            tag("td", f"{line['step']}", class_="number"),
+            tag("td", f"{line['step']}"),
             tag("td", ", ".join(line["parameters"]) or "-"),
             tag("td", line["places"]),
         )
         for line in skipped[-50:]
     ]
-    heads = [
-        tag("th", head, scope="col") for head in ("step", "first bad gradients", "rank, micro-batch, loss")
-    ]
-    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="listing")
-    return section("Skipped steps", table, id="skips")
-
-
-def _facts(plan: Plan) -> Markup:
-    facts = [tag("div", tag("dt", label), tag("dd", value)) for label, value in summary.facts(plan)]
-    return tag("dl", facts, class_="facts")
+    heads = ("step", "first bad gradients", "rank, micro-batch, loss")
+    return section("Skipped steps", circumstances.table(heads, rows), id="skips")
