@@ -28,6 +28,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from llama import SHAPES, Llama
 
+from zerodrift.train.flops import peak
+
 LR = 1e-4
 Step = Callable[[list[torch.Tensor]], float]
 """The tokens of each micro-batch -> the last one's loss, after one whole optimizer step."""
@@ -94,14 +96,6 @@ ENGINES: dict[str, Callable[[Llama, torch.device], Step]] = {
     "ddp": ddp,
 }
 
-PEAKS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bf16 products per second, as the maker states them; a device that is not here has no share of it."""
-
-
-def peak_of(name: str) -> float | None:
-    words = name.replace("-", " ").split()
-    return next((PEAKS[word] for word in words if word in PEAKS), None)
-
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     device = join()
@@ -130,7 +124,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokens = options.accumulate * shape.micro_batch * shape.length * dist.get_world_size()
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else "no GPU"
-    peak = peak_of(name)
+    top = peak(name, "bf16")
     return {
         "engine": options.engine,
         "size": options.size,
@@ -144,8 +138,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "ms": median * 1e3,
         "tokens_per_second": tokens / median,
-        "mfu": None if peak is None else each * tokens / median / peak / dist.get_world_size(),
-        "device_peak": peak,
+        "mfu": None if top is None else each * tokens / median / top / dist.get_world_size(),
+        "device_peak": top,
         "allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
         "reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
         "losses": losses,

@@ -65,19 +65,6 @@ def test_every_size_is_measured_for_every_engine(kit: Any, tmp_path: Path) -> No
         assert words[words.index("--size") + 1] in steps.SHAPES
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("", None),
-    ],
-)
-def test_a_device_has_the_peak_of_its_maker_or_none(kit: Any, name: str, peak: float | None) -> None:
-    assert importlib.import_module("gpu_step").peak_of(name) == peak
-
-
 def test_8b_has_the_parameters_of_llama(kit: Any) -> None:
     torch = importlib.import_module("torch")
     llama = importlib.import_module("llama")

@@ -29,7 +29,7 @@ from zerodrift.train.curves import (
     stretches,
 )
 from zerodrift.train.display import LineDisplay, Pace, clock
-from zerodrift.train.flops import ForwardFlops, readable
+from zerodrift.train.flops import ForwardFlops, peak, readable
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job, Run
 from zerodrift.train.metrics import Metrics, StepMetrics, read
@@ -186,6 +186,23 @@ def test_utilisation_states_its_peak_or_why_there_is_none(device: str, words: st
     lines = [{"kind": "start", "step": 0, "device": device}, *LINES[1:]]
     assert words in page([*lines, {"kind": "flops", "step": 1, "per_token": 6e9}])
     assert "not counted" in page(lines)
+
+
+@pytest.mark.parametrize(
+    ("device", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 PCIe", 756),
+        ("Tesla T4", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("", None),
+    ],
+)
+def test_a_device_has_the_peak_of_its_maker_and_not_of_a_namesake(device: str, tera: float | None) -> None:
+    assert peak(device, "bf16") == (None if tera is None else tera * 1e12)
 
 
 def test_the_flops_of_a_forward_are_those_of_its_products() -> None:

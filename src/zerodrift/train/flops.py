@@ -42,7 +42,10 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("MI300X", {"bf16": 1307, "fp16": 1307, "fp32": 163}),
     ("MI250X", {"bf16": 383, "fp16": 383, "fp32": 48}),
 )
-"""Part of a device's name -> TFLOP/s of dense products by dtype; the first that fits."""
+"""Words of a device's name -> TFLOP/s of dense products by dtype; the first that fits."""
+
+_SLOWER = ("Laptop", "Max Q", "D")
+"""Words of devices that are slower than their namesakes."""
 
 
 def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
@@ -105,7 +108,10 @@ class ForwardFlops:
 
 def peak(device: str, dtype: str) -> float | None:
     """FLOP/s that a device is stated to have; None where that is not known here."""
-    known: dict[str, float] = next((peaks for name, peaks in PEAKS if name in device), {})
+    words = f" {device.replace('-', ' ')} "
+    if any(f" {word} " in words for word in _SLOWER):
+        return None
+    known: dict[str, float] = next((peaks for name, peaks in PEAKS if f" {name} " in words), {})
     return known[dtype] * 1e12 if dtype in known else None
 
 
