@@ -89,7 +89,7 @@ def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path)
             "train_batch_size": 8,
             "gradient_accumulation_steps": 4 // ranks,
         }
-        run = {"evaluate_every": 2, "evaluate_batches": 1}
+        run = {"evaluate_every": 2, "evaluate_blocks": 8}
         file = job(folder, "dropping", steps=4, config=config, data=data, run=run)
         run_ranks(on_a_rank, ranks, str(file), timeout=120)
         held = kinds(folder, "evaluation")

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 SURFACE = {
     "": ["--help", "--version"],
+    "data": ["--debug", "--help", "--set", "JOB"],
     "plan": [
         "--auto",
         "--debug",

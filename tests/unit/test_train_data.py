@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zerodrift.errors import ConfigError
-from zerodrift.train import chat
+from zerodrift.train import chat, rendering
 from zerodrift.train.blocks import IGNORED, Blocks
 from zerodrift.train.documents import Document
 from zerodrift.train.job import Data
@@ -29,7 +29,12 @@ def made(tmp_path: Path, written: Data) -> Prepared:
 
 
 def stream(blocks: Blocks) -> np.ndarray:
-    return blocks.read(np.arange(len(blocks)))[0].reshape(-1)
+    return blocks.read(np.arange(len(blocks))).tokens.reshape(-1)
+
+
+def parts_of(blocks: Blocks, *at: int) -> tuple[np.ndarray, np.ndarray]:
+    read = blocks.read(np.array(at))
+    return read.tokens, read.labels
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -49,7 +54,7 @@ def test_packing_keeps_every_token_and_pads_only_the_end(tmp_path: Path) -> None
     found = stream(blocks)
     assert found[: len(expected)].tolist() == expected
     assert set(found[len(expected) :]) <= {256} and len(found) - len(expected) < 16
-    tokens, labels = blocks.read(np.array([len(blocks) - 1]))
+    tokens, labels = parts_of(blocks, len(blocks) - 1)
     padded = len(found) - len(expected)
     assert (labels[0, 16 - padded :] == IGNORED).all()
     assert (labels[0, : 16 - padded] == tokens[0, : 16 - padded]).all()
@@ -60,7 +65,7 @@ def test_without_packing_a_document_is_a_block(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     blocks = made(tmp_path, data(file, pack=False)).train
     assert len(blocks) == len(TEXTS)
-    tokens, labels = blocks.read(np.array([2, 3]))
+    tokens, labels = parts_of(blocks, 2, 3)
     assert tokens[0].tolist() == [*b"third", *[256] * 11]
     assert labels[0].tolist() == [*b"third", 256, *[IGNORED] * 10]
     assert tokens[1].tolist() == list(TEXTS[3].encode()[:16]), "cut"
@@ -121,9 +126,10 @@ def test_marks_and_counts_are_split_with_the_blocks(tmp_path: Path) -> None:
     parts = made(tmp_path, data(file, block=64, validation=0.05))
     assert parts.validation is not None and len(parts.train) + len(parts.validation) == len(whole)
     own, there = np.arange(len(parts.validation)), np.arange(len(parts.train), len(whole))
-    for found, wanted in zip(parts.validation.read(own), whole.read(there), strict=True):
+    for found, wanted in zip(parts_of(parts.validation, *own), parts_of(whole, *there), strict=True):
         assert (found == wanted).all()
-    assert (whole.read(there)[1] == IGNORED).any() and (whole.read(there)[1] != IGNORED).any()
+    labels = parts_of(whole, *there)[1]
+    assert (labels == IGNORED).any() and (labels != IGNORED).any()
     assert (parts.validation.labels(own) == whole.labels(there)).all()
 
 
@@ -167,11 +173,11 @@ TALK = [
 
 
 def test_only_what_the_assistant_says_is_learned() -> None:
-    tokens, learned = chat.written(TALK, ByteTokenizer(), learn_all=False)
+    tokens, learned = rendering.written(chat.talk(TALK), ByteTokenizer(), learn_all=False)
     said = "".join(chr(token) if token < 256 else "$" for token in tokens)
     assert said == "<|user|>\nHi$<|assistant|>\nYo$<|user|>\nMore$<|assistant|>\nNo$"
     assert "".join(said[place] for place in np.flatnonzero(learned)) == "Yo$No$"
-    assert chat.written(TALK, ByteTokenizer(), learn_all=True)[1].all()
+    assert rendering.written(chat.talk(TALK), ByteTokenizer(), learn_all=True)[1].all()
 
 
 def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
@@ -180,11 +186,11 @@ def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
     from zerodrift.train.tokens import TransformersTokenizer
 
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
-    tokens, learned = chat.written(TALK, letters, learn_all=False)
+    tokens, learned = rendering.written(chat.talk(TALK), letters, learn_all=False)
     kept = letters.inner.decode(tokens[learned])
     assert letters.inner.decode(tokens).count("[assistant]") == 2
     assert kept == "Yo;No;"
-    asked = chat.prompt(TALK[:1], letters)
+    asked = rendering.prompt(TALK[:1], letters)
     assert letters.inner.decode(asked).endswith("[assistant]")
 
 
@@ -201,8 +207,8 @@ def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
 def test_every_form_of_a_row_is_a_conversation(row: dict[str, Any], tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [row])
     parts = made(tmp_path, data(file, block=64))
-    assert parts.kind == "chat"
-    tokens, labels = parts.train.read(np.array([0]))
+    assert parts.sets[0].reading.kind == "chat"
+    tokens, labels = parts_of(parts.train, 0)
     text = bytes(token for token in tokens[0] if token < 256).decode()
     assert text == "<|user|>\nHi<|assistant|>\nYo"
     assert bytes(token for token in labels[0] if 0 <= token < 256).decode() == "Yo"
@@ -223,7 +229,7 @@ def test_token_maps_are_used_as_they_lie(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"tokens.{kind}"
     np.save(file, flat) if kind == "npy" else flat.tofile(file)
     parts = made(tmp_path, data(file, validation=0.25))
-    assert parts.kind == "tokens" and parts.validation is not None
+    assert parts.sets[0].reading.kind == "tokens" and parts.validation is not None
     assert stream(parts.train).tolist() == flat[:48].tolist()
     assert stream(parts.validation).tolist() == flat[48:64].tolist()
     assert not (tmp_path / "cache").exists()

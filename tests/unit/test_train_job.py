@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from zerodrift.errors import ConfigError, ZerodriftError
+from zerodrift.errors import ConfigError, ModelError, ZerodriftError
 from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.job import Job, Lora
 from zerodrift.train.read import every_path, read_job
@@ -48,7 +49,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
         "`run.setps`: must be a key of `run`. Did you mean `run.steps`",
         "`run.seed`: must be a whole number of at least 0; got -1.",
         "Did you mean `config.zero_optimization`?",
-        '`data.format`: must be "auto", "text", "chat" or "tokens"; got \'txt\'. Did you mean `text`?',
+        '"auto", "text", "chat", "tokens" or "files"; got \'txt\'. Did you mean `text`?',
         "`data.block`: must be a whole number of at least 2; got 1.",
         "`bf16.enable`: must be a key of `bf16`. Did you mean `enabled`?",
     ):
@@ -76,7 +77,7 @@ def test_what_to_do_about_a_value_is_what_a_config_says() -> None:
     for line in (
         "`model.source`: must be a string; got 3.",
         "`model.compile`: must be true or false; got 'yes'. Write true without quotes.",
-        "`data.train`: must be a string or a list of strings; got 5.",
+        "`data.train`: must be a string or a list of strings or blocks of keys; got 5.",
         "`data.block`: must be a whole number of at least 2; got '16'. Write it without quotes.",
         "`config`: must be a block of keys or a string; got 7.",
     ):
@@ -179,3 +180,44 @@ def test_a_folder_that_cannot_be_written_is_refused_by_its_key(key: str, place: 
     with pytest.raises(ConfigError, match=rf"`{key}`: must be a folder that can be written; got "):
         require_writable(key, tmp_path / place)
     require_writable(key, tmp_path / "new" / "one")
+
+
+# --- what is refused before anything is read --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["evaluate_every", "evaluate_blocks"])
+def test_an_evaluation_wants_data(key: str) -> None:
+    from zerodrift.train.pack import require_validation
+
+    for data, fine in (({}, False), ({"validation": 0.1}, True), ({"validation": "held.txt"}, True)):
+        found, _ = read_job({"model": {"source": "m:f"}, "data": {"train": "a", **data}, "run": {key: 5}})
+        if fine:
+            require_validation(found)
+            continue
+        with pytest.raises(ConfigError, match=rf"run\.{key}`: must go with data to validate on; got 5"):
+            require_validation(found)
+
+
+def test_an_encoder_is_no_language_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    from zerodrift.api import empty
+    from zerodrift.train.model import check_causal
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    for kind, more, fine in (
+        ("bert", {}, False),
+        ("bert", {"is_decoder": True}, True),
+        ("roberta", {}, False),
+        ("xlm", {"emb_dim": 8, "n_layers": 1, "n_heads": 1}, False),
+        ("llama", {"num_key_value_heads": 1}, True),
+        ("bart", {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 1}, True),
+    ):
+        config = transformers.AutoConfig.for_model(kind, vocab_size=40, **sizes, **more)
+        with empty():
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        if fine:
+            check_causal(model, kind)
+            continue
+        with pytest.raises(ModelError, match=rf"must be a causal language model.*an encoder \({kind}\)"):
+            check_causal(model, kind)
+    check_causal(torch.nn.Linear(2, 2), "a function's")

@@ -166,6 +166,18 @@ Examples:
   torchrun --nproc-per-node=8 -m zerodrift train job.yaml
 """
 
+DATA = """\
+Show what a job is trained on, without training: files, documents and tokens, what was cut or left out and
+why, what is held out, and the first three blocks with what is learned marked.
+
+Blocks are packed as for training, which then finds them in the cache of the run's folder.
+
+\b
+Examples:
+  zerodrift data job.yaml
+  zerodrift data job.yaml --set data.train=chats.jsonl --set data.block=1024
+"""
+
 REPLAY = """\
 Compute steps of a run once more, and say where bits first differ from what it recorded.
 

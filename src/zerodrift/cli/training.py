@@ -1,4 +1,4 @@
-"""The verbs of the reference trainer: `train`, `replay`, `sample`.
+"""The verbs of the reference trainer: `train`, `data`, `replay`, `sample`.
 
 Invariant: what a job does is the trainer's; here its exit code is passed on.
 """
@@ -6,6 +6,7 @@ Invariant: what a job does is the trainer's; here its exit code is passed on.
 from __future__ import annotations
 
 import math
+import shutil
 
 import typer
 
@@ -32,6 +33,18 @@ def train(
         code = run(job, tuple(set_ or ()), nproc, debug, plan)
     if code:
         raise typer.Exit(code)
+
+
+def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug = False) -> None:
+    """Show what a job is trained on: what was read, and samples with what is learned marked."""
+    with streams.errors(debug):
+        from zerodrift.train.preview import preview
+        from zerodrift.train.read import read_job
+
+        with streams.progress(f"reading the data of {job}"):
+            read, _ = read_job(job, tuple(set_ or ()))
+            text = preview(read, color=streams.color(), width=shutil.get_terminal_size().columns)
+        streams.emit(text)
 
 
 def replay(

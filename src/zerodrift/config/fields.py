@@ -242,7 +242,7 @@ def _admitted(extras: tuple[Any, ...]) -> tuple[DType, ...]:
 
 def _plural(item: Any) -> str:
     if block_of(item) is not None:
-        return "blocks of keys"
+        return "blocks of keys" if admits(item) == "a block of keys" else "strings or blocks of keys"
     if item is str:
         return "strings"
     if admits(item) == "a whole number above 0":

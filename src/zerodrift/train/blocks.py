@@ -1,8 +1,9 @@
 """Memory maps of blocks: how they lie on disk, and what a block is to a model.
 
-A part (`train`, `validation`) is a map of tokens `[blocks, length]`, a map of the same shape that says
-which are learned (left out where all are), the count of learned ones per block, from which every rank
-knows how many labels a whole step has without asking the others, and a checksum per block.
+A part (`train`, `validation`) is a map of tokens `[blocks, length]`, a map of marks of the same shape that
+says which are learned and where documents start (left out where all are learned), the count of labels per
+block, from which every rank knows how many labels a whole step has without asking the others, and a checksum
+per block.
 
 Blocks are read when they are asked for and not mapped into memory: of a file that is cut short while it is
 mapped, a process dies without a word.
@@ -29,12 +30,13 @@ from zerodrift.files import kind, opened
 IGNORED = -100
 """The label of a token that is not learned, as torch's cross entropy and `transformers` have it."""
 _MARK = np.dtype(np.uint8)
-"""Of whether a token is learned."""
+LEARNED, STARTS = 1, 2
+"""Marks of a token: that it is learned; that it is the first of a document that sees no other."""
 
 
-def _checksums(tokens: np.ndarray, learned: np.ndarray, labels: int) -> tuple[int, int]:
-    """Of a block as it lies on disk: its tokens with their labels' count, and which are learned."""
-    return zlib.crc32(tokens.tobytes(), labels), zlib.crc32(learned.tobytes())
+def _checksums(tokens: np.ndarray, marks: np.ndarray, labels: int) -> tuple[int, int]:
+    """Of a block as it lies on disk: its tokens with their labels' count, and its marks."""
+    return zlib.crc32(tokens.tobytes(), labels), zlib.crc32(marks.tobytes())
 
 
 class Maps:
@@ -42,50 +44,51 @@ class Maps:
 
     INDEX = "blocks.json"
 
-    def __init__(self, folder: Path, length: int, vocabulary: int) -> None:
+    def __init__(self, folder: Path, length: int, vocabulary: int, apart: bool = False) -> None:
         self.folder = folder
         self.length = length
         self.vocabulary = vocabulary
+        self.apart = apart
+        """Whether documents that share a block do not see each other."""
         self.dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-        self.cut = 0
-        """Documents that were longer than a block."""
         self._files: dict[str, tuple[BinaryIO, BinaryIO]] = {}
         self._counts: dict[str, list[np.ndarray]] = {}
         self._sums: dict[str, list[np.ndarray]] = {}
-        self._partly: set[str] = set()
-        """Parts with blocks of which not all is learned."""
-        self._left = 0
+        self._marked: set[str] = set()
+        """Parts with blocks whose marks say something."""
 
-    def write(self, part: str, tokens: np.ndarray, learned: np.ndarray) -> None:
-        """Append blocks; those without a label are left out."""
+    def write(self, part: str, tokens: np.ndarray, marks: np.ndarray) -> np.ndarray:
+        """Append blocks but those without a label; says which were."""
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
             got = f"{tokens.min()} to {tokens.max()}"
             must = f"must make tokens from 0 to {self.vocabulary - 1}"
             raise ConfigError("data.tokenizer", must, got=got)
-        counts = learned[:, 1:].sum(axis=1, dtype=np.int32)
-        keep = counts > 0
-        self._left += int((~keep).sum())
+        marks = np.where(marks & STARTS, marks & STARTS, marks) if self.apart else marks & LEARNED
+        # The first token of a document follows from nothing, and that of a block neither.
+        counts = (marks[:, 1:] & LEARNED).sum(axis=1, dtype=np.int32)
+        keep: np.ndarray = counts > 0
         if part not in self._files:
-            self._files[part] = ((self._at(part, "tokens")).open("wb"), self._at(part, "learned").open("wb"))
-        numbers, marks = self._files[part]
-        tokens, learned, counts = tokens[keep].astype(self.dtype), learned[keep].astype(_MARK), counts[keep]
+            self._files[part] = ((self._at(part, "tokens")).open("wb"), self._at(part, "marks").open("wb"))
+        numbers, held = self._files[part]
+        tokens, marks, counts = tokens[keep].astype(self.dtype), marks[keep].astype(_MARK), counts[keep]
         numbers.write(tokens.tobytes())
-        marks.write(learned.tobytes())
-        sums = [_checksums(*block) for block in zip(tokens, learned, counts.tolist(), strict=True)]
+        held.write(marks.tobytes())
+        sums = [_checksums(*block) for block in zip(tokens, marks, counts.tolist(), strict=True)]
         self._counts.setdefault(part, []).append(counts)
         self._sums.setdefault(part, []).append(np.array(sums, np.uint32).reshape(-1, 2))
-        if not learned.all():
-            self._partly.add(part)
+        if (marks != LEARNED).any():
+            self._marked.add(part)
+        return keep
 
-    def close(self) -> None:
+    def close(self, reading: dict[str, Any]) -> None:
+        """Write what is known of the blocks, and of what was read."""
         parts: dict[str, object] = {}
-        for part, files in self._files.items():
-            for file in files:
-                file.close()
+        self.release()
+        for part in self._files:
             counts = np.concatenate(self._counts[part])
             counts.tofile(self._at(part, "counts"))
-            if part not in self._partly:
-                self._at(part, "learned").unlink()
+            if part not in self._marked:
+                self._at(part, "marks").unlink()
             parts[part] = {"blocks": len(counts), "labels": int(counts.sum())}
             np.concatenate(self._sums[part]).tofile(self._at(part, "sums"))
         index = {
@@ -93,10 +96,15 @@ class Maps:
             "dtype": self.dtype.name,
             "vocabulary": self.vocabulary,
             "parts": parts,
-            "cut": self.cut,
-            "left": self._left,
+            "apart": self.apart,
+            "reading": reading,
         }
         (self.folder / self.INDEX).write_text(_sealed(index))
+
+    def release(self) -> None:
+        """Close what is open, whatever became of it."""
+        for file in (file for files in self._files.values() for file in files):
+            file.close()
 
     def _at(self, part: str, what: str) -> Path:
         return self.folder / f"{part}.{what}"
@@ -154,20 +162,33 @@ class Rows:
         return replace(self, offset=self.offset + row * size, count=self.count - row)
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Some blocks, `[blocks, length]` each, int64."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    """Not shifted; the tokens themselves where all are learned."""
+    positions: np.ndarray | None
+    """Of each token in its document, where documents that share a block do not see each other."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Blocks to read. Indices are in the order in which they were made."""
 
     maps: tuple[Rows, ...]
     """`[blocks, length]` each."""
-    learned: Rows | None
+    marks: Rows | None
     """Of the only map; None where all is learned."""
     counts: np.ndarray | None
     """Labels per block; None where all have `length - 1`."""
     length: int
     vocabulary: int
     sums: np.ndarray | None = None
-    """`[blocks, 2]`, checksums of the only map's and of `learned`'s; None for files of somebody else."""
+    """`[blocks, 2]`, checksums of the only map's and of the marks; None for files of somebody else."""
+    apart: bool = False
+    """Whether documents that share a block do not see each other."""
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.maps)
@@ -178,21 +199,21 @@ class Blocks:
             return np.full(len(indices), self.length - 1, dtype=np.int64)
         return self.counts[indices].astype(np.int64)
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels, `[len(indices), length]`, int64; labels are not shifted."""
+    def read(self, indices: np.ndarray) -> Read:
         read = [self._block(int(index)) for index in indices]
         tokens = np.stack([tokens for tokens, _ in read])
-        if self.learned is None:
-            return tokens, tokens
+        if self.marks is None:
+            return Read(tokens, tokens, _positions(np.zeros_like(tokens)) if self.apart else None)
         marks = np.stack([marks for _, marks in read if marks is not None])
-        return tokens, np.where(marks.astype(bool), tokens, IGNORED)
+        labels = np.where(marks & LEARNED, tokens, IGNORED)
+        return Read(tokens, labels, _positions(marks) if self.apart else None)
 
     def _block(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
         part, place = self._locate(index)
-        tokens, marks = part[place], None if self.learned is None else self.learned[index]
+        tokens, marks = part[place], None if self.marks is None else self.marks[index]
         if self.sums is not None and self.counts is not None:
-            learned = np.ones(self.length, _MARK) if marks is None else marks
-            if _checksums(tokens, learned, int(self.counts[index])) != tuple(self.sums[index].tolist()):
+            held = np.full(self.length, LEARNED, _MARK) if marks is None else marks
+            if _checksums(tokens, held, int(self.counts[index])) != tuple(self.sums[index].tolist()):
                 raise _damaged(part.file.parent, f"another block {index}")
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
             got = f"{tokens.min()} to {tokens.max()} in block {place}"
@@ -215,13 +236,18 @@ class Blocks:
         if self.counts is None or self.sums is None:
             return replace(self, maps=first), replace(self, maps=last)
         (kept,) = keep  # of the only map
-        marks = (
-            (None, None) if self.learned is None else (self.learned.before(kept), self.learned.after(kept))
-        )
+        marks = (None, None) if self.marks is None else (self.marks.before(kept), self.marks.after(kept))
         return (
-            replace(self, maps=first, learned=marks[0], counts=self.counts[:kept], sums=self.sums[:kept]),
-            replace(self, maps=last, learned=marks[1], counts=self.counts[kept:], sums=self.sums[kept:]),
+            replace(self, maps=first, marks=marks[0], counts=self.counts[:kept], sums=self.sums[:kept]),
+            replace(self, maps=last, marks=marks[1], counts=self.counts[kept:], sums=self.sums[kept:]),
         )
+
+
+def _positions(marks: np.ndarray) -> np.ndarray:
+    """The place of each token since the last start, `[blocks, length]`."""
+    places = np.broadcast_to(np.arange(marks.shape[1]), marks.shape)
+    starts = np.maximum.accumulate(np.where(marks & STARTS, places, 0), axis=1)
+    return (places - starts).astype(np.int64)
 
 
 def _below(vocabulary: int) -> str:
@@ -256,16 +282,16 @@ def open_blocks(folder: Path, part: str) -> Blocks:
         return Blocks((), None, None, length, vocabulary)
     try:
         tokens = Rows.of(folder / f"{part}.tokens", np.dtype(index["dtype"]), length)
-        marks = folder / f"{part}.learned"
-        learned = Rows.of(marks, _MARK, length) if marks.is_file() else None
+        held = folder / f"{part}.marks"
+        marks = Rows.of(held, _MARK, length) if held.is_file() else None
         counts = _numbers(folder / f"{part}.counts", np.dtype(np.int32))
         sums = _numbers(folder / f"{part}.sums", np.dtype(np.uint32)).reshape(-1, 2)
     except (OSError, ValueError) as error:
         raise _damaged(folder, first_line(error)) from None
-    rows = (tokens, counts, sums) if learned is None else (tokens, counts, sums, learned)
+    rows = (tokens, counts, sums) if marks is None else (tokens, counts, sums, marks)
     if {len(part) for part in rows} != {count}:
         raise _damaged(folder, f"files of other lengths than {count} blocks")
-    return Blocks((tokens,), learned, counts, length, vocabulary, sums)
+    return Blocks((tokens,), marks, counts, length, vocabulary, sums, index["apart"])
 
 
 def _numbers(file: Path, dtype: np.dtype[Any]) -> np.ndarray:

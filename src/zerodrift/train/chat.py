@@ -1,74 +1,303 @@
-"""Conversations: what a row means, how it is written as tokens, and which of them are learned.
+"""Conversations: what a row of data means as one, in the forms that people publish them in.
 
-A tokenizer with a chat template writes a conversation itself; which tokens are an answer is found by
-writing it turn by turn. Without a template each turn is `<|role|>`, a line with what was said, and the end
-token.
+`messages` of `role` and `content`, ShareGPT's `conversations` of `from` and `value`, TRL's `prompt` and
+`completion` as texts or as turns, questions with their answers under the usual names, Alpaca's with `system`
+and `history`. How a conversation becomes tokens is `rendering.py`'s affair.
 
-Invariant: a learned token is one that the assistant says, its end included, and no other.
+Invariant: what is said in a row is said in the conversation, and nothing else: a row that says it in a way
+that is not known here is refused by its place, and no value becomes what Python prints of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from zerodrift.errors import ConfigError
-from zerodrift.train.tokens import Tokenizer, Tokens, TransformersTokenizer
 
-Message = Mapping[str, str]
-"""`role` and `content`."""
+Message = Mapping[str, Any]
+"""`role` and `content`, and what else a chat template may write of a turn."""
 
-ASSISTANT = "assistant"
-_KEYS = {"role", "content"}
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+ROLES = (SYSTEM, "developer", USER, ASSISTANT, TOOL)
+SPEAKERS = {
+    SYSTEM: SYSTEM,
+    "human": USER,
+    USER: USER,
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    ASSISTANT: ASSISTANT,
+    "observation": TOOL,
+    TOOL: TOOL,
+}
+"""Who speaks in ShareGPT's form, beside `function_call`, which is a call of the assistant's."""
+
+PAIRS = (
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("input", "output"),
+)
+"""Columns of what is asked, and of what is answered."""
+_MORE = ("input", "context")
+"""Columns of what an instruction or a question is about."""
+_BEFORE = ("system", "system_prompt")
+_ELSEWHERE = (
+    *("image", "images", "video", "videos", "audio", "audios"),
+    *("functions", "function_call", "documents"),
+)
+"""Columns that would change what is said, and that cannot be written."""
+_LEARNED = ("weight", "train")
+"""Keys of a turn that say whether it is learned."""
 
 
-def conversation(row: Mapping[str, Any], key: str, where: str) -> list[Message]:
-    """The messages of a row, in any of the forms that a row may have."""
-    if key in row:
-        return _messages(row[key], f"{where}: {key}")
-    if "prompt" in row and "completion" in row:
-        return _pair(_text_field(row, "prompt", where), _text_field(row, "completion", where))
-    if "instruction" in row and ("output" in row or "response" in row):
-        asked = _text_field(row, "instruction", where)
-        more = _text_field(row, "input", where) if row.get("input") is not None else ""
-        answered = _text_field(row, "output" if "output" in row else "response", where)
-        return _pair(f"{asked}\n\n{more}" if more else asked, answered)
-    must = f"must have `{key}`, or `prompt` and `completion`, or `instruction` and `output`"
-    raise ConfigError(where, must, got=", ".join(f"`{name}`" for name in row) or "nothing")
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns, with what a template needs to write them."""
+
+    messages: tuple[Message, ...]
+    where: str
+    """Its file and row."""
+    tools: tuple[Any, ...] = ()
+    """What the assistant may call."""
+    given: int = 0
+    """How many turns at its start are there to be answered, and not learned."""
+    muted: frozenset[int] = frozenset()
+    """Turns that their row says are not to be learned."""
+    form: str = ""
+    """The columns that it is written in, in words."""
+    columns: frozenset[str] = frozenset()
+    """All that were read."""
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """The turns that are learned."""
+        return tuple(
+            number
+            for number, turn in enumerate(self.messages)
+            if turn["role"] == ASSISTANT and number >= self.given and number not in self.muted
+        )
+
+
+def talk(messages: Sequence[Message], where: str = "a conversation") -> Conversation:
+    """A conversation of plain turns."""
+    return Conversation(tuple(messages), where)
 
 
 def is_conversation(row: Mapping[str, Any], key: str) -> bool:
     """Whether a row looks like one."""
-    return isinstance(row.get(key), list) or {"prompt", "completion"} <= row.keys() or "instruction" in row
+    return _turns_column(row, key) is not None or _pair_columns(row) is not None
 
 
-def _pair(asked: str, answered: str) -> list[Message]:
-    return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": answered}]
+def _turns_column(row: Mapping[str, Any], key: str) -> str | None:
+    for column in (key, "messages", "conversations", "conversation"):
+        value = row.get(column)
+        if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
+            return column
+    return None
 
 
-def _messages(value: Any, where: str) -> list[Message]:
-    fine = isinstance(value, list) and value
-    if not fine or not all(isinstance(turn, Mapping) and turn.keys() >= _KEYS for turn in value):
-        must = "must be a list of `role` and `content`"
-        raise ConfigError(where, must, got=f"{str(value)[:80]!r}")
-    for number, turn in enumerate(value):
-        more = [key for key, held in turn.items() if key not in _KEYS and held]
-        if more:
-            must = "must be `role` and `content` alone: nothing else of a turn is learned"
-            got = ", ".join(f"`{key}`" for key in more)
-            raise ConfigError(f"{where}[{number}]", must, got=got, do="Leave it out.")
-    return [
-        {key: _text_field(turn, key, f"{where}[{number}]") for key in ("role", "content")}
-        for number, turn in enumerate(value)
-    ]
+def _pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    return next((pair for pair in PAIRS if row.keys() >= set(pair)), None)
 
 
-def _text_field(row: Mapping[str, Any], key: str, where: str) -> str:
+def conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
+    """The conversation of a row, in any of the forms that a row may have."""
+    column = _turns_column(row, key) or (key if key in row else None)
+    pair = _pair_columns(row)
+    if column is not None:
+        turns = _messages(_parsed(row[column], f"{where}: {column}"), f"{where}: {column}")
+        given, columns, form = 0, {column}, f"`{column}`"
+    elif pair is not None:
+        turns, given, columns = _pair(row, pair, where)
+        form = f"`{pair[0]}` and `{pair[1]}`"
+    else:
+        must = f"must have `{key}`, or columns such as `prompt` and `completion`, `instruction` and `output`"
+        raise ConfigError(where, must, got=", ".join(f"`{name}`" for name in row) or "nothing")
+    if (before := _first(row, _BEFORE)) and not (turns and turns[0]["role"] == SYSTEM):
+        turns = [{"role": SYSTEM, "content": text_of(row, before, where)}, *turns]
+        given += bool(given)
+        columns |= {before}
+    muted = {number for number, turn in enumerate(turns) if not _is_learned(turn, f"{where}[{number}]")}
+    messages = tuple({key: turn[key] for key in turn if key not in _LEARNED} for turn in turns)
+    tools = _tools(row, where)
+    if other := [name for name in _ELSEWHERE if name not in columns and _says(row.get(name))]:
+        raise ConfigError(
+            where, "must be a conversation of text", got=", ".join(f"`{name}`" for name in other)
+        )
+    columns |= {"tools"} if tools else set()
+    return Conversation(messages, where, tools, given, frozenset(muted), form, frozenset(columns))
+
+
+# --- a question and its answer ----------------------------------------------------------------------------
+
+
+def _pair(
+    row: Mapping[str, Any], pair: tuple[str, str], where: str
+) -> tuple[list[dict[str, Any]], int, set[str]]:
+    """The turns of what is asked and answered, how many are only there to be answered, and the columns."""
+    asked, answered = pair
+    turns = _history(row, where)
+    columns = {asked, answered} | ({"history"} if turns else set())
+    if isinstance(row[asked], list):
+        turns += _messages(row[asked], f"{where}: {asked}")
+    else:
+        text = text_of(row, asked, where)
+        if more := _first(row, [name for name in _MORE if name not in pair]):
+            said = text_of(row, more, where)
+            text = f"{text}\n\n{said}" if text else said
+            columns.add(more)
+        turns.append({"role": USER, "content": text})
+    given = len(turns)
+    if isinstance(row[answered], list):
+        turns += _messages(row[answered], f"{where}: {answered}")
+    else:
+        turns.append({"role": ASSISTANT, "content": text_of(row, answered, where)})
+    # What went before a question is learned with its answer; turns that TRL calls a prompt are not.
+    return turns, given if isinstance(row[asked], list) else 0, columns
+
+
+def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Earlier questions with their answers, as Alpaca's form has them."""
+    earlier = _parsed(row.get("history"), f"{where}: history")
+    if not _says(earlier):
+        return []
+    turns: list[dict[str, Any]] = []
+    for number, pair in enumerate(earlier if isinstance(earlier, list) else [earlier]):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
+            must = "must be pairs of what was asked and answered"
+            raise ConfigError(f"{where}: history[{number}]", must, got=kind(pair))
+        for role, said in zip((USER, ASSISTANT), pair, strict=True):
+            turns.append({"role": role, "content": unicode(said, f"{where}: history[{number}]")})
+    return turns
+
+
+# --- turns ------------------------------------------------------------------------------------------------
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        must = "must be a list of `role` and `content`, or of `from` and `value`"
+        raise ConfigError(where, must, got=kind(value))
+    return [_turn(turn, f"{where}[{number}]") for number, turn in enumerate(value)]
+
+
+def _turn(turn: Any, where: str) -> dict[str, Any]:
+    if isinstance(turn, Mapping) and turn.keys() >= {"from", "value"} and "role" not in turn:
+        role, told, known = turn["from"], "value", tuple(SPEAKERS)
+    elif isinstance(turn, Mapping) and "role" in turn and (turn.keys() & {"content", "tool_calls"}):
+        role, told, known = turn["role"], "content", ROLES
+    else:
+        must = "must be `role` and `content`, or `from` and `value`"
+        got = ", ".join(f"`{key}`" for key in turn) if isinstance(turn, Mapping) and turn else kind(turn)
+        raise ConfigError(where, must, got=got)
+    speaker = "role" if told == "content" else "from"
+    if told == "value" and role == "function_call":
+        return {"role": ASSISTANT, "content": "", "tool_calls": _calls([_parsed(turn[told], where)], where)}
+    if role not in known or not isinstance(role, str):
+        must = f"must be one of {', '.join(known)}"
+        raise ConfigError(
+            f"{where}: {speaker}", must, got=repr(role) if isinstance(role, str) else kind(role)
+        )
+    made: dict[str, Any] = {"role": role if told == "content" else SPEAKERS[role]}
+    calls = turn.get("tool_calls")
+    if turn.get(told) is None and _says(calls):
+        made["content"] = ""
+    else:
+        made["content"] = _content(turn.get(told), f"{where}: {told}")
+    for key, held in turn.items():
+        if key in (speaker, told) or not _says(held):
+            continue
+        made[key] = _beside(key, held, f"{where}: {key}")
+    return made
+
+
+def _beside(key: str, held: Any, where: str) -> Any:
+    """What a turn has beside who says what: a template writes it, or it is refused when that is tried."""
+    if key == "tool_calls":
+        return _calls(held, where)
+    if key in _LEARNED:
+        return held
+    if isinstance(held, str):
+        return unicode(held, where)
+    raise ConfigError(where, "must be a text, or not be there", got=kind(held), do="Leave it out.")
+
+
+def _content(value: Any, where: str) -> str:
+    """What is said: a text, or texts in parts, which are joined."""
+    if isinstance(value, str):
+        return unicode(value, where)
+    if not isinstance(value, list) or not value:
+        raise ConfigError(where, "must be a text, or a list of parts that are texts", got=kind(value))
+    return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(value))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return unicode(part, where)
+    if not isinstance(part, Mapping):
+        raise ConfigError(where, "must be a part that is a text", got=kind(part))
+    named = part.get("type")
+    more = [key for key, held in part.items() if key not in ("type", "text") and _says(held)]
+    if named not in (None, "text", "input_text", "output_text") or more or "text" not in part:
+        what = f"a part of the type {named!r}" if isinstance(named, str) else "a part"
+        got = f"{what} with {', '.join(f'`{key}`' for key in part)}"
+        raise ConfigError(where, "must be a part that is a text", got=got)
+    return text_of(part, "text", where)
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of tools, as templates expect them: `{"type": "function", "function": {"name", "arguments"}}`."""
+    value = _parsed(value, where)
+    if not isinstance(value, list) or not value:
+        raise ConfigError(where, "must be a list of calls", got=kind(value))
+    calls = []
+    for number, call in enumerate(value):
+        inner = call.get("function", call) if isinstance(call, Mapping) else {}
+        named = isinstance(inner, Mapping) and isinstance(inner.get("name"), str)
+        if not named or not isinstance(inner.get("arguments", {}), (Mapping, str)):
+            must = "must be a call with `name` and `arguments`"
+            got = ", ".join(f"`{key}`" for key in call) if isinstance(call, Mapping) else kind(call)
+            raise ConfigError(f"{where}[{number}]", must, got=got)
+        calls.append(dict(call) if "function" in call else {"type": "function", "function": dict(inner)})
+    return calls
+
+
+def _is_learned(turn: Mapping[str, Any], where: str) -> bool:
+    for key in _LEARNED:
+        if (held := turn.get(key)) is None:
+            continue
+        if held not in (0, 1):
+            raise ConfigError(f"{where}: {key}", "must be 0 or 1, or not be there", got=repr(held))
+        if not held:
+            return False
+    return True
+
+
+def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...]:
+    tools = _parsed(row.get("tools"), f"{where}: tools")
+    if not _says(tools):
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        must = "must be a list of descriptions of tools"
+        raise ConfigError(f"{where}: tools", must, got=kind(tools))
+    return tuple(tools)
+
+
+# --- values -----------------------------------------------------------------------------------------------
+
+
+def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
     """What is under a key, if it is a text: anything else would be learned as Python prints it."""
     if not isinstance(row[key], str):
-        raise ConfigError(f"{where}: {key}", "must be a text", got=type(row[key]).__name__)
+        raise ConfigError(f"{where}: {key}", "must be a text", got=kind(row[key]))
     return unicode(row[key], f"{where}: {key}")
 
 
@@ -82,63 +311,30 @@ def unicode(text: str, where: str) -> str:
     return text
 
 
-def written(messages: Sequence[Message], tokenizer: Tokenizer, learn_all: bool) -> tuple[Tokens, Tokens]:
-    """The tokens of a conversation, and for each whether it is learned."""
-    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
-        tokens, learned = _templated(messages, tokenizer)
-    else:
-        tokens, learned = _plain(messages, tokenizer)
-    return tokens, np.ones_like(learned) if learn_all else learned
-
-
-def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
-    """A conversation up to where the assistant begins to speak."""
-    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
-        return _apply(messages, tokenizer, ask=True)
-    return np.concatenate([_plain(messages, tokenizer)[0], tokenizer.encode(_head(ASSISTANT))])
-
-
-def _head(role: str) -> str:
-    return f"<|{role}|>\n"
-
-
-def _plain(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
-    parts: list[Tokens] = []
-    learned: list[Tokens] = []
-    for turn in messages:
-        head = tokenizer.encode(_head(turn["role"]))
-        said = np.append(tokenizer.encode(turn["content"]).astype(np.int64), tokenizer.end)
-        parts += [head.astype(np.int64), said]
-        answer = np.full(len(said), turn["role"] == ASSISTANT)
-        learned += [np.zeros(len(head), dtype=bool), answer]
-    return np.concatenate(parts), np.concatenate(learned)
-
-
-def _templated(messages: Sequence[Message], tokenizer: TransformersTokenizer) -> tuple[Tokens, Tokens]:
-    """Written up to before and up to after each answer: what is between is the answer."""
-    tokens = _apply(messages, tokenizer, ask=False)
-    learned = np.zeros(len(tokens), dtype=bool)
-    for number, turn in enumerate(messages):
-        if turn["role"] != ASSISTANT:
-            continue
-        before = _apply(messages[:number], tokenizer, ask=True)
-        after = _apply(messages[: number + 1], tokenizer, ask=False)
-        if not (np.array_equal(tokens[: len(before)], before) and len(before) <= len(after) <= len(tokens)):
-            must = "must write a conversation turn by turn, so that answers can be told from the rest"
-            todo = "Use `data.loss_on: everything`, or a template without look-ahead."
-            raise ConfigError(f"chat template of {tokenizer.name}", must, got="another text", do=todo)
-        learned[len(before) : len(after)] = True
-    return tokens, learned
-
-
-def _apply(messages: Sequence[Message], tokenizer: TransformersTokenizer, *, ask: bool) -> Tokens:
+def _parsed(value: Any, where: str) -> Any:
+    """What is written as JSON inside of a text, as in a CSV or a table with one type per column."""
+    if not isinstance(value, str) or not value.strip():
+        return value
     try:
-        tokens = tokenizer.inner.apply_chat_template(
-            list(messages), tokenize=True, add_generation_prompt=ask, return_dict=False
-        )
-    except Exception as error:  # the template is a program of its owner's
-        roles = ", ".join(turn["role"] for turn in messages[:8])
-        must, todo = f"must write a conversation of {roles}", "Change the template or the conversation."
-        got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ConfigError(f"chat template of {tokenizer.name}", must, got=got, do=todo) from error
-    return np.asarray(tokens, dtype=np.int64)
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ConfigError(where, "must be JSON where it is a text", got=repr(value[:60])) from None
+
+
+def _says(value: Any) -> bool:
+    """Whether there is anything: numbers say something, 0 too."""
+    return value is not None and value not in ("", [], {}, ())
+
+
+def _first(row: Mapping[str, Any], columns: Iterable[str]) -> str | None:
+    return next((name for name in columns if _says(row.get(name))), None)
+
+
+def kind(value: Any) -> str:
+    """What a value is, in words of files."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
+    if value is None:
+        return "null"
+    if isinstance(value, list) and not value:
+        return "an empty list"
+    return "a block of keys" if isinstance(value, Mapping) else names.get(type(value), type(value).__name__)

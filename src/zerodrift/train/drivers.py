@@ -51,4 +51,5 @@ class Driver:
 
 
 def inputs(batch: MicroBatch) -> dict[str, torch.Tensor]:
-    return {"input_ids": batch.tokens, "labels": batch.labels}
+    given = {"input_ids": batch.tokens, "labels": batch.labels}
+    return given if batch.positions is None else {**given, "position_ids": batch.positions}

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from zerodrift.train.blocks import IGNORED, Blocks
-from zerodrift.train.sampler import BlockSampler, blocks_of
+from zerodrift.train.mixture import Mixture, sampler_of
+from zerodrift.train.sampler import blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,17 @@ class MicroBatch:
     """What the mean loss over its labels is multiplied by."""
     blocks: np.ndarray
     """Which blocks they are."""
+    positions: torch.Tensor | None = None
+    """`[micro, length]`, of each token in its document, where documents do not see each other."""
 
 
 class Feed:
     """The training data as one rank sees it."""
 
-    def __init__(self, blocks: Blocks, seed: int, seat: BatchLayout) -> None:
+    def __init__(self, blocks: Blocks | Mixture, seed: int, seat: BatchLayout) -> None:
         self.blocks = blocks
         self.seat = seat
-        self._sampler = BlockSampler(len(blocks), seed)
+        self._sampler = sampler_of(blocks, seed)
 
     def step(self, number: int) -> Iterator[MicroBatch]:
         """The micro-batches of an optimizer step, counted from 0."""
@@ -81,16 +84,20 @@ class Feed:
         return steps * self.seat.samples / len(self.blocks)
 
 
-def micro_batch(blocks: Blocks, chosen: np.ndarray, mean: float, device: torch.device) -> MicroBatch:
+def micro_batch(
+    blocks: Blocks | Mixture, chosen: np.ndarray, mean: float, device: torch.device
+) -> MicroBatch:
     """Blocks as tensors. `mean` is how many labels a micro-batch of the step has on average."""
-    tokens, labels = blocks.read(chosen)
-    on_device = torch.from_numpy(tokens).to(device, non_blocking=True)
-    same = labels is tokens
+    read = blocks.read(chosen)
+    on_device = torch.from_numpy(read.tokens).to(device, non_blocking=True)
+    same = read.labels is read.tokens
+    places = read.positions
     return MicroBatch(
         tokens=on_device,
-        labels=on_device if same else torch.from_numpy(labels).to(device, non_blocking=True),
+        labels=on_device if same else torch.from_numpy(read.labels).to(device, non_blocking=True),
         weight=float(blocks.labels(chosen).sum() / mean),
         blocks=chosen,
+        positions=None if places is None else torch.from_numpy(places).to(device, non_blocking=True),
     )
 
 
@@ -103,15 +110,17 @@ class ValidationBatch:
     """That count: 0 for one that is there only so that all ranks do the same number of forwards."""
 
 
-def validation_batches(blocks: Blocks, seat: BatchLayout, most: int) -> Iterator[ValidationBatch]:
-    """The validation blocks from the first on, the same every time: in turns among ranks, and at most as many
-    as `most` steps have."""
+def validation_batches(
+    blocks: Blocks | Mixture, seat: BatchLayout, most: int | None
+) -> Iterator[ValidationBatch]:
+    """The validation blocks from the first on, at most `most` of them and the same every time, in turns among
+    ranks."""
     stride = seat.ranks * seat.micro
-    rounds = min(most * seat.accumulation, -(-len(blocks) // stride))
-    for turn in range(rounds):
+    count = len(blocks) if most is None else min(most, len(blocks))
+    for turn in range(-(-count // stride)):
         first = turn * stride + seat.rank * seat.micro
         chosen = np.arange(first, first + seat.micro, dtype=np.int64)
-        real = chosen < len(blocks)
+        real = chosen < count
         # Every micro-batch has the same shape; of blocks that are only there for that, nothing is counted.
         chosen[~real] = 0
         batch = micro_batch(blocks, chosen, 1.0, seat.device)

@@ -57,22 +57,35 @@ class Model(Block):
     """Train adapters instead of the model."""
 
 
+class DataSet(Block):
+    """One of several sets of data that are mixed."""
+
+    path: Paths = ""
+    """Files, folders or globs, as `data.train` names them."""
+    weight: PositiveFloat = 1.0
+    """Its share of the blocks that are trained on, beside the weights of the others. A set that is used up
+    begins again, in another order."""
+
+
 class Data(Block):
     """What it is trained on."""
 
-    train: Paths
-    """Files, folders or globs: text, JSONL, parquet, or token maps (`.npy`, `.bin`)."""
+    train: str | tuple[str | DataSet, ...]
+    """Files, folders or globs: text, JSON, JSON lines, CSV, parquet, Arrow, each also compressed, or token
+    maps (`.npy`, `.bin`). Or a list of blocks with `path` and `weight`, which are mixed."""
     validation: HeldOutShare | Paths = 0.0
     """The share of training documents to hold out, or separate files. For token maps, and if there are too
     few documents to hold one out, the last blocks are held out."""
-    format: Literal["auto", "text", "chat", "tokens"] = "auto"
-    """`text` is one document per file or row, `chat` a conversation per row, `tokens` a map of token
-    numbers. `auto` looks at names and the first row."""
-    field: str = "text"
-    """The key of a row that has the text."""
+    format: Literal["auto", "text", "chat", "tokens", "files"] = "auto"
+    """`text` is a document per text file or row, `chat` a conversation per row, `tokens` a map of token
+    numbers, `files` a document per file, whatever is in it. `auto` looks into the files, and at the first
+    row."""
+    field: str = ""
+    """The column of rows that has the text. Default `text`, or the only one that has texts."""
     messages: str = "messages"
-    """The key of a row that has the conversation, a list of `role` and `content`. Rows with `prompt` and
-    `completion`, or `instruction`, `input` and `output`, are conversations too."""
+    """The column that has the conversation, a list of `role` and `content`, or of `from` and `value`. Rows
+    with `conversations`, `prompt` and `completion`, `instruction` and `output`, or `question` and `answer`
+    and the like are conversations too."""
     pattern: str = ""
     """Glob on file names in folders, such as `*.py`. Default: every file with a known suffix."""
     tokenizer: str = "auto"
@@ -83,8 +96,11 @@ class Data(Block):
     block: Annotated[int, Field(ge=2, le=1 << 24, strict=True)] = 512
     """Tokens of a sample."""
     pack: Flag | None = None
-    """Concatenate documents and cut blocks from the result. Otherwise each document is a block, cut or
-    padded. Default true for text, false for chat."""
+    """Put several documents into a block: texts are concatenated and cut, conversations stay whole. Otherwise
+    each document is a block, cut or padded. Default true for text, false for chat."""
+    attend: Literal["block", "document"] = "block"
+    """What a token of a packed block sees: all that is before it in the block, or only its own document,
+    whose positions then start at 0."""
     loss_on: Literal["answers", "everything"] = "answers"
     """Which tokens of a conversation are learned: those of the assistant, or all."""
     cache: str = ""
@@ -92,6 +108,18 @@ class Data(Block):
     folder."""
     seed: Natural = 0
     """Seed of the split and of the order of blocks."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All that is trained on, as it is written."""
+        paths = [[paths] if isinstance(paths, str) else paths for paths, _ in self.sets()]
+        return tuple(path for several in paths for path in several)
+
+    def sets(self) -> list[tuple[Paths, float]]:
+        """What is mixed, with weights; one set where no weights are written."""
+        if isinstance(self.train, str) or all(isinstance(each, str) for each in self.train):
+            return [(self.train, 1.0)]  # type: ignore[list-item]
+        return [(each, 1.0) if isinstance(each, str) else (each.path, each.weight) for each in self.train]
 
 
 class Run(Block):
@@ -111,8 +139,8 @@ class Run(Block):
     """`auto` uses GPUs if there are any."""
     evaluate_every: Natural = 0
     """Steps between evaluations; 0 evaluates only at the end."""
-    evaluate_batches: Positive = 8
-    """The most batches of an evaluation, each with as many blocks as a step has, over all ranks."""
+    evaluate_blocks: Positive | None = None
+    """The most blocks of an evaluation, the first of those that are held out. Default all of them."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves only at the end or when the run is stopped."""
     keep: Positive = 2

@@ -290,7 +290,7 @@ class Loop:
         session, engine = self._session, self._engine
         if session.validation is None:
             return
-        held = list(validation_batches(session.validation, self._feed.seat, self._run.evaluate_batches))
+        held = list(validation_batches(session.validation, self._feed.seat, self._run.evaluate_blocks))
         with self._display.doing("evaluating"):
             losses = self._driver.losses([batch.batch for batch in held])
         counts = torch.tensor([batch.labels for batch in held], device=losses.device)

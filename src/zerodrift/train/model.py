@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,24 +252,48 @@ def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:
         )
 
 
-_POSITIONS = "max_position_embeddings"
-"""What `transformers` calls it in every config, whatever the file does."""
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
+"""What configs call how long a text may be."""
 
 
 def positions(model: nn.Module) -> int | None:
     """How long a text the model was made for; None where it does not say."""
+    return _positions(model)[1]
+
+
+def _positions(model: nn.Module) -> tuple[str, int | None]:
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
-    known = getattr(text, _POSITIONS, None)
-    return known if type(known) is int and known > 0 else None
+    values = text if isinstance(text, Mapping) else {name: getattr(text, name, None) for name in _POSITIONS}
+    known = ((name, values.get(name)) for name in _POSITIONS)
+    return next(((name, value) for name, value in known if type(value) is int and value > 0), ("", None))
+
+
+def check_causal(model: nn.Module, source: str) -> None:
+    """Refuse an encoder: its tokens see those that follow, which are what they are to predict."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return
+    text = getattr(config, "get_text_config", lambda: config)()
+    kind = getattr(text, "model_type", "")
+    sees = getattr(text, "is_causal", None) is False or getattr(text, "causal", None) is False
+    sees |= getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    if getattr(text, "is_decoder", None) is False and kind:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+        sees |= kind in ENCODERS
+    if sees or kind in ("xlnet",):
+        must = "must be a causal language model, whose tokens see only what is before them"
+        todo = "Use a decoder, or set `is_decoder: true` in its config where it has that."
+        raise ModelError("model.source", must, got=f"{source!r}, an encoder ({kind})", do=todo)
 
 
 def check_positions(model: nn.Module, block: int) -> None:
     """Refuse blocks that are longer than the model's positions: some models look them up, and others were
     never trained beyond them."""
-    known = positions(model)
+    name, known = _positions(model)
     if known is not None and known < block:
-        key = getattr(model.config, "attribute_map", {}).get(_POSITIONS, _POSITIONS)
+        key = getattr(model.config, "attribute_map", {}).get(name, name)
         must = f"must be at most the {known:,} positions of the model's config (`{key}`)"
         todo = "Lower it, or raise that where the model can."
         raise ModelError("data.block", must, got=f"{block:,}", do=todo)

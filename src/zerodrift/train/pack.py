@@ -1,8 +1,8 @@
-"""Blocks of equal length in a memory map: made once, found again by what they are made of.
+"""A job's data as blocks in a memory map: made once, found again by what they are made of.
 
-Packing puts documents one after the other, each with its end token, and cuts the stream; without packing a
-document is a block of its own, cut or padded. A second map says which tokens are learned, where not all
-are. The maps lie in a folder named by a digest of the files' contents and of every choice that matters.
+The maps lie in a folder named by a digest of the files' contents and of every choice that matters. A job may
+name several sets of data, which are mixed by weight; each has its own folder. How documents fill blocks is
+`packing.py`'s affair.
 
 Invariant: a folder that has its `blocks.json` is whole. It is written elsewhere and renamed, under a lock,
 so that ranks and runs that want the same blocks make them once.
@@ -17,75 +17,170 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.files import opened
-from zerodrift.train import chat, documents
+from zerodrift.train import documents, formats, rendering
 from zerodrift.train.blocks import Blocks, Maps, open_blocks, open_tokens, read_index
-from zerodrift.train.job import Data
+from zerodrift.train.find import TRAIN, VALIDATION, DataFiles, find
+from zerodrift.train.job import Data, Job
+from zerodrift.train.mixture import Mixture
+from zerodrift.train.packing import PartWriter, Way
+from zerodrift.train.reading import PartRead, Reading, line, lines
 from zerodrift.train.tokens import Tokenizer, Tokens
 
-VERSION = 2
+VERSION = 3
 """Of what is written; another number finds nothing of this one's."""
 SAMPLES, SAMPLE = 1024, 4096
 """Places in a token map that its digest is of, and bytes of each: a map may have terabytes."""
-TRAIN, VALIDATION = "train", "validation"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """The data of a job."""
 
-    train: Blocks
-    validation: Blocks | None
-    kind: str
-    """`text`, `chat` or `tokens`."""
+    train: Blocks | Mixture
+    validation: Blocks | Mixture | None
     key: str
     """Digest of all that the blocks depend on."""
-    notes: tuple[str, ...] = ()
-    """What became of documents that do not fit."""
+    sets: tuple[Set, ...]
+    """What they are made of: what is trained on, and files to validate with where there are any."""
+
+    def in_short(self) -> list[tuple[str, str]]:
+        """The same, with a line for each set."""
+        if len(self.sets) == 1:
+            return [("data", line(self.sets[0].reading))]
+        trained = sum(each.weight or 0.0 for each in self.sets)
+        shares = [f"{each.weight / trained:.1%}, " if each.weight else "held out, " for each in self.sets]
+        return [
+            ("data", f"{each.name}: {share}{line(each.reading)}")
+            for each, share in zip(self.sets, shares, strict=True)
+        ]
+
+    def told(self) -> list[tuple[str, str]]:
+        """What was read, as facts with their names."""
+        if len(self.sets) == 1:
+            return lines(self.sets[0].reading)
+        trained = sum(each.weight or 0.0 for each in self.sets)
+        facts = []
+        for each in self.sets:
+            share = f", {each.weight / trained:.1%} of training" if each.weight else ""
+            facts.append((each.name, f"{each.reading.kind}{share}"))
+            facts += [(f"  {name}", fact) for name, fact in lines(each.reading)]
+        return facts
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Some files, as blocks."""
+
+    name: str
+    """As they are written in the job."""
+    weight: float | None
+    """Its share of what is trained on, beside those of the others; None where it is the only one."""
+    train: Blocks
+    held: Blocks
+    key: str
+    reading: Reading
+
+
+def require_validation(job: Job) -> None:
+    """That there is something to evaluate on where that is asked for."""
+    problems = Problems()
+    run, todo = job.run, "Hold some out, with `data.validation: 0.02` say, or name files there."
+    for key, value in (("evaluate_every", run.evaluate_every), ("evaluate_blocks", run.evaluate_blocks)):
+        if value and job.data.validation == 0.0:
+            got = f"{value}, and no `data.validation`"
+            problems.add(f"run.{key}", "must go with data to validate on", got=got, do=todo)
+    problems.raise_as(ConfigError)
 
 
 def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
     """The blocks of a job, made if they are not there."""
-    train = documents.find(data.train, data.pattern, "data.train")
-    named = () if isinstance(data.validation, float) else data.validation
-    held = documents.find(named, data.pattern, "data.validation")
-    kind = documents.format_of(train, data)
+    named = data.sets()
+    share = data.validation if isinstance(data.validation, float) else 0.0
+    weights = [weight for _, weight in named] if len(named) > 1 else [None]
+    found = [find(paths, data, "data.train") for paths, _ in named]
+    held_files = None
+    if not isinstance(data.validation, float):
+        held_files = find(data.validation, data, "data.validation", VALIDATION)
+    sets = [
+        _set(each, data, tokenizer, cache, share, weight, "data.train")
+        for each, weight in zip(found, weights, strict=True)
+    ]
+    held = [each.held for each in sets if len(each.held)]
+    if held_files is not None:
+        _require_apart([path for each in found for path in each.files], held_files.files)
+        other = _set(held_files, data, tokenizer, cache, 0.0, None, "data.validation")
+        if other.reading.kind not in [each.reading.kind for each in sets]:
+            must = f"must be {sets[0].reading.kind}, as `data.train` is"
+            raise ConfigError("data.validation", must, got=other.reading.kind)
+        held, sets = [other.train], [*sets, replace(other, name="validation")]
+    trained = [each for each in sets if each.name != "validation"]
+    key = sets[0].key
+    if len(sets) > 1:
+        made_of = [[each.key, each.weight] for each in sets]
+        key = hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
+    train: Blocks | Mixture = trained[0].train
+    if len(trained) > 1:
+        train = Mixture(tuple(each.train for each in trained), tuple(each.weight or 1.0 for each in trained))
+    validation = held[0] if len(held) == 1 else Mixture(tuple(held), (1.0,) * len(held)) if held else None
+    return Prepared(train, validation, key, tuple(sets))
+
+
+def _require_apart(train: Sequence[Path], held: Sequence[Path]) -> None:
+    """That no file is trained on and validated with."""
+    if both := {path.resolve() for path in train} & {path.resolve() for path in held}:
+        got = f"{min(both)} in both"
+        raise ConfigError("data.validation", "must name other files than `data.train`", got=got)
+
+
+def _set(
+    found: DataFiles,
+    data: Data,
+    tokenizer: Tokenizer,
+    cache: Path,
+    share: float,
+    weight: float | None,
+    where: str,
+) -> Set:
+    name = str(found.files[0]) if len(found.files) == 1 else f"{found.files[0].parent}"
+    kind = documents.kind_of(found.files, data)
     if kind == "tokens":
-        return _token_maps(train, held, data, tokenizer)
+        return _token_maps(found, data, tokenizer, share, weight, where)
     cache.mkdir(parents=True, exist_ok=True)
-    before = _stamps((*train, *held))
-    key = _key(train, held, data, tokenizer, kind, cache)
+    before = _stamps(found.files)
+    key = _key(found.files, share, data, tokenizer, kind, cache)
     folder = cache / key
     with _locked(cache / f"{key}.lock"):
         if not (folder / Maps.INDEX).is_file():
-            _make(folder, [(TRAIN, train), (VALIDATION, held)], data, tokenizer, kind)
-            _require_unchanged(before, _stamps((*train, *held)), folder)
-    blocks, validation = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
-    notes = _notes(read_index(folder))
-    if not len(blocks):
-        raise _too_little("data.train", "; ".join((f"less than {data.block} tokens", *notes)))
-    if isinstance(data.validation, float) and data.validation and not len(validation):
+            _make(folder, found.files, share, data, tokenizer, kind)
+            _require_unchanged(before, _stamps(found.files), folder)
+    train, held = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
+    reading = replace(Reading.of(read_index(folder)["reading"]), beside=found.left)
+    if not len(train):
+        raise _too_little(where, "; ".join((f"less than {data.block} tokens", *reading.reasons())))
+    if share and not len(held):
         # Too few documents for one of them to be chosen, a single text for example: its last blocks are.
-        if len(blocks) == 1:
+        if len(train) == 1:
             raise _too_little("data.validation", "one block in all, which is trained on")
-        blocks, validation = blocks.split(data.validation)
-    if held and not len(validation):
-        raise _too_little("data.validation", f"less than {data.block} tokens")
-    return Prepared(blocks, validation if len(validation) else None, kind, key, notes)
+        train, held = train.split(share)
+        labels, count = int(held.labels(np.arange(len(held))).sum()), len(held)
+        tokens = min(count * data.block, labels + count)
+        last = PartRead(0, tokens, tokens, count, count * data.block - tokens)
+        reading = reading.with_last_blocks_held(last)
+    return Set(name, weight, train, held, key, reading)
 
 
 def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
     """Size and time of each."""
     stamps = {}
     for file in files:
-        with documents.readable(file):
+        with formats.readable(file):
             stat = file.stat()
         stamps[file] = (stat.st_size, stat.st_mtime_ns)
     return stamps
@@ -109,30 +204,22 @@ def _too_little(where: str, got: str) -> ConfigError:
     return ConfigError(where, must, got=got, do=todo)
 
 
-def _notes(index: Mapping[str, Any]) -> tuple[str, ...]:
-    notes = []
-    if cut := index["cut"]:
-        notes.append(f"documents longer than a block, which are cut: {cut:,}")
-    if left := index["left"]:
-        notes.append(f"blocks with nothing to learn, which are left out: {left:,}")
-    return tuple(notes)
-
-
-def _token_maps(train: Sequence[Path], held: Sequence[Path], data: Data, tokenizer: Tokenizer) -> Prepared:
-    share = data.validation if isinstance(data.validation, float) else 0.0
-    blocks = open_tokens(train, data.token_dtype, data.block, tokenizer.vocabulary)
-    validation = open_tokens(held, data.token_dtype, data.block, tokenizer.vocabulary) if held else None
+def _token_maps(
+    found: DataFiles, data: Data, tokenizer: Tokenizer, share: float, weight: float | None, where: str
+) -> Set:
+    blocks = open_tokens(found.files, data.token_dtype, data.block, tokenizer.vocabulary)
     if not len(blocks):
-        raise _too_little("data.train", f"less than {data.block} tokens")
-    if validation is not None and not len(validation):
-        raise _too_little("data.validation", f"less than {data.block} tokens")
+        raise _too_little(where, f"less than {data.block} tokens")
+    held = Blocks((), None, None, data.block, tokenizer.vocabulary)
     if share:
-        blocks, validation = blocks.split(share)
-        if not len(validation):
+        blocks, held = blocks.split(share)
+        if not len(held):
             raise _too_little("data.validation", "files of one block each, which are trained on")
-    stamp = [_sampled(file) for file in (*train, *held)]
+    stamp = [_sampled(file) for file in found.files]
     key = hashlib.blake2b(json.dumps([stamp, data.block, share]).encode(), digest_size=12).hexdigest()
-    return Prepared(blocks, validation, "tokens", key)
+    parts = [PartRead(0, size * data.block, size * data.block, size) for size in (len(blocks), len(held))]
+    reading = Reading("tokens", len(found.files), data.block, parts[0], parts[1], beside=found.left)
+    return Set(str(found.files[0]), weight, blocks, held, key, reading)
 
 
 def _sampled(file: Path) -> str:
@@ -140,7 +227,7 @@ def _sampled(file: Path) -> str:
     size = file.stat().st_size
     digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
     step = max(SAMPLE, size // SAMPLES)
-    with documents.readable(file), opened(file) as stream:
+    with formats.readable(file), opened(file) as stream:
         for place in range(0, size, step):
             digest.update(os.pread(stream.fileno(), SAMPLE, place))
     return digest.hexdigest()
@@ -150,33 +237,37 @@ def _sampled(file: Path) -> str:
 
 
 def _key(
-    train: Sequence[Path],
-    held: Sequence[Path],
-    data: Data,
-    tokenizer: Tokenizer,
-    kind: str,
-    cache: Path,
+    files: Sequence[Path], share: float, data: Data, tokenizer: Tokenizer, kind: str, cache: Path
 ) -> str:
     digests = _Digests(cache / "digests.json")
     made_of = {
         "version": VERSION,
-        "train": [digests.of(path) for path in train],
-        "validation": [digests.of(path) for path in held],
-        "share": data.validation if isinstance(data.validation, float) else 0.0,
+        "files": [digests.of(path) for path in files],
+        "suffixes": [formats.suffix_of(path) for path in files],
+        "share": share,
         "seed": data.seed,
         "tokenizer": tokenizer.fingerprint,
         "kind": kind,
+        "whole": data.format == "files",
         "block": data.block,
-        "pack": packs(data, kind),
+        "way": way(data, kind),
+        "apart": is_apart(data, kind),
         "keys": [data.field, data.messages, data.loss_on],
     }
     digests.save()
     return hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def packs(data: Data, kind: str) -> bool:
-    """Whether documents share blocks."""
-    return kind != "chat" if data.pack is None else data.pack
+def way(data: Data, kind: str) -> Way:
+    """How documents come into blocks."""
+    if kind == "chat":
+        return "whole" if data.pack else "alone"
+    return "alone" if data.pack is False else "stream"
+
+
+def is_apart(data: Data, kind: str) -> bool:
+    """Whether documents that share a block do not see each other."""
+    return data.attend == "document" and way(data, kind) != "alone"
 
 
 class _Digests:
@@ -196,7 +287,7 @@ class _Digests:
         stamp = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if stamp not in self._known:
             digest = hashlib.blake2b(digest_size=16)
-            with documents.readable(path), opened(path) as file:
+            with formats.readable(path), opened(path) as file:
                 while part := file.read(1 << 20):
                     digest.update(part)
             self._known[stamp] = digest.hexdigest()
@@ -222,70 +313,48 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _make(
-    folder: Path, parts: Sequence[tuple[str, Sequence[Path]]], data: Data, tokenizer: Tokenizer, kind: str
+    folder: Path, files: Sequence[Path], share: float, data: Data, tokenizer: Tokenizer, kind: str
 ) -> None:
     beside = folder.with_name(f"{folder.name}.{os.getpid()}")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
+    maps = Maps(beside, data.block, tokenizer.vocabulary, is_apart(data, kind))
     try:
-        maps = Maps(beside, data.block, tokenizer.vocabulary)
-        writers = {name: _Writer(maps, name, packs(data, kind), tokenizer.end) for name, _ in parts}
-        share = data.validation if isinstance(data.validation, float) else 0.0
-        for name, files in parts:
-            for document in documents.documents(files, data, kind):
-                held = share and name == TRAIN and document.share(data.seed) < share
-                tokens, learned = _tokens(document, data, tokenizer)
-                writers[VALIDATION if held else name].add(tokens, learned)
-        for writer in writers.values():
-            writer.close()
-        maps.close()
+        writers = [PartWriter(maps, part, way(data, kind), tokenizer.end) for part in (TRAIN, VALIDATION)]
+        seen = documents.Seen()
+        for document in documents.documents(files, data, kind, seen):
+            held = bool(share) and document.share(data.seed) < share
+            writers[held].add(*tokens_of(document, data, tokenizer))
+        train, other = (writer.close() for writer in writers)
+        reading = Reading(
+            kind,
+            len(files),
+            data.block,
+            train,
+            other,
+            forms=dict(seen.forms),
+            left=dict(seen.left),
+            cut=sum(writer.cut for writer in writers),
+            cut_tokens=sum(writer.cut_tokens for writer in writers),
+            empty_blocks=sum(writer.empty_blocks for writer in writers),
+            unread=tuple(seen.unread),
+        )
+        maps.close(reading.to_json())
         beside.rename(folder)
     finally:
+        maps.release()
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _tokens(document: documents.Document, data: Data, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
+def tokens_of(document: documents.Document, data: Data, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
     """Its tokens with the end, and which are learned."""
-    if document.messages:
-        return chat.written(document.messages, tokenizer, data.loss_on == "everything")
-    tokens = np.append(tokenizer.encode(document.text).astype(np.int64), tokenizer.end)
-    return tokens, np.ones(len(tokens), dtype=bool)
-
-
-class _Writer:
-    """Cuts what it is given into blocks."""
-
-    def __init__(self, maps: Maps, part: str, pack: bool, end: int) -> None:
-        self._maps, self._part, self._pack, self._end = maps, part, pack, end
-        self._tokens: list[Tokens] = []
-        self._learned: list[Tokens] = []
-        self._held = 0
-
-    def add(self, tokens: Tokens, learned: Tokens) -> None:
-        self._tokens.append(tokens)
-        self._learned.append(learned)
-        self._held += len(tokens)
-        if not self._pack or self._held >= 64 * self._maps.length:
-            self._flush(pad=not self._pack)
-
-    def _flush(self, pad: bool) -> None:
-        """Write what is whole; the rest is padded, or waits for more."""
-        length = self._maps.length
-        tokens, learned = np.concatenate(self._tokens), np.concatenate(self._learned)
-        if not self._pack:
-            self._maps.cut += len(tokens) > length
-            tokens, learned = tokens[:length], learned[:length]
-        if pad and len(tokens) % length:
-            room = length - len(tokens) % length
-            tokens = np.append(tokens, np.full(room, self._end))
-            learned = np.append(learned, np.zeros(room, dtype=bool))
-        count = len(tokens) // length * length
-        self._maps.write(self._part, tokens[:count].reshape(-1, length), learned[:count].reshape(-1, length))
-        self._tokens, self._learned = [tokens[count:]], [learned[count:]]
-        self._held = len(tokens) - count
-        if not self._held:
-            self._tokens, self._learned = [], []
-
-    def close(self) -> None:
-        if self._held:
-            self._flush(pad=True)
+    everything = data.loss_on == "everything"
+    if document.talk is not None:
+        return rendering.written(document.talk, tokenizer, everything)
+    text, given = document.text, 0 if everything else document.given
+    if given:
+        tokens, learned = rendering.marked(text, [(given, len(text))], tokenizer, document.where)
+    else:
+        tokens = tokenizer.encode(text).astype(np.int64)
+        learned = np.ones(len(tokens), dtype=bool)
+    return np.append(tokens, tokenizer.end), np.append(learned, True)

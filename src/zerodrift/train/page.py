@@ -61,7 +61,7 @@ def _head(job: Job, plan: Plan, lines: Lines, steps: int) -> Markup:
         "header",
         tag("p", "zerodrift run", class_="kicker"),
         tag("h1", breaking(job.run.folder), " ", tag("span", words, class_=f"state {kind}")),
-        tag("p", f"{plan.source} on {plan.mesh}, {_named(job.data.train)}", class_="quiet"),
+        tag("p", f"{plan.source} on {plan.mesh}, {_named(job.data.paths)}", class_="quiet"),
     )
 
 

@@ -42,9 +42,12 @@ def _blocks(block: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseM
     """A block, and those in it."""
     yield name, block
     for key, kind in fields.fields(block).items():
-        inner = fields.block_of(kind)
+        inner, item = fields.block_of(kind), fields.item_of(kind)
+        path = f"{name}.{key}" if name else key
+        if inner is None and item is not None:
+            inner, path = fields.block_of(item), f"{path}[]"
         if inner is not None:
-            yield from _blocks(inner, f"{name}.{key}" if name else key)
+            yield from _blocks(inner, path)
 
 
 def _table(block: type[BaseModel]) -> str:

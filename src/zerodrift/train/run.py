@@ -33,9 +33,11 @@ from zerodrift.policy.nouns import Policy
 from zerodrift.policy.pipelining import SPLIT
 from zerodrift.policy.resolve import mesh_for, resolve
 from zerodrift.report.brief import brief_text
+from zerodrift.report.frame import grid, printed
 from zerodrift.report.rows import grouped
 from zerodrift.report.terminal import plan_text
 from zerodrift.train import model as models
+from zerodrift.train.apart import require_apart
 from zerodrift.train.blocks import Blocks
 from zerodrift.train.boards import check_boards
 from zerodrift.train.display import Display
@@ -45,7 +47,8 @@ from zerodrift.train.feed import BatchLayout, Feed
 from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.job import Job
 from zerodrift.train.launch import NOTHING, Asked
-from zerodrift.train.pack import Prepared, prepare
+from zerodrift.train.mixture import Mixture
+from zerodrift.train.pack import Prepared, prepare, require_validation
 from zerodrift.train.page import run_page
 from zerodrift.train.resuming import JOB, PLACE, STEP, Change, Resumed, beginning, load, packed
 from zerodrift.train.tokens import Tokenizer, tokenizer
@@ -63,7 +66,7 @@ class Session:
     driver: Driver
     tokenizer: Tokenizer
     feed: Feed
-    validation: Blocks | None
+    validation: Blocks | Mixture | None
     steps: int
     """Optimizer steps of the whole run."""
     checkpoints: Checkpoints
@@ -222,15 +225,17 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     require_writable("run.folder", folder.path)
     require_writable("data.cache", cache)
     letters = tokenizer(job.data.tokenizer, job.model.source)
+    require_validation(job)
+    source = models.source_of(job.model)
+    with display.doing("building the model"):
+        built = models.build(job.model, source)
+    models.check_causal(built, job.model.source)
+    models.check_vocabulary(built, letters.vocabulary, letters.name)
+    models.check_positions(built, job.data.block)
     with display.doing("reading the data"), full_disk_named(cache):
         prepared = prepare(job.data, letters, cache)
     policy, steps = length_of(job, config, prepared, world)
     _require_decided(policy)
-    source = models.source_of(job.model)
-    with display.doing("building the model"):
-        built = models.build(job.model, source)
-    models.check_vocabulary(built, letters.vocabulary, letters.name)
-    models.check_positions(built, job.data.block)
     return Outline(folder, letters, prepared, steps, source, built)
 
 
@@ -246,9 +251,11 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
         if engine.mesh.rank() == 0:
             _write_head(folder, job, engine)
             display.say(head_text(engine.plan, display, asked.whole_plan))
-            display.say(data_text(prepared, letters, steps, engine.plan))
+            display.say(data_text(prepared, steps, engine.plan, display))
         engine.seed = job.run.seed
         feed = Feed(prepared.train, job.data.seed, _seat(engine))
+        if prepared.train.apart:
+            require_apart(driver, feed.seat, job.data.block, letters.vocabulary)
         checkpoints = Checkpoints(engine, folder.checkpoints, keep=job.run.keep, quiet=True)
         return Session(
             job,
@@ -365,28 +372,16 @@ def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
 
 def data_facts(prepared: Prepared, letters: Tokenizer, steps: int, plan: Plan) -> tuple[tuple[str, str], ...]:
     """(label, value) of what was read, for the page."""
-    train, held, batch = prepared.train, prepared.validation, plan.policy.batch
+    train, batch = prepared.train, plan.policy.batch
     samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
-    facts = [
-        ("kind", prepared.kind),
-        ("tokenizer", letters.name),
-        ("training", f"{len(train):,} blocks of {train.length} tokens, {len(train) * train.length:,} in all"),
-        ("held out", "nothing" if held is None else f"{len(held):,} blocks"),
-        ("this run", f"{steps * samples * train.length:,} tokens, {steps * samples / len(train):.2f} epochs"),
-    ]
-    return (*facts, *(("note", note) for note in prepared.notes))
+    run = f"{steps * samples * train.length:,} tokens, {steps * samples / len(train):.2f} epochs"
+    return (*prepared.told(), ("tokenizer", letters.name), ("this run", run))
 
 
-def data_text(prepared: Prepared, letters: Tokenizer, steps: int, plan: Plan) -> str:
+def data_text(prepared: Prepared, steps: int, plan: Plan, display: Display) -> str:
+    """What was read and what is done with it, in a few lines."""
     batch = plan.policy.batch
     samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
-    held = f", {len(prepared.validation):,} held out" if prepared.validation is not None else ""
     epochs = steps * samples / len(prepared.train)
-    return "\n".join(
-        [
-            f"data: {len(prepared.train):,} blocks of {prepared.train.length} tokens ({prepared.kind}, "
-            f"{letters.name}){held}",
-            *(f"data: {note}" for note in prepared.notes),
-            f"training: {steps:,} steps of {samples} blocks, {epochs:.2f} epochs",
-        ]
-    )
+    told = (*prepared.in_short(), ("training", f"{steps:,} steps of {samples} blocks, {epochs:.2f} epochs"))
+    return printed([grid(told, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")

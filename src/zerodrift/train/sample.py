@@ -18,7 +18,7 @@ from torch import nn
 
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model.factory import importable
-from zerodrift.train import chat, export
+from zerodrift.train import export, rendering
 from zerodrift.train import model as models
 from zerodrift.train.found import FoundModel, model_at
 from zerodrift.train.tokens import Tokenizer, holds, tokenizer
@@ -52,7 +52,7 @@ class TextGenerator:
     def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
         """What comes after the prompt, piece by piece; what is wrong with it is told at once."""
         if as_chat:
-            given = chat.prompt([{"role": "user", "content": prompt}], self._letters)
+            given = rendering.prompt([{"role": "user", "content": prompt}], self._letters)
         else:
             given = self._letters.encode(prompt)
         tokens = [int(token) for token in given] or [self._letters.end]

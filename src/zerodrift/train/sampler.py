@@ -31,7 +31,7 @@ class BlockSampler:
     def at(self, position: int) -> int:
         """The block of a sample, counted from the start of training."""
         epoch, place = divmod(position, self.count)
-        return permuted(place, self.count, _mixed(self.seed * 0x9E3779B97F4A7C15 + epoch))
+        return permuted(place, self.count, mixed(self.seed * 0x9E3779B97F4A7C15 + epoch))
 
     def step(self, number: int, samples: int) -> np.ndarray:
         """The blocks of optimizer step `number`, counted from 0, which takes `samples` of them."""
@@ -54,13 +54,13 @@ def permuted(place: int, count: int, key: int) -> int:
     while True:
         left, right = place >> half, place & low
         for turn in range(ROUNDS):
-            left, right = right, left ^ (_mixed(key ^ (right * ROUNDS + turn)) & low)
+            left, right = right, left ^ (mixed(key ^ (right * ROUNDS + turn)) & low)
         place = left << half | right
         if place < count:
             return place
 
 
-def _mixed(value: int) -> int:
+def mixed(value: int) -> int:
     """SplitMix64's finisher: every bit of the input changes half of those of the output."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK

@@ -9,6 +9,7 @@ Invariant: `fingerprint` changes whenever the tokens of some text could.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ FILES = (
     "vocab.txt",
 )
 """What a folder with a tokenizer has some of."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MODELS = (".model", ".spm", ".bpe", ".vocab")
 """What its other files end in."""
 
@@ -47,6 +49,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    def shown(self, tokens: Sequence[int]) -> str:
+        """The same, with marks such as the end as they are spelled."""
+
 
 class ByteTokenizer:
     """A text's UTF-8 bytes, and 256 for its end."""
@@ -61,6 +66,10 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+    def shown(self, tokens: Sequence[int]) -> str:
+        spelled = b"".join(bytes([token]) if token < 256 else b"<end>" for token in tokens)
+        return spelled.decode("utf-8", "replace")
 
 
 class TransformersTokenizer:
@@ -86,8 +95,22 @@ class TransformersTokenizer:
     def encode(self, text: str) -> Tokens:
         return np.asarray(self.inner.encode(text, add_special_tokens=False), dtype=np.int64)
 
+    def encode_with_places(self, text: str) -> tuple[Tokens, np.ndarray]:
+        """Its tokens, and for each from which character to before which it stands, `[tokens, 2]`."""
+        made = self.inner(text, add_special_tokens=False, return_offsets_mapping=True)
+        places = np.asarray(made["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.asarray(made["input_ids"], dtype=np.int64), places
+
+    def marks_answers(self, tools: Sequence[Any]) -> bool:
+        """Whether its chat template says itself what the assistant says."""
+        template = self.inner.get_chat_template(tools=list(tools) or None)
+        return bool(self.inner.is_fast and _GENERATION.search(template))
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.inner.decode(list(tokens), skip_special_tokens=True))
+
+    def shown(self, tokens: Sequence[int]) -> str:
+        return str(self.inner.decode(list(tokens), skip_special_tokens=False))
 
 
 def tokenizer(written: str, model: str) -> Tokenizer:

@@ -1,0 +1,442 @@
+"""What a file is, by what is in it, and the rows or the text that it holds.
+
+JSON, JSON lines and CSV are read here and not by `datasets`, which changes values in silence: `NA` in a CSV
+becomes None and `007` a 7, a text that looks like a time a `datetime`, a 1 beside a 1.5 a float, and a key
+that a row lacks a None. Parquet and Arrow are read with `pyarrow`, as `datasets` does.
+
+Invariant: every value is the one in the file, in the file's order, or the file is refused by name and row.
+Of a file of rows no more is in memory than some rows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import importlib.util
+import io
+import itertools
+import json
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zerodrift.errors import ConfigError, first_line, said
+from zerodrift.train.unpacked import SUFFIXES, packed, unpacked
+
+Row = dict[str, Any]
+
+TEXT, LINES, JSON, ARRAY, CSV, PARQUET, ARROW = (
+    "text",
+    "JSON lines",
+    "JSON",
+    "array",
+    "CSV",
+    "parquet",
+    "Arrow",
+)
+
+OF_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv")
+"""Suffixes of files that hold rows, whatever lies beside them."""
+_COLUMNS = {".parquet": PARQUET, ".arrow": ARROW}
+_TABLES = (".csv", ".tsv")
+_JSON = (".jsonl", ".ndjson", ".json")
+_ANY = (".txt", ".text", "")
+"""Suffixes that say nothing of what is in a file."""
+
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""Of an Arrow stream."""
+_HEAD = 1 << 16
+_FIELD = 1 << 30
+"""Characters of a CSV field at most; Python's default is shorter than a document."""
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix that says what is in it, in small letters: `.jsonl` of `a.jsonl.gz`."""
+    inner = Path(file.stem) if file.suffix.lower() in SUFFIXES else file
+    return inner.suffix.lower()
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """What the system says no to is an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        got = error.strerror or said(error)
+        raise ConfigError(str(file), "must be readable", got=got) from None
+
+
+def format_of(file: Path) -> str:
+    """What a file is. One that can be neither text nor rows is refused by name."""
+    with readable(file), unpacked(file) as stream:
+        head = stream.read(_HEAD)
+    return _format(file, suffix_of(file), head)
+
+
+def _format(file: Path, suffix: str, head: bytes) -> str:
+    if head.startswith(b"PAR1"):
+        return PARQUET
+    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")) and suffix in (".arrow", ".parquet", ""):
+        return ARROW
+    other = _other(head)
+    wanted = _COLUMNS.get(suffix)
+    if wanted is not None:
+        raise ConfigError(str(file), f"must be {wanted}", got=other or _looks(head))
+    if other:
+        raise ConfigError(str(file), "must be text or rows of data", got=other, do=_do(other))
+    start = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if suffix in (*_JSON, *_TABLES) and start[:1] == b"<":
+        got, todo = "a page of HTML or XML", "It may be an error that a server sent: fetch the file again."
+        raise ConfigError(str(file), "must be rows of data", got=got, do=todo)
+    if suffix in _TABLES:
+        return CSV
+    if suffix in _JSON or (suffix in _ANY and _is_rows(start)):
+        if start[:1] == b"[":
+            return ARRAY
+        return LINES if suffix in (".jsonl", ".ndjson") or _is_one_line(start) else JSON
+    return TEXT
+
+
+def _is_rows(start: bytes) -> bool:
+    """Whether a file of any name begins with a JSON object, by itself or as the first of an array."""
+    if start[:1] == b"[":
+        start = start[1:].lstrip()
+        return start[:1] == b"{" and start[1:].lstrip()[:1] == b'"'
+    return start[:1] == b"{" and start[1:].lstrip()[:1] == b'"' and _is_one_line(start)
+
+
+def _is_one_line(start: bytes) -> bool:
+    """Whether the first line is an object by itself; one that is longer than what is looked at may be."""
+    line, end, _ = start.partition(b"\n")
+    if not end and len(start) > _HEAD // 2:
+        return True
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+_OTHERS = (
+    (b"version https://git-lfs", "a pointer of Git LFS"),
+    (b"%PDF-", "a PDF"),
+    (b"\x89PNG", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF87a", "a GIF image"),
+    (b"GIF89a", "a GIF image"),
+    (b"II*\0", "a TIFF image"),
+    (b"MM\0*", "a TIFF image"),
+    (b"PK\x03\x04", "a ZIP archive, as DOCX, XLSX and EPUB are"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"Rar!\x1a", "a RAR archive"),
+    (b"\x04\x22\x4d\x18", "an LZ4 file"),
+    (b"{\\rtf", "an RTF document"),
+    (b"\xd0\xcf\x11\xe0", "an Office document"),
+    (b"SQLite format 3\0", "an SQLite database"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x80\x02", "a pickle"),
+    (b"\x80\x03", "a pickle"),
+    (b"\x80\x04", "a pickle"),
+    (b"\x80\x05", "a pickle"),
+    (b"\x7fELF", "a program"),
+    (b"OggS", "an Ogg file"),
+    (b"fLaC", "a FLAC file"),
+    (b"ARROW1", "an Arrow file"),
+)
+
+
+def _other(head: bytes) -> str:
+    """What a file is that is no text; `""` where it may be."""
+    if name := next((name for magic, name in _OTHERS if head.startswith(magic)), ""):
+        return name
+    if inside := packed(head):
+        return f"a {inside} file, packed once more"
+    if head.startswith(b"RIFF") and head[8:12] in (b"WEBP", b"WAVE", b"AVI "):
+        return f"a {head[8:12].decode().strip()} file"
+    if head[257:262] == b"ustar":
+        return "a TAR archive"
+    if head[4:8] == b"ftyp":
+        return "an MP4 file"
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    return ""
+
+
+def _do(other: str) -> str:
+    if other.startswith("a pointer"):
+        return "Run `git lfs pull` where it was cloned."
+    if other.startswith("UTF"):
+        return "Save it as UTF-8."
+    if any(word in other for word in ("archive", "packed", "LZ4")):
+        return "Unpack it first."
+    return "Leave it out, or take its text out of it."
+
+
+def _looks(head: bytes) -> str:
+    if not head:
+        return "nothing"
+    if head.lstrip()[:1] == b"<":
+        return "a page of HTML or XML"
+    return f"a file that begins with {head[:16]!r}"
+
+
+# --- text -----------------------------------------------------------------------------------------------
+
+
+def text(file: Path) -> str:
+    """A text file in full; the ends of its lines become those of Unix."""
+    with readable(file), unpacked(file) as stream:
+        data = stream.read()
+    return _plain(decoded(data, str(file)), str(file)).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def decoded(data: bytes, where: str) -> str:
+    """UTF-8 as text, without the mark that editors put in front."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _no_text(error, where) from None
+
+
+def _no_text(error: UnicodeDecodeError, where: str) -> ConfigError:
+    got = f"byte 0x{error.object[error.start]:02x} at offset {error.start:,}"
+    return ConfigError(where, "must be UTF-8 text", got=got, do="Leave it out, or save it as UTF-8.")
+
+
+def _plain(text: str, where: str) -> str:
+    if "\0" in text:
+        got = f"a zero at character {text.index(chr(0)):,}"
+        todo = "It is binary, or UTF-16: leave it out, or save it as UTF-8."
+        raise ConfigError(where, "must be text", got=got, do=todo)
+    return text
+
+
+# --- rows -----------------------------------------------------------------------------------------------
+
+
+def rows(file: Path, kind: str) -> Generator[tuple[int, Row]]:
+    """Rows with the number that a person would look for: of a line, or of a row where lines say nothing."""
+    if kind in (PARQUET, ARROW):
+        yield from enumerate(_columns(file, kind), 1)
+        return
+    with readable(file), unpacked(file) as stream:
+        if kind == LINES:
+            yield from _lines(stream, file)
+        elif kind == CSV:
+            yield from _table(stream, file)
+        else:
+            yield from _values(stream, file, array=kind == ARRAY)
+
+
+def _lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
+    for number, line in enumerate(stream, 1):
+        where = f"{file}:{number}"
+        written = decoded(line, where)
+        if not written.strip():
+            continue
+        try:
+            value = json.loads(written, object_pairs_hook=_block)
+        except json.JSONDecodeError as error:
+            raise _no_json(where, f"{error.msg} at column {error.colno}") from None
+        except (ValueError, RecursionError) as error:
+            raise _odd_json(where, error) from None
+        yield number, _object(value, where)
+
+
+def _values(stream: BinaryIO, file: Path, *, array: bool) -> Iterator[tuple[int, Row]]:
+    """The objects of an array, or one after the other; only those under way are in memory."""
+    reader = _Characters(stream, file)
+    decoder = json.JSONDecoder(object_pairs_hook=_block)
+    if array:
+        reader.take("[")
+        if reader.peek() == "]":
+            reader.take("]")
+            reader.require_end()
+            return
+    number = 0
+    while array or reader.peek():
+        number += 1
+        where = f"{file}: row {number:,}"
+        yield number, _object(reader.value(decoder, where), where)
+        if array and reader.take("],", where) == "]":
+            break
+    reader.require_end()
+
+
+class _Characters:
+    """A text that is read as far as it is needed."""
+
+    def __init__(self, stream: BinaryIO, file: Path) -> None:
+        self._stream, self._file = stream, file
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text, self._at, self._size = "", 0, _HEAD
+        self._ended = False
+
+    def _more(self) -> bool:
+        if self._ended:
+            return False
+        piece = self._stream.read(self._size)
+        self._ended = not piece
+        try:
+            self._text = self._text[self._at :] + self._decoder.decode(piece, final=self._ended)
+        except UnicodeDecodeError as error:
+            raise _no_text(error, str(self._file)) from None
+        self._at = 0
+        return True
+
+    def peek(self) -> str:
+        """The next character that is no space; `""` at the end."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in " \t\r\n":
+                    return self._text[self._at]
+                self._at += 1
+            if not self._more():
+                return ""
+
+    def take(self, wanted: str, where: str = "") -> str:
+        found = self.peek()
+        if not found or found not in wanted:
+            got = f"{found!r} for {' or '.join(map(repr, wanted))}" if found else "an end in the middle"
+            raise _no_json(where or str(self._file), got)
+        self._at += 1
+        return found
+
+    def value(self, decoder: json.JSONDecoder, where: str) -> Any:
+        self.peek()
+        while True:
+            try:
+                value, end = decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                # Whether more of it would mend this is not known before there is more.
+                if self._ended or not self._grow():
+                    raise _no_json(where, f"{error.msg} at character {error.pos - self._at:,}") from None
+            except (ValueError, RecursionError) as error:
+                raise _odd_json(where, error) from None
+            else:
+                self._at, self._size = end, _HEAD
+                return value
+
+    def _grow(self) -> bool:
+        self._size *= 2
+        return self._more()
+
+    def require_end(self) -> None:
+        if found := self.peek():
+            raise _no_json(str(self._file), f"{found!r} after the end")
+
+
+def _block(pairs: list[tuple[str, Any]]) -> Row:
+    block = dict(pairs)
+    if len(block) < len(pairs):
+        raise ValueError(f"a key twice in {', '.join(repr(key) for key, _ in pairs[:8])}")
+    return block
+
+
+def _object(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise ConfigError(where, "must be a JSON object", got=type(value).__name__)
+    return value
+
+
+def _no_json(where: str, got: str) -> ConfigError:
+    return ConfigError(where, "must be JSON", got=got)
+
+
+def _odd_json(where: str, error: BaseException) -> ConfigError:
+    must = "must be JSON of ordinary depth and numbers, each key once"
+    return ConfigError(where, must, got=first_line(error))
+
+
+def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
+    csv.field_size_limit(_FIELD)
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    try:
+        first = lines.readline()
+        marks = [mark for mark in ("\t", ";", "|") if mark in first and "," not in first]
+        reader = csv.reader(
+            itertools.chain([first], lines), delimiter=marks[0] if marks else ",", strict=True
+        )
+        names = next(reader, None)
+        _require_names(names, file)
+        for cells in reader:
+            if not cells:
+                continue
+            where = f"{file}:{reader.line_num}"
+            if len(cells) != len(names or ()):
+                must = f"must have {len(names or ())} cells, as the first line has"
+                raise ConfigError(where, must, got=len(cells))
+            yield (
+                reader.line_num,
+                {name: _plain(cell, where) for name, cell in zip(names or (), cells, strict=True)},
+            )
+    except UnicodeDecodeError as error:
+        raise _no_text(error, str(file)) from None
+    except csv.Error as error:
+        raise ConfigError(str(file), "must be CSV", got=first_line(error)) from None
+    finally:
+        lines.detach()
+
+
+def _require_names(names: list[str] | None, file: Path) -> None:
+    """That the first line can be names of columns."""
+    if not names:
+        raise ConfigError(str(file), "must begin with a line of column names", got="nothing")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        got = ", ".join(f"`{name}`" for name in twice) + " twice"
+        raise ConfigError(f"{file}:1", "must name each column once", got=got)
+
+
+def _columns(file: Path, kind: str) -> Iterator[Row]:
+    if importlib.util.find_spec("pyarrow") is None:
+        must = f"`pyarrow` must be installed to read {kind}"
+        todo = "Run `pip install 'zerodrift[hf]'`."
+        raise ConfigError(str(file), must, got="no such package", do=todo)
+    from pyarrow import ArrowException, ipc, parquet
+
+    try:
+        with readable(file), unpacked(file) as stream:
+            if kind == PARQUET:
+                # A file that is compressed as a whole has no places to go to.
+                whole = stream if stream.seekable() else io.BytesIO(stream.read())
+                with parquet.ParquetFile(whole, page_checksum_verification=True) as read:
+                    for batch in read.iter_batches(batch_size=1024):
+                        yield from map(_without_nothing, batch.to_pylist())
+            else:
+                for batch in _record_batches(ipc, stream):
+                    for start in range(0, batch.num_rows, 1024):
+                        yield from map(_without_nothing, batch.slice(start, 1024).to_pylist())
+    except (ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(str(file), f"must be {kind}", got=first_line(error)) from None
+
+
+def _record_batches(ipc: Any, stream: BinaryIO) -> Iterator[Any]:
+    if not stream.seekable():
+        stream = io.BytesIO(stream.read())
+    if stream.read(6) == b"ARROW1":
+        with ipc.open_file(stream) as read:
+            for number in range(read.num_record_batches):
+                yield read.get_batch(number)
+        return
+    stream.seek(-len(_END), io.SEEK_END)
+    if stream.read() != _END:  # the reader takes whatever ends with a batch
+        raise OSError("an Arrow file that ends early")
+    stream.seek(0)
+    with ipc.open_stream(stream) as read:
+        yield from read
+
+
+def _without_nothing(row: Row) -> Row:
+    """A row whose inner blocks have no keys of nothing: a column of blocks has the keys of all rows, and what
+    a row does not have is null there."""
+    return {key: _pruned(value) for key, value in row.items()}
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
+    return [_pruned(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,93 @@
+"""Folders of data as people publish and clone them: what of them is read, and what is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_train_data import data, jsonl, parts_of
+from zerodrift.errors import ConfigError
+from zerodrift.train.pack import prepare
+from zerodrift.train.tokens import ByteTokenizer
+
+LETTERS = ByteTokenizer()
+
+
+def published(folder: Path) -> Path:
+    """A data set as it is cloned."""
+    for name in ("data", ".git", "other"):
+        (folder / name).mkdir(parents=True)
+    for name, count in (("train", 3), ("test", 2)):
+        jsonl(folder / f"data/{name}-00000-of-00001.jsonl", [{"prompt": name, "completion": "b"}] * count)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Data\n")
+    (folder / ".gitattributes").write_text("*.parquet filter=lfs\n")
+    (folder / ".git/config").write_text("[core]\n")
+    (folder / "LICENSE").write_text("MIT\n")
+    (folder / "dataset_infos.json").write_text("{}")
+    return folder
+
+
+def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
+    folder = published(tmp_path / "set")
+    made = prepare(data(folder, block=64, validation=str(folder)), LETTERS, tmp_path / "cache")
+    assert made.validation is not None
+    assert (len(made.train), len(made.validation)) == (3, 2)
+    train = made.sets[0].reading
+    assert train.files == 1
+    assert train.beside == ("1 file of the split `test`", "LICENSE", "README.md", "dataset_infos.json")
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 40)
+    made = prepare(data(tmp_path / "*.txt", block=64), LETTERS, tmp_path / "cache")
+    assert made.sets[0].reading.files == 2, "a glob names files itself"
+
+
+def test_a_card_says_which_files_are_of_which_split(tmp_path: Path) -> None:
+    folder = published(tmp_path / "set")
+    card = "---\nconfigs:\n- config_name: {}\n  data_files:\n  - split: train\n    path: data/test*\n"
+    (folder / "README.md").write_text(card.format("main") + "---\n")
+    assert len(prepare(data(folder, block=64), LETTERS, tmp_path / "cache").train) == 2
+    other = "- config_name: more\n  data_files: data/train*\n---\n"
+    (folder / "README.md").write_text(card.format("main") + other)
+    with pytest.raises(ConfigError, match=r"must name the files of one subset; got .*`main`, `more`"):
+        prepare(data(folder), LETTERS, tmp_path / "cache")
+
+
+def test_a_folder_of_both_is_asked_about(tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("a text " * 20)
+    jsonl(folder / "rows.jsonl", [{"text": "a"}])
+    with pytest.raises(
+        ConfigError, match=r"must name folders of rows or of texts.*rows\.jsonl and notes\.txt"
+    ):
+        prepare(data(folder), LETTERS, tmp_path / "cache")
+    for rest, files in (({"pattern": "*.txt"}, 1), ({"format": "files"}, 2)):
+        assert prepare(data(folder, **rest), LETTERS, tmp_path / "cache").sets[0].reading.files == files
+    with pytest.raises(ConfigError, match="must name files, or a folder with a split `train`"):
+        (folder / "notes.txt").unlink()
+        (folder / "rows.jsonl").unlink()
+        for split in ("dev", "test"):
+            jsonl(folder / f"{split}.jsonl", [{"text": "a"}])
+        prepare(data(folder), LETTERS, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"id": "1", "content": "x" * 40}, ""),
+        ({"n": 3, "story": "x" * 40}, ""),
+        ({"a": "b", "c": "d"}, "`a`, `c`"),
+    ],
+)
+def test_a_column_of_another_name_is_found_or_asked_for(
+    columns: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [columns])
+    if words:
+        with pytest.raises(ConfigError, match=rf"in one column; got {words}.*`data\.field`"):
+            prepare(data(file), LETTERS, tmp_path / "cache")
+        return
+    found, _ = parts_of(prepare(data(file), LETTERS, tmp_path / "cache").train, 0)
+    assert LETTERS.decode(found[0]) == "x" * 16

@@ -1,0 +1,360 @@
+"""Files of data as people publish them: the token numbers and what is learned, beside what `transformers`
+makes of the conversation that is meant."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.test_train_data import data, parts_of
+from zerodrift.errors import ConfigError
+from zerodrift.train.blocks import IGNORED
+from zerodrift.train.pack import Prepared, prepare
+from zerodrift.train.tokens import TransformersTokenizer
+
+pytest.importorskip("transformers")
+BLOCK = 512
+
+Turns = list[dict[str, Any]]
+
+
+def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+HI, YO = said("user", "Hi"), said("assistant", "Yo")
+TALK = [said("system", "Be brief"), HI, YO, said("user", "Größe?"), said("assistant", "2 m\n")]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Paris", "days": 2}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALLED = [
+    HI,
+    said("assistant", "", tool_calls=[CALL]),
+    said("tool", "12 °C", tool_call_id="1"),
+    said("assistant", "Cold"),
+]
+CALLED_AS_TEXT = json.loads(json.dumps(CALLED))
+CALLED_AS_TEXT[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(CALL["function"]["arguments"])
+CALLED_AS_TEXT[1]["content"] = None
+
+
+@dataclass
+class File:
+    """A file, and the conversation that each of its rows is."""
+
+    name: str
+    content: bytes
+    meant: Turns
+    tools: list[Any] | None = None
+    learned: str | None = None
+    """What is learned of it, where that is not all that the assistant says."""
+
+
+def lines(*rows: dict[str, Any]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def shape(meant: Turns, with_tools: Any = None, /, learned: str | None = None, **row: Any) -> File:
+    return File("a.jsonl", lines(row), meant, with_tools, learned)
+
+
+def parquet(row: dict[str, Any]) -> bytes:
+    arrow, written = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    sink = arrow.BufferOutputStream()
+    written.write_table(arrow.Table.from_pylist([row]), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def arrow_stream(row: dict[str, Any]) -> bytes:
+    arrow = pytest.importorskip("pyarrow")
+    table, sink = arrow.Table.from_pylist([row]), arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def zstd(content: bytes) -> bytes:
+    arrow = pytest.importorskip("pyarrow")
+    return bytes(arrow.compress(content, "zstd", asbytes=True))
+
+
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+ROW = lines({"messages": TALK})
+FILES: dict[str, Callable[[], File]] = {
+    "messages": lambda: shape(TALK, messages=TALK),
+    "contents in parts": lambda: shape(
+        [HI, said("assistant", "Yo, you")],
+        messages=[
+            said("user", [{"type": "text", "text": "Hi", "image_url": None}]),
+            said("assistant", [{"type": "text", "text": "Yo, "}, {"text": "you"}]),
+        ],
+    ),
+    "what is null is not there": lambda: shape(
+        [HI, YO], messages=[{**HI, "name": None, "tool_calls": None}, {**YO, "reasoning_content": ""}]
+    ),
+    "reasoning": lambda: shape(
+        [HI, {**YO, "reasoning_content": "Hm"}], messages=[HI, {**YO, "reasoning_content": "Hm"}]
+    ),
+    "weights of turns": lambda: shape(
+        TALK, learned="2 m\n;", messages=[*TALK[:2], {**YO, "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
+    ),
+    "ShareGPT": lambda: shape([HI, YO], conversations=SHAREGPT),
+    "ShareGPT with a system": lambda: shape(
+        [said("system", "S"), HI, YO], system="S", conversations=SHAREGPT, tools=""
+    ),
+    "ShareGPT with calls": lambda: shape(
+        CALLED[:1] + CALLED[1:2] + [said("tool", "12")] + CALLED[3:],
+        TOOLS,
+        conversations=[
+            {"from": "human", "value": "Hi"},
+            {"from": "function_call", "value": json.dumps(CALL["function"])},
+            {"from": "observation", "value": "12"},
+            {"from": "gpt", "value": "Cold"},
+        ],
+        tools=json.dumps(TOOLS),
+    ),
+    "conversations of roles": lambda: shape(TALK, conversations=TALK),
+    "prompt and completion": lambda: shape([HI, YO], prompt="Hi", completion="Yo"),
+    "turns of a prompt": lambda: shape(TALK, learned="2 m\n;", prompt=TALK[:4], completion=TALK[4:]),
+    "a prompt and turns": lambda: shape([HI, YO], prompt="Hi", completion=[YO]),
+    "calls": lambda: shape(CALLED, TOOLS, messages=CALLED, tools=TOOLS),
+    "calls as texts": lambda: shape(CALLED, TOOLS, messages=CALLED_AS_TEXT, tools=json.dumps(TOOLS)),
+    "Alpaca": lambda: shape([HI, YO], instruction="Hi", input="", output="Yo"),
+    "Alpaca with an input": lambda: shape(
+        [said("user", "Add\n\n1 and 2"), said("assistant", "3")],
+        instruction="Add",
+        input="1 and 2",
+        output="3",
+    ),
+    "Alpaca with a history": lambda: shape(
+        TALK, instruction="Größe?", output="2 m\n", system="Be brief", history=[["Hi", "Yo"]]
+    ),
+    "Dolly": lambda: shape(
+        [said("user", "Who?\n\nIt was Ann."), said("assistant", "Ann")],
+        instruction="Who?",
+        context="It was Ann.",
+        response="Ann",
+        category="qa",
+    ),
+    "questions": lambda: shape([HI, YO], id=7, question="Hi", answer="Yo"),
+    "OpenOrca": lambda: shape(TALK[:3], id="1", system_prompt="Be brief", question="Hi", response="Yo"),
+    "a JSON array": lambda: File("a.json", json.dumps([{"messages": TALK}], indent=1).encode(), TALK),
+    "JSON lines called JSON": lambda: File("a.json", ROW, TALK),
+    "an array called JSON lines": lambda: File("a.jsonl", json.dumps([{"messages": TALK}]).encode(), TALK),
+    "one object": lambda: File("a.json", json.dumps({"messages": TALK}, indent=2).encode(), TALK),
+    "JSON lines of no name": lambda: File("rows", ROW, TALK),
+    "CSV": lambda: File(
+        "a.csv",
+        b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n',
+        [said("user", 'Hi, "Bo"\n007'), said("assistant", "NA")],
+    ),
+    "CSV of a Windows program": lambda: File(
+        "a.csv", "\ufeffprompt;completion\r\nHi;Yo\r\n".encode(), [HI, YO]
+    ),
+    "TSV": lambda: File("a.TSV", b"question\tanswer\nHi\tYo\n", [HI, YO]),
+    "turns in a CSV": lambda: File(
+        "a.csv", ('messages\n"' + json.dumps([HI, YO]).replace('"', '""') + '"\n').encode(), [HI, YO]
+    ),
+    "gzip": lambda: File("a.jsonl.gz", gzip.compress(ROW), TALK),
+    "gzip of no name": lambda: File("a.jsonl", gzip.compress(ROW[:40]) + gzip.compress(ROW[40:]), TALK),
+    "zstd": lambda: File("a.json.zst", zstd(json.dumps([{"messages": TALK}]).encode()), TALK),
+    "xz": lambda: File("a.jsonl.xz", lzma.compress(ROW), TALK),
+    "bzip2": lambda: File("a.csv.bz2", bz2.compress(b"prompt,completion\nHi,Yo\n"), [HI, YO]),
+    "parquet": lambda: File(
+        "a.parquet", parquet({"id": 1, "conversations": CALLED, "tools": json.dumps(TOOLS)}), CALLED, TOOLS
+    ),
+    "parquet of pairs": lambda: File("a.parquet", parquet({"question": "Hi", "answer": "Yo"}), [HI, YO]),
+    "Arrow": lambda: File("a.arrow", arrow_stream({"messages": TALK}), TALK),
+}
+
+
+def expected(inner: Any, file: File) -> tuple[list[int], list[bool]]:
+    """What `transformers` makes of the conversation that is meant."""
+    made = inner.apply_chat_template(
+        file.meant, tools=file.tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    tokens, learned = list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+    if file.learned is not None:
+        count = len(inner.encode(file.learned, add_special_tokens=False))
+        learned = [False] * (len(tokens) - count) + [True] * count
+    return tokens, learned
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
+    from tests.unit.letters import MARKED, byte_tokenizer
+
+    return TransformersTokenizer(byte_tokenizer(tmp_path_factory.mktemp("letters"), MARKED))
+
+
+@pytest.fixture(scope="module")
+def unmarked(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
+    """The same template, which does not say what the assistant says."""
+    from tests.unit.letters import MARKED, byte_tokenizer
+
+    template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    return TransformersTokenizer(byte_tokenizer(tmp_path_factory.mktemp("unmarked"), template))
+
+
+def read(folder: Path, letters: TransformersTokenizer, file: File, **rest: Any) -> Prepared:
+    (folder / file.name).write_bytes(file.content)
+    return prepare(data(folder / file.name, block=BLOCK, **rest), letters, folder / "cache")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_the_conversation_that_is_meant(
+    name: str, tmp_path: Path, letters: TransformersTokenizer, unmarked: TransformersTokenizer
+) -> None:
+    file = FILES[name]()
+    tokens, learned = expected(letters.inner, file)
+    assert len(tokens) < BLOCK
+    for tokenizer in (letters, unmarked):
+        found, labels = parts_of(read(tmp_path, tokenizer, file).train, 0)
+        assert found[0, : len(tokens)].tolist() == tokens
+        assert (found[0, len(tokens) :] == letters.end).all()
+        assert (labels[0] != IGNORED)[: len(tokens)].tolist() == learned
+        assert (labels[0, len(tokens) :] == IGNORED).all()
+
+
+ARRAY = b'[{"prompt": "a", "completion": "b"}'
+REFUSED: dict[str, tuple[File, str]] = {
+    "a part that is an image": (
+        shape([], messages=[said("user", [{"type": "image_url", "image_url": {"url": "x"}}]), YO]),
+        r"a\.jsonl:1: messages\[0\]: content\[0\].*'image_url'",
+    ),
+    "an image beside it": (shape([], messages=[HI, YO], images=["a.png"]), r"a\.jsonl:1.*`images`"),
+    "a number": (shape([], messages=[HI, said("assistant", 7)]), r"messages\[1\]: content.*got a number"),
+    "null": (shape([], messages=[said("user", None), YO]), r"messages\[0\]: content.*got null"),
+    "nothing to say": (shape([], messages=[HI, {"role": "assistant"}]), r"messages\[1\].*got `role`"),
+    "an unknown role": (shape([], messages=[said("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
+    "an unknown speaker": (
+        shape([], conversations=[{"from": "narrator", "value": "x"}]),
+        r"conversations\[0\]: from.*got 'narrator'",
+    ),
+    "a key that no template writes": (
+        shape([], messages=[HI, {**YO, "mood": "glad"}]),
+        r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out",
+    ),
+    "a key that is a number": (shape([], messages=[HI, {**YO, "score": 0}]), r"score.*got a number"),
+    "an odd weight": (shape([], messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
+    "a history of one": (
+        shape([], instruction="a", output="b", history=[["c"]]),
+        r"history\[0\].*must be pairs",
+    ),
+    "arguments of no keys": (
+        shape(
+            [],
+            messages=[HI, said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "x"}}])],
+        ),
+        "must have `arguments` of JSON keys; got 'x'",
+    ),
+    "a call of no name": (
+        shape([], messages=[HI, said("assistant", "", tool_calls=[{"id": "1"}])]),
+        "must be a call with `name` and `arguments`",
+    ),
+    "an answer that is a number": (
+        shape([], question="1+1", answer=2),
+        "answer`: must be a text; got a number",
+    ),
+    "preferences": (shape([], prompt="a", chosen="b", rejected="c"), "got preferences"),
+    "half of a prompt": (shape([], prompt=[HI]), "must have a text in"),
+    "a page": (File("a.jsonl", b"<!doctype html><html>404</html>", []), "a page of HTML"),
+    "a page called parquet": (
+        File("a.parquet", b"<html>404</html>", []),
+        "must be parquet; got a page of HTML",
+    ),
+    "a pointer": (
+        File("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", []),
+        "a pointer of Git LFS",
+    ),
+    "a PDF": (File("a.txt", b"%PDF-1.7\n", []), "got a PDF"),
+    "an image called text": (File("a.txt", b"\x89PNG\r\n", []), "got a PNG image"),
+    "a table": (File("a.csv", b"PK\x03\x04\x14", []), "got a ZIP archive"),
+    "cells too many": (File("a.csv", b"prompt,completion\na,b\nc,d,e\n", []), r"a\.csv:3.*must have 2 cells"),
+    "columns twice": (File("a.csv", b"prompt,prompt\na,b\n", []), r"each column once; got `prompt` twice"),
+    "an open quote": (File("a.csv", b'prompt,completion\na,"b\n', []), "must be CSV"),
+    "Latin-1 in a CSV": (File("a.csv", b"prompt,completion\na,\xe9\n", []), "must be UTF-8"),
+    "half an array": (
+        File("a.json", b'[{"prompt": "a", "completion": "b"}, {"pro', []),
+        "row 2.*must be JSON",
+    ),
+    "an array without an end": (
+        File("a.json", b'[{"prompt": "a", "completion": "b"}', []),
+        "an end in the middle",
+    ),
+    "more than an array": (File("a.json", b'[{"prompt": "a", "completion": "b"}] 3', []), "after the end"),
+    "an array of texts": (File("a.json", b'["a"]', []), "row 1.*must be a JSON object; got str"),
+    "half of xz": (File("a.jsonl.xz", lzma.compress(ROW)[:-5], []), "xz file that ends early"),
+    "a second part that is none": (
+        File("a.jsonl.bz2", bz2.compress(ROW) + b"BZx", []),
+        "a damaged bzip2 file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_learned_as_it_is_is_refused_by_its_place(
+    name: str, tmp_path: Path, letters: TransformersTokenizer
+) -> None:
+    file, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words) as caught:
+        read(tmp_path, letters, file)
+    assert "None" not in str(caught.value)
+
+
+# --- templates ----------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_leaves_out_a_turn_or_tools_is_told(tmp_path: Path) -> None:
+    from tests.unit.letters import PLAIN, byte_tokenizer
+
+    deaf = PLAIN.replace("{% for", "{% for").replace(
+        "[{{ turn['role'] }}]", "{% if turn['role'] != 'system' %}[{{ turn['role'] }}]"
+    )
+    deaf = deaf.replace("{{ turn['content'] }};", "{{ turn['content'] }};{% endif %}")
+    tokenizer = TransformersTokenizer(byte_tokenizer(tmp_path, deaf))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1.*turn 0, of the role 'system', which it leaves out"):
+        read(tmp_path, tokenizer, shape(TALK, messages=TALK))
+    with pytest.raises(ConfigError, match="`tools`, which it leaves out"):
+        read(tmp_path, tokenizer, shape(TALK, messages=[HI, YO], tools=TOOLS))
+    with pytest.raises(ConfigError, match="`tool_calls` of a turn, which it leaves out"):
+        read(tmp_path, tokenizer, shape(TALK, messages=[HI, {**YO, "tool_calls": [CALL]}]))
+
+
+def test_a_template_that_writes_the_last_answer_otherwise(tmp_path: Path) -> None:
+    """As Qwen 3 and DeepSeek R1 do: thoughts are only in the last answer, and asked for in another way."""
+    from tests.unit.letters import byte_tokenizer
+
+    template = (
+        "{% for turn in messages %}[{{ turn.role }}]{% if turn.role == 'assistant' and loop.last %}<t></t>"
+        "{% endif %}{{ turn.content.strip() }};\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]ASK{% endif %}"
+    )
+    for asks, thought in (("", "<t></t>"), ("<t>", "</t>"), ("<s>", "")):
+        tokenizer = TransformersTokenizer(byte_tokenizer(tmp_path, template.replace("ASK", asks)))
+        found, labels = parts_of(read(tmp_path, tokenizer, shape(TALK, messages=TALK)).train, 0)
+        text = tokenizer.decode(found[0])
+        assert text.startswith(
+            "[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n[user]Größe?;\n[assistant]<t></t>2 m;\n"
+        )
+        learned = tokenizer.decode([label for label in labels[0] if label != IGNORED])
+        assert learned == f"Yo;\n{thought}2 m;\n"
+
+
+def test_a_text_is_continued_as_it_is_where_texts_are_asked_for(
+    tmp_path: Path, letters: TransformersTokenizer
+) -> None:
+    """What TRL makes of two texts: no template, the completion is learned."""
+    file = File("a.jsonl", lines({"prompt": "The sky is", "completion": " blue."}), [])
+    found, labels = parts_of(read(tmp_path, letters, file, format="text", pack=False).train, 0)
+    text = [*letters.encode("The sky is blue."), letters.end]
+    assert found[0, : len(text)].tolist() == text
+    assert np.flatnonzero(labels[0] != IGNORED).tolist() == list(range(10, 17))
