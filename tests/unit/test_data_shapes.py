@@ -349,6 +349,54 @@ def test_a_template_that_writes_the_last_answer_otherwise(tmp_path: Path) -> Non
         assert learned == f"Yo;\n{thought}2 m;\n"
 
 
+def read_with(folder: Path, template: str, file: File) -> tuple[str, str]:
+    """What a template makes of a file, and what of it is learned."""
+    from tests.unit.letters import byte_tokenizer
+
+    tokenizer = TransformersTokenizer(byte_tokenizer(folder, template))
+    found, labels = parts_of(read(folder, tokenizer, file).train, 0)
+    learned = [label for label in labels[0].tolist() if label != IGNORED]
+    return tokenizer.decode(found[0]), tokenizer.shown(learned)
+
+
+def test_the_end_of_an_answer_is_a_mark_and_not_the_start_of_the_next(tmp_path: Path) -> None:
+    """As Phi 3 and gpt-oss have it: what follows the last answer is another mark, which begins alike."""
+    template = (
+        "{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}!\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>\n{% else %}<end>{% endif %}"
+    )
+    file = shape(TALK, messages=[*TALK[1:4], said("assistant", "2")])
+    text, learned = read_with(tmp_path, template, file)
+    assert text.startswith("<user>\nHi!\n<assistant>\nYo!\n<user>\n")
+    assert learned == "Yo!\n2!\n<end>"
+
+
+def test_a_template_for_pictures_too_is_given_parts(tmp_path: Path) -> None:
+    template = (
+        "{% for turn in messages %}[{{ turn.role }}]{% for part in turn.content %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}"
+        "{% endfor %};\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    text, learned = read_with(tmp_path, template, shape(TALK, messages=TALK[:3]))
+    assert (text, learned) == ("[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n", "Yo;\n")
+
+
+def test_calls_are_given_in_the_form_that_a_template_writes(tmp_path: Path) -> None:
+    """As DeepSeek's do: arguments as a text, and calls only where nothing is said beside them."""
+    template = (
+        "{% for turn in messages %}[{{ turn.role }}]{% if turn.content is not defined %}"
+        "{% for call in turn.tool_calls %}"
+        "{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}{% else %}{{ turn.content }}"
+        "{% endif %};\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    for messages in (CALLED, CALLED_AS_TEXT):
+        text, learned = read_with(tmp_path, template, shape(CALLED, messages=messages))
+        call = 'f {"city": "Paris", "days": 2};\n'
+        assert learned == f"{call}Cold;\n"
+        assert text == f"[user]Hi;\n[assistant]{call}[tool]12 °C;\n[assistant]Cold;\n"
+
+
 def test_a_text_is_continued_as_it_is_where_texts_are_asked_for(
     tmp_path: Path, letters: TransformersTokenizer
 ) -> None:

@@ -209,7 +209,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     made: dict[str, Any] = {"role": role if told == "content" else SPEAKERS[role]}
     calls = turn.get("tool_calls")
     if turn.get(told) is None and _says(calls):
-        made["content"] = ""
+        made["content"] = None  # as the one who wrote it said; a template is not given it
     else:
         made["content"] = _content(turn.get(told), f"{where}: {told}")
     for key, held in turn.items():

@@ -12,14 +12,13 @@ says is in the text, or the row is refused.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from zerodrift.errors import ConfigError
+from zerodrift.train import calls
 from zerodrift.train.chat import ASSISTANT, Conversation, Message
 from zerodrift.train.tokens import Tokenizer, Tokens, TransformersTokenizer
 
@@ -104,20 +103,38 @@ def _plain(talk: Conversation, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
 def _templated(
     talk: Conversation, tokenizer: TransformersTokenizer, learn_all: bool
 ) -> tuple[Tokens, Tokens]:
-    talk = _with_arguments(talk, tokenizer)
-    render = _render(talk, tokenizer)
-    text = render(talk.messages)
-    _require_written(talk, text, render, tokenizer)
+    talk, text = _as_written(talk, tokenizer)
     every = [number for number, turn in enumerate(talk.messages) if turn["role"] == ASSISTANT]
     if not learn_all and tokenizer.marks_answers(talk.tools) and list(talk.answers) == every:
         return _marked_by_template(talk, tokenizer)
-    spans = [] if learn_all else [_answer(talk, number, text, render) for number in talk.answers]
+    render = _render(talk, tokenizer)
+    spans = [] if learn_all else [_answer(talk, number, text, render, tokenizer) for number in talk.answers]
     return marked(text, spans, tokenizer, talk.where)
+
+
+def _as_written(talk: Conversation, tokenizer: TransformersTokenizer) -> tuple[Conversation, str]:
+    """The conversation in the form that the template expects, and its text."""
+    forms = [talk] if not _has_calls(talk) else calls.forms(talk)
+    problems = []
+    for form in forms:
+        render = _render(form, tokenizer)
+        try:
+            text = render(form.messages)
+            _require_written(form, text, render, tokenizer)
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        return form, text
+    raise problems[0]
+
+
+def _has_calls(talk: Conversation) -> bool:
+    return any("tool_calls" in turn for turn in talk.messages)
 
 
 def _marked_by_template(talk: Conversation, tokenizer: TransformersTokenizer) -> tuple[Tokens, Tokens]:
     made = tokenizer.inner.apply_chat_template(
-        list(talk.messages),
+        tokenizer.turns(talk.messages),
         tools=list(talk.tools) or None,
         tokenize=True,
         return_dict=True,
@@ -126,7 +143,9 @@ def _marked_by_template(talk: Conversation, tokenizer: TransformersTokenizer) ->
     return np.asarray(made["input_ids"], np.int64), np.asarray(made["assistant_masks"], bool)
 
 
-def _answer(talk: Conversation, number: int, text: str, render: Render) -> Span:
+def _answer(
+    talk: Conversation, number: int, text: str, render: Render, tokenizer: TransformersTokenizer
+) -> Span:
     """Where an answer is in the text of its conversation."""
     first, last = _around(talk, number, text, render)
     try:
@@ -140,20 +159,37 @@ def _answer(talk: Conversation, number: int, text: str, render: Render) -> Span:
         return start, len(until)
     # Or it writes an answer in another way when it is the last: what follows it in both is its end.
     _, there = _around(talk, number, until, lambda messages: render(messages[: number + 1]))
-    end = 0
-    for here, other in zip(text[last:], until[there:], strict=False):
-        if here != other:
-            break
-        end += 1
-    return start, last + end
+    return start, last + _end(text[last:], until[there:], tokenizer)
+
+
+def _end(behind: str, behind_the_last: str, tokenizer: TransformersTokenizer) -> int:
+    """How many characters behind an answer are its end: the marks and lines that follow it in the middle of a
+    conversation and at its end, or else the mark that follows it."""
+    if not tokenizer.inner.is_fast:
+        return _common(behind, behind_the_last)
+    (here, places), (there, _) = map(tokenizer.encode_with_places, (behind, behind_the_last))
+    marks = set(tokenizer.inner.all_special_ids) | set(tokenizer.inner.added_tokens_decoder)
+    same = _common(here.tolist(), there.tolist())
+    if same < len(there):
+        ends = [n + 1 for n in range(same) if int(here[n]) in marks or behind[places[n, 1] - 1] == "\n"]
+        same = max(ends, default=0)
+    if not same and len(here) and int(here[0]) in marks:
+        same = 1
+    return int(places[same - 1, 1]) if same else 0
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items at the start of two are the same."""
+    differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def _around(talk: Conversation, number: int, text: str, render: Render) -> Span:
     """Where a turn's content is in a text, found by saying something else instead."""
-    content = talk.messages[number]["content"]
+    content = talk.messages[number]["content"] or ""
     mark = next(chr(code) for code in range(ord("A"), 0x10FFFF) if chr(code) not in content)
     other = render(_saying(talk.messages, number, mark))
-    first = next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
+    first = _common(text, other)
     after = 0
     while after < min(len(text), len(other)) - first and text[-1 - after] == other[-1 - after]:
         after += 1
@@ -167,56 +203,28 @@ def _saying(messages: Sequence[Message], number: int, content: str) -> tuple[Mes
 
 def _require_written(talk: Conversation, text: str, render: Render, tokenizer: Tokenizer) -> None:
     """That the template leaves nothing out: some skip roles, calls or tools without a word."""
+
+    def is_left_out(messages: Sequence[Message], **rest: Any) -> bool:
+        try:
+            return render(messages, **rest) == text
+        except ConfigError:  # what it cannot do without is there
+            return False
+
     for number, turn in enumerate(talk.messages):
-        said = turn["content"].strip()
-        if said and said not in text and render(_saying(talk.messages, number, "A" + said)) == text:
+        said = (turn["content"] or "").strip()
+        if said and said not in text and is_left_out(_saying(talk.messages, number, "A" + said)):
             got = f"turn {number}, of the role {turn['role']!r}, which it leaves out"
             raise _left_out(talk, got, tokenizer)
     for key in sorted({key for turn in talk.messages for key in turn} - {"role", "content"} - _REFERENCES):
-        without = tuple({k: turn[k] for k in turn if k != key} for turn in talk.messages)
-        if render(without) == text:
+        if is_left_out(tuple({k: turn[k] for k in turn if k != key} for turn in talk.messages)):
             raise _left_out(talk, f"`{key}` of a turn, which it leaves out", tokenizer)
-    if talk.tools and render(talk.messages, tools=()) == text:
+    if talk.tools and is_left_out(talk.messages, tools=()):
         raise _left_out(talk, "`tools`, which it leaves out", tokenizer)
 
 
 def _left_out(talk: Conversation, got: str, tokenizer: Tokenizer) -> ConfigError:
     must = f"must be what the chat template of {tokenizer.name} writes"
     return ConfigError(talk.where, must, got=got, do="Leave it out, or use a template that writes it.")
-
-
-def _with_arguments(talk: Conversation, tokenizer: TransformersTokenizer) -> Conversation:
-    """The conversation with arguments of calls as blocks of keys, where the template would quote a text."""
-    texts = [
-        call["function"]["arguments"]
-        for turn in talk.messages
-        for call in turn.get("tool_calls", ())
-        if isinstance(call["function"].get("arguments"), str)
-    ]
-    if not texts:
-        return talk
-    text = _render(talk, tokenizer)(talk.messages)
-    if not any(json.dumps(written) in text for written in texts):
-        return talk
-    return replace(talk, messages=tuple(_with_blocks(turn, talk.where) for turn in talk.messages))
-
-
-def _with_blocks(turn: Message, where: str) -> Message:
-    if "tool_calls" not in turn:
-        return turn
-    calls = []
-    for call in turn["tool_calls"]:
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                function["arguments"] = None
-            if not isinstance(function["arguments"], Mapping):
-                got = repr(call["function"]["arguments"][:60])
-                raise ConfigError(f"{where}: tool_calls", "must have `arguments` of JSON keys", got=got)
-        calls.append({**call, "function": function})
-    return {**turn, "tool_calls": calls}
 
 
 def _render(talk: Conversation, tokenizer: TransformersTokenizer) -> Render:
@@ -232,7 +240,7 @@ def _text(
     try:
         return str(
             tokenizer.inner.apply_chat_template(
-                [dict(turn) for turn in messages],
+                tokenizer.turns(messages),
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=ask,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,6 +79,8 @@ class TransformersTokenizer:
         self.name = str(folder)
         self.fingerprint = _digest(folder)
         self.inner = _load(folder)
+        self._wants_parts: bool | None = None
+        """Whether its chat template writes texts in parts alone; None where nobody has asked yet."""
         # Numbers may have holes: how many there are does not say which is the last.
         self.vocabulary = 1 + max([len(self.inner) - 1, *self.inner.get_vocab().values()])
         end = self.inner.eos_token_id
@@ -101,6 +103,24 @@ class TransformersTokenizer:
         places = np.asarray(made["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.asarray(made["input_ids"], dtype=np.int64), places
 
+    def turns(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Turns in the form that its chat template expects: those of models that see want parts for texts."""
+        if self._wants_parts is None:
+            self._wants_parts = self._writes(_in_parts) and not self._writes(str)
+        made = [{key: held for key, held in turn.items() if held is not None} for turn in messages]
+        for turn in made if self._wants_parts else []:
+            turn["content"] = _in_parts(turn.get("content", ""))
+        return made
+
+    def _writes(self, form: Callable[[str], Any]) -> bool:
+        """Whether its chat template writes what a user says in this form."""
+        turns = [[{"role": "user", "content": form(said)}] for said in "AB"]
+        try:
+            text, other = (self.inner.apply_chat_template(turn, tokenize=False) for turn in turns)
+        except Exception:  # the template is a program of its owner's
+            return False
+        return bool(text != other)
+
     def marks_answers(self, tools: Sequence[Any]) -> bool:
         """Whether its chat template says itself what the assistant says."""
         template = self.inner.get_chat_template(tools=list(tools) or None)
@@ -111,6 +131,10 @@ class TransformersTokenizer:
 
     def shown(self, tokens: Sequence[int]) -> str:
         return str(self.inner.decode(list(tokens), skip_special_tokens=False))
+
+
+def _in_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def tokenizer(written: str, model: str) -> Tokenizer:
