@@ -1,0 +1,135 @@
+"""Damaged files: the rows that were written, or an error that names the file."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zerodrift.errors import ConfigError
+from zerodrift.train import formats
+from zerodrift.train.formats import ARRAY, CSV
+
+ROWS = [{"text": f"row {number} of some length, with Übung", "n": number} for number in range(60)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [row for _, row in formats.rows(file, formats.format_of(file))]
+
+
+def arrow(checked: bool) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    table = pyarrow.Table.from_pylist(ROWS)
+    if checked:
+        written = pytest.importorskip("pyarrow.parquet")
+        written.write_table(table, sink, write_page_checksum=True)
+    else:
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            for batch in table.to_batches(max_chunksize=20):
+                writer.write_batch(batch)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+PACKED = {"a.jsonl.gz": gzip.compress, "a.jsonl.bz2": bz2.compress, "a.jsonl.xz": lzma.compress}
+
+
+@pytest.mark.parametrize("name", [*PACKED, "a.parquet"])
+def test_every_damage_that_a_checksum_shows_is_an_error(name: str, tmp_path: Path) -> None:
+    """Bits, halves and additions: 500 of each kind."""
+    whole = PACKED[name](LINES) if name in PACKED else arrow(checked=True)
+    file, draw, caught = tmp_path / name, np.random.default_rng(0), 0
+    for turn in range(500):
+        at = int(draw.integers(len(whole)))
+        damaged = {
+            0: whole[:at],
+            1: whole[:at] + bytes(draw.bytes(8)) + whole[at:],
+            2: whole + whole[:at],
+        }.get(turn % 10, whole[:at] + bytes([whole[at] ^ 1 << int(draw.integers(8))]) + whole[at + 1 :])
+        file.write_bytes(damaged)
+        try:
+            found = rows(file)
+        except ConfigError as error:
+            assert name in str(error)
+            caught += 1
+        else:
+            # What a footer of parquet calls a column has no checksum.
+            assert [[*row.values()] for row in found] == [[*row.values()] for row in ROWS], turn
+    assert caught > 350
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.arrow"])
+def test_half_a_file_is_an_error_wherever_that_shows(name: str, tmp_path: Path) -> None:
+    texts = {
+        "a.jsonl": LINES,
+        "a.json": json.dumps(ROWS, ensure_ascii=False).encode(),
+        "a.csv": ("text,n\n" + "".join(f'"{row["text"]}",{row["n"]}\n' for row in ROWS)).encode(),
+    }
+    whole = texts.get(name) or arrow(checked=False)
+    wanted = [{key: str(held) for key, held in row.items()} for row in ROWS] if name == "a.csv" else ROWS
+    file = tmp_path / name
+    file.write_bytes(whole)
+    assert rows(file) == wanted
+    for at in range(1, len(whole) - 1, 13):
+        file.write_bytes(whole[:at])
+        try:
+            found = rows(file)
+        except ConfigError as error:
+            assert name in str(error)
+        else:  # between two rows; of the last cell of a CSV nobody knows how long it was
+            cut = found[:-1] if name == "a.csv" and whole[at - 1 : at] != b"\n" else found
+            assert name in ("a.jsonl", "a.csv") and cut == wanted[: len(cut)]
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv"])
+def test_a_file_is_read_piece_by_piece(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / f"large.{kind}"
+    text = "long " * 200
+    with file.open("w") as out:
+        out.write({"json": "[", "csv": "text,n\n"}.get(kind, ""))
+        for number in range(8000):
+            row = json.dumps({"text": text, "n": number})
+            out.write(f"{text},{number}\n" if kind == "csv" else row + "\n" * (kind == "jsonl"))
+            out.write(", " if kind == "json" and number < 7999 else "")
+        out.write("]" if kind == "json" else "")
+    assert file.stat().st_size > 8e6
+    tracemalloc.start()
+    assert sum(len(row["text"]) for _, row in formats.rows(file, formats.format_of(file))) == 8000 * len(text)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1.5e6
+
+
+@pytest.mark.long
+def test_why_datasets_does_not_read_json_and_csv(tmp_path: Path) -> None:
+    """Recorded facts of another library: where they are no longer so, it may read for us."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+
+    def read(kind: str, content: str) -> list[Any]:
+        file = tmp_path / f"{len(content)}.{kind}"
+        file.write_text(content)
+        there = datasets.load_dataset(
+            kind, data_files=str(file), split="train", cache_dir=str(tmp_path / "c")
+        )
+        return [row["text"] for row in there]
+
+    assert read("csv", "text,n\nNA,1\n007,2\n") == [None, 7.0]
+    assert [row["text"] for row in rows_of(tmp_path, "text,n\nNA,1\n007,2\n")] == ["NA", "007"]
+    time = '{"text": "2020-01-01T00:00:00Z"}\n'
+    assert not isinstance(read("json", time * 2)[0], str)
+    assert read("json", '{"text": "a"}\n{"other": "b"}\n') == ["a", None]
+
+
+def rows_of(folder: Path, content: str) -> list[dict[str, Any]]:
+    (folder / "own.csv").write_text(content)
+    assert formats.format_of(folder / "own.csv") == CSV != ARRAY
+    return rows(folder / "own.csv")
