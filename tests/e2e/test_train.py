@@ -13,6 +13,8 @@ from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.plan.table import Plan
+from zerodrift.train.chat import conversation
+from zerodrift.train.documents import Document
 from zerodrift.train.start import run_here, train
 
 
@@ -97,6 +99,25 @@ def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path)
         ends[ranks, stage] = (folder / "run" / "export" / "model.safetensors").read_bytes()
     assert len(set(ends.values())) == 1, "the numbers of ranks differ"
     assert len(seen) == 1 and len(*seen) == 2, "so do their evaluations"
+
+
+def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Path) -> None:
+    rows = [{"prompt": f"why {number}?", "completion": "because " * (1 + number % 5)} for number in range(60)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for micro in (1, 3, 4, 12):
+        folder = tmp_path / f"{micro}"
+        folder.mkdir()
+        batch = {"train_batch_size": 12, "gradient_accumulation_steps": 12 // micro}
+        data = {"train": str(tmp_path / "chat.jsonl"), "block": 96, "validation": 0.3}
+        train(str(job(folder, steps=1, data=data, config={"precision": {"mode": "fp32"}, **batch})))
+        (line,) = kinds(folder, "evaluation")
+        found.append((line["labels"], line["validation_loss"]))
+    labels, loss = found[0]
+    held = [row for row in rows if Document(talk=conversation(row, "messages", "")).share(0) < 0.3]
+    assert len(held) % 12 and labels == sum(len(row["completion"]) + 1 for row in held)
+    assert [each[0] for each in found] == [labels] * 4
+    assert [each[1] for each in found] == pytest.approx([loss] * 4, rel=1e-5)
 
 
 def test_a_folder_of_another_job_is_not_gone_on_with(tmp_path: Path) -> None:
