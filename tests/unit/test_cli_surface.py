@@ -22,7 +22,7 @@ from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError
 ROOT = Path(__file__).parents[2]
 
 SURFACE = {
-    "": ["--help", "--version"],
+    "": ["--help", "--install-completion", "--show-completion", "--version"],
     "data": ["--debug", "--help", "--set", "JOB"],
     "plan": [
         "--auto",
@@ -92,6 +92,7 @@ SURFACE = {
         "--timeout",
     ],
     "diff": ["--debug", "--help", "A", "B"],
+    "doctor": ["--debug", "--help", "--json"],
     "drift": [
         "--auto",
         "--bar",
@@ -108,6 +109,7 @@ SURFACE = {
         "--weights",
         "CONFIG",
     ],
+    "examples": ["--copy", "--debug", "--help", "[FOLDER]"],
     "inspect": ["--debug", "--help", "--json", "--verify", "CHECKPOINT"],
     "replay": ["--debug", "--from", "--help", "--nproc", "--to", "RUN"],
     "run": ["-- COMMAND...", "--as", "--config", "--debug", "--help", "--pin", "--set"],

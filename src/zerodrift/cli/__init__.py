@@ -1,8 +1,8 @@
 """The command line: thin verbs over the library. What a verb prints, `report` has written.
 
-The verbs are in `planning`, `checking`, `running`, `auditing`, `drifting`, `files` and `training`, their
-options in `options`, what `--help` says of them in `texts`, and how they end in `streams`. Rooms are imported
-inside the verbs, so that `--help` is instant and needs neither torch nor pydantic.
+The verbs are in `planning`, `checking`, `running`, `auditing`, `drifting`, `files`, `training` and `machine`,
+their options in `options`, what `--help` says of them in `texts`, and how they end in `streams`. Rooms are
+imported inside the verbs, so that `--help` is instant and needs neither torch nor pydantic.
 
 Invariant: what zerodrift refuses ends as one message and exit code 2, never as a traceback.
 """
@@ -13,12 +13,23 @@ from typing import Annotated
 
 import typer
 
-from zerodrift.cli import auditing, checking, drifting, files, planning, running, streams, texts, training
+from zerodrift.cli import (
+    auditing,
+    checking,
+    drifting,
+    files,
+    machine,
+    planning,
+    running,
+    streams,
+    texts,
+    training,
+)
 from zerodrift.versions import __version__
 
 app = typer.Typer(
     name="zerodrift",
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -63,5 +74,7 @@ for verb, line, text in (
     (training.data, "Show what a job is trained on.", texts.DATA),
     (training.replay, "Compute steps of a run again, and find where bits differ.", texts.REPLAY),
     (training.sample, "Continue a prompt with a trained model.", texts.SAMPLE),
+    (machine.examples, "List the examples, or copy them.", texts.EXAMPLES),
+    (machine.doctor, "Show what this machine has, what is slow on it, and why.", texts.DOCTOR),
 ):
     app.command(short_help=line, help=text)(verb)

@@ -349,3 +349,10 @@ Top = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", metavar="S", min=0, max=2**63 - 1, help="Seed for sampling.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Treat the prompt as the user's turn in a conversation.")]
+
+# --- examples -----------------------------------------------------------------------------------------
+
+CopyExamples = Annotated[bool, typer.Option("--copy", help="Copy the examples into FOLDER.")]
+ExamplesFolder = Annotated[
+    Path, typer.Argument(metavar="[FOLDER]", help="Where to copy to. Default: examples.", show_default=False)
+]

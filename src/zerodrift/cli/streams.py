@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -50,6 +50,11 @@ def color() -> bool:
     """Colour for a person at a terminal who has not said no (https://no-color.org)."""
     dumb = os.environ.get("TERM") == "dumb"
     return sys.stdout is not None and sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+
+
+def environment() -> Mapping[str, str]:
+    """The process's own, for whoever says what it does."""
+    return os.environ
 
 
 def look() -> dict[str, Any]:

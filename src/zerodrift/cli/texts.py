@@ -10,7 +10,10 @@ Sharded mixed-precision training in which every dtype is decided in one readable
 
 \b
 Start here:
+  zerodrift doctor
+  zerodrift examples --copy
   zerodrift plan config.yaml --model path/to/model --world-size 8
+  zerodrift train job.yaml --dry-run
 """
 
 PLAN = """\
@@ -200,4 +203,23 @@ that has not finished, its newest checkpoint is used.
 Examples:
   zerodrift sample runs/demo --prompt 'def '
   zerodrift sample runs/chat --chat --prompt 'Who are you?' --temperature 0
+"""
+
+EXAMPLES = """\
+List the examples with what each of them shows, or copy them to a folder of your own.
+
+\b
+Examples:
+  zerodrift examples
+  zerodrift examples --copy
+"""
+
+DOCTOR = """\
+Show what this machine has to train with: versions and whether they are tested, devices, carriers between
+ranks, the compiler; what is slow here, and why. A product of small matrices is timed; nothing is changed.
+
+\b
+Examples:
+  zerodrift doctor
+  zerodrift doctor --json
 """

@@ -53,6 +53,9 @@ from zerodrift.train.page import run_page
 from zerodrift.train.resuming import JOB, PLACE, STEP, Change, Resumed, beginning, load, packed
 from zerodrift.train.tokens import Tokenizer, tokenizer
 
+NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
+
+
 TOTAL = "scheduler.params.total_num_steps"
 """The number that a job knows by itself where the config has "auto"."""
 
@@ -252,6 +255,8 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
             _write_head(folder, job, engine)
             display.say(head_text(engine.plan, display, asked.whole_plan))
             display.say(data_text(prepared, steps, engine.plan, display))
+            if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":
+                display.say(NO_COMPILER)
         engine.seed = job.run.seed
         feed = Feed(prepared.train, job.data.seed, _seat(engine))
         if prepared.train.apart:

@@ -1,0 +1,74 @@
+"""What somebody begins with: examples and pages in the package, and what a machine has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerodrift.cli import app, machine
+from zerodrift.errors import ZerodriftError
+from zerodrift.train import doctor
+from zerodrift.train.read import read_job
+
+ROOT = Path(__file__).parents[2]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    app([*arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_the_package_has_the_examples_and_the_pages() -> None:
+    """The folders at the top, by a link that a build follows, and every file of them by the globs."""
+    assert machine.EXAMPLES.resolve() == ROOT / "examples" and machine.DOCS.resolve() == ROOT / "docs"
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is new in 3.11")
+    import tomllib
+
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    globs = tables["package-data"]["zerodrift"]
+    for folder in ("docs", "examples"):
+        for path in (ROOT / folder).rglob("*"):
+            place = Path(folder) / path.relative_to(ROOT / folder)
+            if path.is_file() and path.suffix not in (".pyc", ".py") and path.name[0] != ".":
+                assert any(place.match(glob) for glob in globs), place
+
+
+def test_examples_are_listed_and_copied_with_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "jobs/lora.yaml\n    Adapters through `peft`" in printed(capsys, "examples")
+    assert "zerodrift train examples/jobs/demo.yaml" in printed(capsys, "examples", "--copy")
+    assert (tmp_path / "examples/jobs/demo.yaml").read_bytes() == (
+        ROOT / "examples/jobs/demo.yaml"
+    ).read_bytes()
+    printed(capsys, "examples", "--copy", "mine")
+    job, _ = read_job(tmp_path / "mine/jobs/demo.yaml")
+    assert Path(job.model.source).is_dir() and job.model.source.startswith("mine/")
+    with pytest.raises(ZerodriftError, match="must be an empty folder, or not be there"):
+        machine._copied(Path("mine"))
+
+
+def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "doctor")
+    for word in ("zerodrift", "torch", "tested: ", "bf16 products", "gloo", "C++ compiler"):
+        assert word in text, word
+    found = json.loads(printed(capsys, "doctor", "--json"))
+    assert {finding["part"] for finding in found} == {"versions", "CPU", "GPU", "ranks", "kernels"}
+
+
+def test_the_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor, "computed_by", lambda device: {"processor": "x", "kernels": "plain"})
+    monkeypatch.setattr(doctor, "_installed", lambda name: "1.0" if name == "torch" else "")
+    monkeypatch.setattr(doctor, "_seconds", lambda dtype: 4.0 if dtype is doctor.torch.bfloat16 else 1.0)
+    found = doctor.examine({})
+    wrong = {finding.what for finding in found if finding.bad}
+    assert wrong >= {"torch", "bf16 products", "C++ compiler", "CPU updates"}
+    text = doctor.doctor_text(found, color=False, width=60)
+    assert "to look at" in text and "mode: fp32" in " ".join(text.split()) and "[hf]" in text
+    assert max(map(len, text.splitlines())) <= 60
