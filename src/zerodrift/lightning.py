@@ -110,7 +110,7 @@ class ZeroDriftStrategy(DDPStrategy):
             optimizer,
             self._config,
             device=self.root_device,
-            overrides=self._agreed(trainer),
+            overrides=self._agreed(trainer) if fits else [],
             quiet=self._quiet,
         )
         if fits:

@@ -93,6 +93,10 @@ def in_pieces() -> None:
     with deepspeed.zero.GatheredParameters(model.parameters()):
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine, theirs)  # rank 0's, bit for bit
+    with pytest.raises(ModelError, match=r"forward of \w+`: must come after `deepspeed.initialize`"):
+        model(batch(0))
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        assert torch.equal(model(batch(0)), plain(batch(0)))
     engine = make(3, model)
     assert all(slice_of(parameter) is None for parameter in model.parameters())
     other = make(3, plain)

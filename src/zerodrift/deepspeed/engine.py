@@ -88,8 +88,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer = _optimizer(engine)
         """What DeepSpeed has there: at stage 3 without an optimizer, who gathers parameters."""
         self._micro_batch = engine.plan.policy.batch.micro
-        for parameter in self.module.parameters():
-            release(parameter)
+        release(self.module)
         mark_parameters(engine)
         if engine.plan.policy.sharding.stage == 0:
             native(engine.executor).gradients.seen = engine.progress.unscale_of

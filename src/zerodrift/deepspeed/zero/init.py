@@ -23,7 +23,7 @@ from torch.nn.modules import module as registration
 
 from zerodrift.deepspeed import comm
 from zerodrift.deepspeed.zero.gathered import GatheredParameters
-from zerodrift.deepspeed.zero.slices import slice_of, take_apart
+from zerodrift.deepspeed.zero.slices import guard, slice_of, take_apart
 from zerodrift.errors import Problems, UnsupportedError
 
 REFUSED = {
@@ -140,6 +140,8 @@ class Init:
             if parameter is not None and slice_of(parameter) is None:
                 take_apart(parameter, self._number, self._dtype)
                 self._number += 1
+                if slice_of(parameter) is not None:
+                    guard(module)
 
 
 def _gathering(plain: Callable[..., Any]) -> Callable[..., Any]:

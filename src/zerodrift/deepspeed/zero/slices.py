@@ -123,6 +123,25 @@ def hide(parameter: nn.Parameter, part: ParameterSlice) -> None:
         mark_ungathered(parameter, part.absent)
 
 
+def guard(module: nn.Module) -> None:
+    """Its parameters are in pieces: a forward before there is an engine would compute with NaN."""
+    if _require_there not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_require_there)
+
+
+def _require_there(module: nn.Module, args: object) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        part = slice_of(parameter)
+        if part is not None and part.shown is not None and parameter.data_ptr() == part.shown.data_ptr():
+            raise ModelError(
+                f"forward of {type(module).__name__}",
+                "must come after `deepspeed.initialize`, and on its engine, where a model was made in pieces "
+                "(`zero.Init`, or `from_pretrained` at stage 3)",
+                got=f"`{name}` of shape {list(part.shape)}, whose values are on all ranks",
+                do="Give the model to `initialize`, or run it inside `zero.GatheredParameters`.",
+            )
+
+
 def show(parameter: nn.Parameter, part: ParameterSlice) -> None:
     """Put it together. Collective."""
     values = part.whole()
@@ -182,8 +201,13 @@ IN_PIECES = (
 )
 
 
-def release(parameter: nn.Parameter) -> None:
+def release(model: nn.Module) -> None:
     """The engine has taken the values over."""
-    if slice_of(parameter) is not None:
-        delattr(parameter, SLICE)
-        unmark(parameter)
+    for parameter in model.parameters():
+        if slice_of(parameter) is not None:
+            delattr(parameter, SLICE)
+            unmark(parameter)
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _require_there]:
+            del hooks[key]
