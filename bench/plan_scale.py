@@ -1,6 +1,6 @@
 """Plans DeepSeek-V3 for 2,048 ranks at stage 3 with its routers pinned, and holds that to three limits.
 
-    python bench/plan_scale.py [--world-size 2048]
+    python bench/plan_scale.py [--world-size 2048]      # or 16384
 
 Each case is the command that a person runs, `zerodrift plan CONFIG --model X --json --html FILE`, in a
 process of its own, so imports, the grouped table and the page are in the figures. The checkpoint is
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -60,6 +61,9 @@ class Figures:
     pinned: int
     """Tensors."""
     padding: float
+    chunks: int
+    """Of a checkpoint with two moments: runs of elements of one tensor in one rank's file. DCP's
+    metadata has an entry for each, and they are what grows with ranks."""
     digest: str
 
     @property
@@ -81,15 +85,22 @@ def run(config: Path, model: Path, world_size: int, out: Path) -> Figures:
     # Kibibytes on Linux, bytes on macOS.
     memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     # Of this process alone: whoever else is on the machine does not count.
-    return _figures(usage.ru_utime + usage.ru_stime, memory, json.loads(text.read_text()))
+    return _figures(usage.ru_utime + usage.ru_stime, memory, world_size, json.loads(text.read_text()))
 
 
-def _figures(seconds: float, memory: int, plan: dict[str, Any]) -> Figures:
+def _figures(seconds: float, memory: int, ranks: int, plan: dict[str, Any]) -> Figures:
     """The figures of a plan, counted from its rows and segments and not taken from its own bill."""
     row, segment = plan["row_fields"], plan["segment_fields"]
     pinned = [columns["pinned"] for columns in plan["columns"]]
     padded = sum(each[segment.index("padded")] for each in plan["segments"])
     parameters = sum(each[segment.index("numel")] for each in plan["segments"])
+    number, offset, shape = (row.index(name) for name in ("segment", "offset", "shape"))
+    slices = [each[segment.index("padded")] // ranks for each in plan["segments"]]
+    cuts = (
+        (each[offset] + max(1, math.prod(each[shape])) - 1) // slices[each[number]]
+        - each[offset] // slices[each[number]]
+        for each in plan["rows"]
+    )
     return Figures(
         seconds,
         memory,
@@ -97,6 +108,7 @@ def _figures(seconds: float, memory: int, plan: dict[str, Any]) -> Figures:
         tensors=len(plan["rows"]),
         pinned=sum(pinned[each[row.index("columns")]] for each in plan["rows"]),
         padding=(padded - parameters) / parameters,
+        chunks=3 * (len(plan["rows"]) + sum(cuts)),
         digest=plan["digest"],
     )
 
@@ -120,13 +132,15 @@ def main() -> int:
             found[label] = min(runs, key=lambda each: (not each.holds, each.seconds))
     print(f"DeepSeek-V3, {world_size:,} ranks, stage 3, bf16, routers pinned to fp32")
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
-    heads = f"{'s':>7}{'peak MiB':>10}{'padding':>11}{'parameters':>17}{'tensors':>9}{'pinned':>8}  digest"
-    print(f"{'':12}{heads}")
+    heads = (
+        f"{'s':>7}{'peak MiB':>10}{'padding':>11}{'parameters':>17}{'tensors':>9}{'pinned':>8}{'chunks':>12}"
+    )
+    print(f"{'':12}{heads}  digest")
     print(f"{'limit':12}{SECONDS:7.1f}{MEMORY / 2**20:10.0f}{PADDING:11.5%}")
     for label, each in found.items():
         print(
             f"{label:12}{each.seconds:7.2f}{each.memory / 2**20:10.0f}{each.padding:11.5%}"
-            f"{each.parameters:17,}{each.tensors:9,}{each.pinned:8}  {each.digest[:12]}"
+            f"{each.parameters:17,}{each.tensors:9,}{each.pinned:8}{each.chunks:12,}  {each.digest[:12]}"
             f"{'' if each.holds else '  MISSED'}"
         )
     return 0 if all(each.holds for each in found.values()) else 1

@@ -98,6 +98,16 @@ def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carri
     assert run_ranks(reduce_every_way, world, carrier) == [[]] * world
 
 
+def reduce_at_once() -> list[str]:
+    """As on many ranks, in one call of gloo."""
+    collectives.AT_ONCE = 2
+    return reduce_every_way("pairs")
+
+
+def test_many_ranks_on_gloo_exchange_their_parts_in_one_call() -> None:
+    assert run_ranks(reduce_at_once, 3) == [[]] * 3
+
+
 def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Neighbours first; a right half that is missing is skipped."""
     sums = [part.to(dtype) for part in parts]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.models import moe, parameter, tied
+from tests.unit.models import EMBEDDING, NORM, moe, parameter, tied
 from zerodrift import ConfigError, ModelError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.plan import check
@@ -32,6 +32,43 @@ def units(made: Plan) -> list[str]:
 
 
 # --- units ------------------------------------------------------------------------------------------
+
+
+def with_norms(layers: int = 4, width: int = 4096) -> ModelSpec:
+    """Blocks of one large and one small parameter."""
+    parameters = [parameter("embed.weight", (1000, width), EMBEDDING)]
+    for layer in range(layers):
+        parameters.append(parameter(f"layers.{layer}.norm.weight", (width,), NORM))
+        parameters.append(parameter(f"layers.{layer}.mlp.weight", (width, width)))
+    return ModelSpec("with norms", tuple(parameters), ())
+
+
+PINNED_NORMS = {"mode": "bf16", "rules": [{"match": "*.norm.weight", "pin": "fp32"}]}
+
+
+def test_small_segments_of_blocks_are_gathered_with_the_root_on_many_ranks() -> None:
+    def made(world: int, **rest: Any) -> Plan:
+        return plan({**at(3), "precision": PINNED_NORMS, **rest}, with_norms(), world)
+
+    few, many = made(128), made(1024)
+    norms = [f"layers.{layer}.norm.weight" for layer in range(4)]
+    for each, home in ((few, "layers."), (many, "")):
+        assert all(each.units[row.unit].name.startswith(home) for row in each.rows if row.name in norms)
+    assert [row.name for row in many.rows if row.name in norms and many.units[row.unit].name == ""] == norms
+    assert len(few.segments) - len(many.segments) == 3
+    assert any("4 small parameters of blocks are gathered with" in note for note in many.notes)
+    assert not any("small parameters" in note for note in few.notes)
+    named = made(1024, sharding={"units": ["layers.*"]})
+    assert len(named.segments) == len(few.segments), "what a config names is gathered together"
+    assert cost(many).peak.total < cost(named).peak.total and cost(many).rest.total < cost(named).rest.total
+
+
+def test_small_segments_stay_where_they_would_fill_memory() -> None:
+    """A thousand blocks that are small as a whole would be a model gathered at once."""
+    blocks = [parameter(f"layers.{layer}.mlp.weight", (256, 256)) for layer in range(200)]
+    model = ModelSpec("thin", tuple(blocks), ())
+    assert len(plan(at(3), model, 1024).units) == 201
+    assert len(plan(at(3), ModelSpec("thin", tuple(blocks[:12]), ()), 1024).units) == 1
 
 
 def test_blocks_are_found_and_the_root_takes_the_rest() -> None:

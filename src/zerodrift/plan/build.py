@@ -15,7 +15,7 @@ from zerodrift.dtypes import DType, lost
 from zerodrift.errors import ConfigError, ModelError, Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
-from zerodrift.plan import boundaries, check, stages
+from zerodrift.plan import boundaries, check, small, stages
 from zerodrift.plan.experts import own_experts, require_experts
 from zerodrift.plan.groups import groups
 from zerodrift.plan.layout import Members, find_units, group, pack
@@ -42,7 +42,10 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     segments: list[Segment] = []
     pieces = stages.pieces(policy.pipeline, mesh)
     split = "layers" if policy.pipeline is None else policy.pipeline.split
-    for members in find_units(model, policy.sharding.units, pieces, split):
+    found = gathered = find_units(model, policy.sharding.units, pieces, split)
+    if pieces == 1 and policy.backend == "native" and not policy.sharding.units:
+        gathered = small.with_the_root(found, columns, model, mesh.shard)
+    for members in gathered:
         stages.require_ends(policy.pipeline, mesh, model, members.stage, members.copies)
         _require_tied_on_one_rank(policy, model, columns, members)
         _add_unit(members, model, columns, mesh, rows, units, segments)
@@ -58,6 +61,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         notes=(
             *_notes(policy, model, rows, segments, units, mesh.shard),
             *boundaries.unknown(policy, model, columns),
+            *small.note(found, gathered),
         ),
     )
     check.require(plan)
