@@ -18,6 +18,7 @@ from torch.optim import optimizer as optimizers
 
 import zerodrift
 from zerodrift.errors import ModelError, ZerodriftError
+from zerodrift.observer import lines
 from zerodrift.observer.forwards import WatchedForwards
 from zerodrift.observer.imports import when_imported
 from zerodrift.observer.models import WatchedModel
@@ -484,3 +485,17 @@ def test_a_module_that_is_only_asked_for_is_still_waited_for(
     assert importlib.util.find_spec("asked_for_first") is not None and seen == []
     module = importlib.import_module("asked_for_first")
     assert seen == [module, module] and len(sys.meta_path) == before - 2 and module.VALUE == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "whose"),
+    [
+        ("/home/me/train.py", "script"),
+        ("/home/me/.local/lib/python3.11/site-packages/torch/nn/modules/linear.py", "library"),
+        ("/usr/local/lib/python3.10/dist-packages/torch/optim/adamw.py", "library"),
+        (torch.nn.__file__, "library"),
+        ("<string>", ""),
+    ],
+)
+def test_a_library_is_one_wherever_it_is_installed(file: str, whose: str) -> None:
+    assert lines._whose(file) == whose

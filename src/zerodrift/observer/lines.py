@@ -9,6 +9,7 @@ import sysconfig
 import types
 
 _HERE = os.path.dirname(__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = tuple(
     {
         os.path.realpath(path) + os.sep
@@ -16,6 +17,8 @@ _LIBRARIES = tuple(
         if (path := sysconfig.get_paths().get(key))
     }
 )
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Parts of the paths of packages wherever they lie: of a user, of an environment below this one."""
 
 
 @functools.cache
@@ -23,7 +26,9 @@ def _whose(file: str) -> str:
     """`script`, `library`, or empty for what is passed on the way out to either."""
     if file.startswith(("<", _HERE)):
         return ""
-    return "library" if file.startswith(_LIBRARIES) else "script"
+    if file.startswith((_PACKAGE, *_LIBRARIES)) or any(part in file for part in _PACKAGES):
+        return "library"
+    return "script"
 
 
 def is_from_script() -> bool:
