@@ -153,7 +153,7 @@ def doctor_text(findings: list[MachineFact], *, color: bool, width: int = WIDTH)
         rows = [(f.what, f.found, f.note) for f in findings if f.part == part]
         parts += [section(part), grid(rows, (16, 40), ("", "bold"), width)]
     wrong = [(f.what, f"{f.found}; {f.note}" if f.note else f.found) for f in findings if f.bad]
-    parts.append(section("to look at" if wrong else "nothing to look at"))
+    parts.append(section("slow or missing" if wrong else "nothing is slow or missing"))
     if wrong:
         parts.append(pairs(wrong, width=width))
     return printed(parts, color, width)
