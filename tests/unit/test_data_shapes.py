@@ -266,6 +266,12 @@ REFUSED: dict[str, tuple[File, str]] = {
     ),
     "preferences": (shape([], prompt="a", chosen="b", rejected="c"), "got preferences"),
     "half of a prompt": (shape([], prompt=[HI]), "must have a text in"),
+    "a question alone": (shape([], question="Hi", answers={"text": ["a"]}), "must have a text in"),
+    "turns that are none": (shape([], messages="Hi"), r"messages.*must be a list of `role`|must be JSON"),
+    "a say in the template": (
+        shape([], messages=[HI, YO], chat_template_kwargs={"enable_thinking": False}),
+        "must be a conversation of text; got `chat_template_kwargs`",
+    ),
     "a page": (File("a.jsonl", b"<!doctype html><html>404</html>", []), "a page of HTML"),
     "a page called parquet": (
         File("a.parquet", b"<html>404</html>", []),
@@ -291,7 +297,7 @@ REFUSED: dict[str, tuple[File, str]] = {
         "an end in the middle",
     ),
     "more than an array": (File("a.json", b'[{"prompt": "a", "completion": "b"}] 3', []), "after the end"),
-    "an array of texts": (File("a.json", b'["a"]', []), "row 1.*must be a JSON object; got str"),
+    "an array of texts": (File("a.json", b'["a"]', []), "row 1.*must be a JSON object; got a text"),
     "half of xz": (File("a.jsonl.xz", lzma.compress(ROW)[:-5], []), "xz file that ends early"),
     "a second part that is none": (
         File("a.jsonl.bz2", bz2.compress(ROW) + b"BZx", []),

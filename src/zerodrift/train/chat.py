@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerodrift.errors import ConfigError
+from zerodrift.train.formats import kind
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what else a chat template may write of a turn."""
@@ -35,6 +36,8 @@ SPEAKERS = {
 }
 """Who speaks in ShareGPT's form, beside `function_call`, which is a call of the assistant's."""
 
+_TURNS = ("messages", "conversations", "conversation")
+"""Columns of turns, where the job does not name another."""
 PAIRS = (
     ("prompt", "completion"),
     ("instruction", "output"),
@@ -46,12 +49,13 @@ PAIRS = (
     ("input", "output"),
 )
 """Columns of what is asked, and of what is answered."""
+ASKED = {asked for asked, _ in PAIRS}
 _MORE = ("input", "context")
 """Columns of what an instruction or a question is about."""
 _BEFORE = ("system", "system_prompt")
 _ELSEWHERE = (
     *("image", "images", "video", "videos", "audio", "audios"),
-    *("functions", "function_call", "documents"),
+    *("functions", "function_call", "documents", "chat_template_kwargs"),
 )
 """Columns that would change what is said, and that cannot be written."""
 _LEARNED = ("weight", "train")
@@ -92,12 +96,12 @@ def talk(messages: Sequence[Message], where: str = "a conversation") -> Conversa
 
 
 def is_conversation(row: Mapping[str, Any], key: str) -> bool:
-    """Whether a row looks like one."""
-    return _turns_column(row, key) is not None or _pair_columns(row) is not None
+    """Whether a row is meant as one."""
+    return any(column in row for column in (key, *_TURNS)) or _pair_columns(row) is not None
 
 
 def _turns_column(row: Mapping[str, Any], key: str) -> str | None:
-    for column in (key, "messages", "conversations", "conversation"):
+    for column in (key, *_TURNS):
         value = row.get(column)
         if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
             return column
@@ -110,7 +114,9 @@ def _pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
     """The conversation of a row, in any of the forms that a row may have."""
-    column = _turns_column(row, key) or (key if key in row else None)
+    column = _turns_column(row, key)
+    if column is None and (named := [name for name in (key, *_TURNS) if name in row]):
+        column = named[0]
     pair = _pair_columns(row)
     if column is not None:
         turns = _messages(_parsed(row[column], f"{where}: {column}"), f"{where}: {column}")
@@ -125,7 +131,7 @@ def conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
         turns = [{"role": SYSTEM, "content": text_of(row, before, where)}, *turns]
         given += bool(given)
         columns |= {before}
-    muted = {number for number, turn in enumerate(turns) if not _is_learned(turn, f"{where}[{number}]")}
+    muted = {number for number, turn in enumerate(turns) if not _is_learned(turn, f"{where}: turn {number}")}
     messages = tuple({key: turn[key] for key in turn if key not in _LEARNED} for turn in turns)
     tools = _tools(row, where)
     if other := [name for name in _ELSEWHERE if name not in columns and _says(row.get(name))]:
@@ -328,13 +334,3 @@ def _says(value: Any) -> bool:
 
 def _first(row: Mapping[str, Any], columns: Iterable[str]) -> str | None:
     return next((name for name in columns if _says(row.get(name))), None)
-
-
-def kind(value: Any) -> str:
-    """What a value is, in words of files."""
-    names = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
-    if value is None:
-        return "null"
-    if isinstance(value, list) and not value:
-        return "an empty list"
-    return "a block of keys" if isinstance(value, Mapping) else names.get(type(value), type(value).__name__)

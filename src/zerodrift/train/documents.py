@@ -119,7 +119,7 @@ def documents(files: Sequence[Path], data: Data, kind: str, seen: Seen) -> Itera
 def _counted(document: Document, form: str, seen: Seen) -> Iterator[Document]:
     seen.documents += 1
     seen.forms[form] += 1
-    if document.text or document.talk is not None:
+    if document.text.strip() or document.talk is not None:
         yield document
     else:
         seen.left[EMPTY] += 1
@@ -154,7 +154,7 @@ def _column(row: Row, field: str, where: str) -> str:
         raise ConfigError(where, must, got="preferences: `chosen` and `rejected`", do=todo)
     texts = [key for key, held in row.items() if isinstance(held, str)]
     known = texts if len(texts) == 1 else [key for key in COLUMNS if key in texts]
-    if len(known) != 1:
+    if len(known) != 1 or known[0] in chat.ASKED:
         got = ", ".join(f"`{key}`" for key in row) or "nothing"
         todo = "Name the column in `data.field`."
         raise ConfigError(where, "must have a text in `text`, or in one column", got=got, do=todo)
@@ -170,7 +170,7 @@ def _of_text(row: Row, column: str, where: str, seen: Seen) -> Iterator[Document
         return
     if not isinstance(row.get(column), str):
         there = column in row
-        got = chat.kind(row[column]) if there else ", ".join(f"`{key}`" for key in row) or "nothing"
+        got = formats.kind(row[column]) if there else ", ".join(f"`{key}`" for key in row) or "nothing"
         todo = "Name the column in `data.field`."
         raise ConfigError(where, f"must have a text in `{column}`", got=got, do=todo)
     seen.unread |= dict.fromkeys(key for key in row if key != column)

@@ -16,7 +16,7 @@ import importlib.util
 import io
 import itertools
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,7 +77,7 @@ def format_of(file: Path) -> str:
 def _format(file: Path, suffix: str, head: bytes) -> str:
     if head.startswith(b"PAR1"):
         return PARQUET
-    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")) and suffix in (".arrow", ".parquet", ""):
+    if head.startswith(b"ARROW1") or (head.startswith(b"\xff" * 4) and suffix in (".arrow", "")):
         return ARROW
     other = _other(head)
     wanted = _COLUMNS.get(suffix)
@@ -142,7 +142,6 @@ _OTHERS = (
     (b"\x7fELF", "a program"),
     (b"OggS", "an Ogg file"),
     (b"fLaC", "a FLAC file"),
-    (b"ARROW1", "an Arrow file"),
 )
 
 
@@ -338,7 +337,7 @@ def _block(pairs: list[tuple[str, Any]]) -> Row:
 
 def _object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise ConfigError(where, "must be a JSON object", got=type(value).__name__)
+        raise ConfigError(where, "must be a JSON object", got=kind(value))
     return value
 
 
@@ -383,7 +382,7 @@ def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
 
 def _require_names(names: list[str] | None, file: Path) -> None:
     """That the first line can be names of columns."""
-    if not names:
+    if not names or not any(name.strip() for name in names):
         raise ConfigError(str(file), "must begin with a line of column names", got="nothing")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -440,3 +439,13 @@ def _pruned(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
     return [_pruned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def kind(value: Any) -> str:
+    """What a value is, in the words of files and not of Python."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
+    if value is None:
+        return "null"
+    if isinstance(value, list) and not value:
+        return "an empty list"
+    return "a block of keys" if isinstance(value, Mapping) else names.get(type(value), type(value).__name__)
