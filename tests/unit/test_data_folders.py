@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.unit.test_train_data import data, jsonl, parts_of
@@ -91,3 +92,30 @@ def test_a_column_of_another_name_is_found_or_asked_for(
         return
     found, _ = parts_of(prepare(data(file), LETTERS, tmp_path / "cache").train, 0)
     assert LETTERS.decode(found[0]) == "x" * 16
+
+
+def test_splits_of_texts_are_told_apart_and_programs_are_not(tmp_path: Path) -> None:
+    for name in ("wiki.train.txt", "wiki.test.txt", "wiki.valid.txt"):
+        (tmp_path / "wiki").mkdir(exist_ok=True)
+        (tmp_path / "wiki" / name).write_text("a text " * 9)
+    (reading,) = (each.reading for each in prepare(data(tmp_path / "wiki"), LETTERS, tmp_path / "cache").sets)
+    assert (reading.files, len(reading.beside)) == (1, 2)
+    code = tmp_path / "code"
+    code.mkdir()
+    for name in ("train.py", "test.py", "README.md"):
+        (code / name).write_text("print(1)\n" * 9)
+    (code / "package.json").write_text('{"name": "code"}')
+    (reading,) = (each.reading for each in prepare(data(code), LETTERS, tmp_path / "cache").sets)
+    assert (reading.files, reading.beside) == (3, ("package.json",))
+    (code / "alpaca.json").write_text('[{"instruction": "a", "output": "b"}]')
+    with pytest.raises(ConfigError, match=r"not of both; got .* with alpaca\.json and "):
+        prepare(data(code), LETTERS, tmp_path / "cache")
+
+
+def test_token_maps_of_two_splits_are_not_one(tmp_path: Path) -> None:
+    for name, count in (("train", 640), ("val", 64)):
+        (np.arange(count) % 250).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    written = data(tmp_path, validation=str(tmp_path))
+    prepared = prepare(written, LETTERS, tmp_path / "cache")
+    assert prepared.validation is not None
+    assert (len(prepared.train), len(prepared.validation)) == (40, 4)

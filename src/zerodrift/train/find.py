@@ -10,6 +10,7 @@ sorted paths, the same on every machine.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import glob
 import re
@@ -24,6 +25,7 @@ import yaml
 from zerodrift.errors import ConfigError, Problems, first_line
 from zerodrift.files import kind as odd
 from zerodrift.files import opened
+from zerodrift.train import formats
 from zerodrift.train.formats import OF_ROWS, suffix_of
 from zerodrift.train.job import Data
 
@@ -146,16 +148,17 @@ class _Folder:
         others = [file for file in files if file not in papers and file.name != script]
         rows = [file for file in others if suffix_of(file) in OF_ROWS]
         texts = [file for file in others if suffix_of(file) in TEXTS]
-        either = [file for file in others if suffix_of(file) == ".json"]
+        either = [file for file in others if suffix_of(file) == ".json" and (not texts or _holds_rows(file))]
         maps = [file for file in others if file.suffix.lower() in MAPS]
+        rows += either
         if rows and texts:
             self._refuse_both(rows, texts)
-        if rows or (either and not texts):
-            return self._split([*rows, *either], split)
-        if texts:
-            # Beside texts a README is one too, and what is written as JSON.
-            whole = self._whole(files)
-            return self._split(texts, split) if self._names_splits(texts) else whole
+        if rows:
+            return self._split(rows, split)
+        if texts and self._names_splits(texts):
+            return self._split(texts, split)
+        if texts:  # a README among them is one
+            return _Taken([file for file in files if suffix_of(file) in TEXTS])
         return self._split(maps, split) if maps else self._whole(papers)
 
     def _refuse_both(self, rows: Sequence[Path], texts: Sequence[Path]) -> None:
@@ -168,7 +171,7 @@ class _Folder:
 
     def _names_splits(self, texts: Sequence[Path]) -> bool:
         """Whether texts are of splits, which they say plainly or not at all: a `test.py` is a program."""
-        tops = {SPLITS.get(self._inside(file).parts[0].partition(".")[0].lower(), "") for file in texts}
+        tops = {split_of(Path(self._inside(file).parts[0])) for file in texts}
         plain = all(suffix_of(file) in (".txt", ".text") for file in texts)
         return plain and TRAIN in tops and len(tops - {""}) > 1
 
@@ -233,6 +236,15 @@ def split_of(path: Path) -> str:
     """The split that a path inside of a folder is of by its name; `""` where it does not say."""
     found = _SPLIT.findall(path.as_posix().lower())
     return SPLITS[found[-1]] if found else ""
+
+
+def _holds_rows(file: Path) -> bool:
+    """Whether JSON beside texts is data and no setting of theirs: an array of objects, or several lines."""
+    with formats.readable(file), opened(file) as stream:
+        start = stream.read(1 << 16).lstrip(codecs.BOM_UTF8 + b" \t\r\n")
+    if start[:1] == b"[":
+        return start[1:].lstrip()[:1] == b"{"
+    return start[:1] == b"{" and start.partition(b"\n")[2].lstrip()[:1] == b"{"
 
 
 def _by_split(written: Any) -> Mapping[str, list[str]]:
