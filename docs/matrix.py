@@ -96,8 +96,9 @@ CELLS: tuple[Cell, ...] = (
 """torch 2.15 needs Python 3.11."""
 
 BESIDE = (
-    *("numpy", "safetensors", "pydantic", "pyyaml", "rich", "typer", "datasets", "tokenizers", "matplotlib"),
-    *("tensorboard", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ninja", "peft", "accelerate"),
+    *("numpy", "safetensors", "pydantic", "pyyaml", "rich", "typer", "pyarrow", "tokenizers", "datasets"),
+    *("matplotlib", "tensorboard", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ninja", "peft"),
+    "accelerate",
 )
 """What the tests want beside the versions of a cell."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerodrift.errors import ConfigError
-from zerodrift.train.formats import kind
+from zerodrift.train.texts import kind
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what else a chat template may write of a turn."""

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from zerodrift.errors import ConfigError
-from zerodrift.train import chat, formats
+from zerodrift.train import chat, formats, texts
 from zerodrift.train.chat import Conversation
 from zerodrift.train.find import MAPS
-from zerodrift.train.formats import Row
 from zerodrift.train.job import Data
+from zerodrift.train.json_rows import Row
 
 COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
 """What a column of texts is called where it is not `text`."""
@@ -170,7 +170,7 @@ def _of_text(row: Row, column: str, where: str, seen: Seen) -> Iterator[Document
         return
     if not isinstance(row.get(column), str):
         there = column in row
-        got = formats.kind(row[column]) if there else ", ".join(f"`{key}`" for key in row) or "nothing"
+        got = texts.kind(row[column]) if there else ", ".join(f"`{key}`" for key in row) or "nothing"
         todo = "Name the column in `data.field`."
         raise ConfigError(where, f"must have a text in `{column}`", got=got, do=todo)
     seen.unread |= dict.fromkeys(key for key in row if key != column)

@@ -25,9 +25,9 @@ import yaml
 from zerodrift.errors import ConfigError, Problems, first_line
 from zerodrift.files import kind as odd
 from zerodrift.files import opened
-from zerodrift.train import formats
 from zerodrift.train.formats import OF_ROWS, suffix_of
 from zerodrift.train.job import Data
+from zerodrift.train.texts import readable
 
 MAPS = (".npy", ".bin")
 TEXTS = (
@@ -240,7 +240,7 @@ def split_of(path: Path) -> str:
 
 def _holds_rows(file: Path) -> bool:
     """Whether JSON beside texts is data and no setting of theirs: an array of objects, or several lines."""
-    with formats.readable(file), opened(file) as stream:
+    with readable(file), opened(file) as stream:
         start = stream.read(1 << 16).lstrip(codecs.BOM_UTF8 + b" \t\r\n")
     if start[:1] == b"[":
         return start[1:].lstrip()[:1] == b"{"

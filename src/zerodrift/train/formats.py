@@ -1,7 +1,7 @@
 """What a file is, by what is in it, and the rows or the text that it holds.
 
 JSON, JSON lines and CSV are read here and not by `datasets`, which changes values in silence: `NA` in a CSV
-becomes None and `007` a 7, a text that looks like a time a `datetime`, a 1 beside a 1.5 a float, and a key
+becomes None and `007` a 7, a text that looks like a time a `datetime`, a 1 beside a 1.0 a float, and a key
 that a row lacks a None. Parquet and Arrow are read with `pyarrow`, as `datasets` does.
 
 Invariant: every value is the one in the file, in the file's order, or the file is refused by name and row.
@@ -16,25 +16,18 @@ import importlib.util
 import io
 import itertools
 import json
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerodrift.errors import ConfigError, first_line, said
+from zerodrift.errors import ConfigError, first_line
+from zerodrift.train import json_rows
+from zerodrift.train.json_rows import Row
+from zerodrift.train.texts import decoded, not_text, readable, without_zeros
 from zerodrift.train.unpacked import SUFFIXES, packed, unpacked
 
-Row = dict[str, Any]
-
-TEXT, LINES, JSON, ARRAY, CSV, PARQUET, ARROW = (
-    "text",
-    "JSON lines",
-    "JSON",
-    "array",
-    "CSV",
-    "parquet",
-    "Arrow",
-)
+TEXT, LINES, JSON, ARRAY = "text", "JSON lines", "JSON", "a JSON array"
+CSV, PARQUET, ARROW = "CSV", "parquet", "Arrow"
 
 OF_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv")
 """Suffixes of files that hold rows, whatever lies beside them."""
@@ -55,16 +48,6 @@ def suffix_of(file: Path) -> str:
     """The suffix that says what is in it, in small letters: `.jsonl` of `a.jsonl.gz`."""
     inner = Path(file.stem) if file.suffix.lower() in SUFFIXES else file
     return inner.suffix.lower()
-
-
-@contextmanager
-def readable(file: Path) -> Iterator[None]:
-    """What the system says no to is an error that names the file."""
-    try:
-        yield
-    except OSError as error:
-        got = error.strerror or said(error)
-        raise ConfigError(str(file), "must be readable", got=got) from None
 
 
 def format_of(file: Path) -> str:
@@ -189,28 +172,7 @@ def text(file: Path) -> str:
     """A text file in full; the ends of its lines become those of Unix."""
     with readable(file), unpacked(file) as stream:
         data = stream.read()
-    return _plain(decoded(data, str(file)), str(file)).replace("\r\n", "\n").replace("\r", "\n")
-
-
-def decoded(data: bytes, where: str) -> str:
-    """UTF-8 as text, without the mark that editors put in front."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _no_text(error, where) from None
-
-
-def _no_text(error: UnicodeDecodeError, where: str) -> ConfigError:
-    got = f"byte 0x{error.object[error.start]:02x} at offset {error.start:,}"
-    return ConfigError(where, "must be UTF-8 text", got=got, do="Leave it out, or save it as UTF-8.")
-
-
-def _plain(text: str, where: str) -> str:
-    if "\0" in text:
-        got = f"a zero at character {text.index(chr(0)):,}"
-        todo = "It is binary, or UTF-16: leave it out, or save it as UTF-8."
-        raise ConfigError(where, "must be text", got=got, do=todo)
-    return text
+    return without_zeros(decoded(data, str(file)), str(file)).replace("\r\n", "\n").replace("\r", "\n")
 
 
 # --- rows -----------------------------------------------------------------------------------------------
@@ -223,131 +185,11 @@ def rows(file: Path, kind: str) -> Generator[tuple[int, Row]]:
         return
     with readable(file), unpacked(file) as stream:
         if kind == LINES:
-            yield from _lines(stream, file)
+            yield from json_rows.lines(stream, file)
         elif kind == CSV:
             yield from _table(stream, file)
         else:
-            yield from _values(stream, file, array=kind == ARRAY)
-
-
-def _lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
-    for number, line in enumerate(stream, 1):
-        where = f"{file}:{number}"
-        written = decoded(line, where)
-        if not written.strip():
-            continue
-        try:
-            value = json.loads(written, object_pairs_hook=_block)
-        except json.JSONDecodeError as error:
-            raise _no_json(where, f"{error.msg} at column {error.colno}") from None
-        except (ValueError, RecursionError) as error:
-            raise _odd_json(where, error) from None
-        yield number, _object(value, where)
-
-
-def _values(stream: BinaryIO, file: Path, *, array: bool) -> Iterator[tuple[int, Row]]:
-    """The objects of an array, or one after the other; only those under way are in memory."""
-    reader = _Characters(stream, file)
-    decoder = json.JSONDecoder(object_pairs_hook=_block)
-    if array:
-        reader.take("[")
-        if reader.peek() == "]":
-            reader.take("]")
-            reader.require_end()
-            return
-    number = 0
-    while array or reader.peek():
-        number += 1
-        where = f"{file}: row {number:,}"
-        yield number, _object(reader.value(decoder, where), where)
-        if array and reader.take("],", where) == "]":
-            break
-    reader.require_end()
-
-
-class _Characters:
-    """A text that is read as far as it is needed."""
-
-    def __init__(self, stream: BinaryIO, file: Path) -> None:
-        self._stream, self._file = stream, file
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at, self._size = "", 0, _HEAD
-        self._ended = False
-
-    def _more(self) -> bool:
-        if self._ended:
-            return False
-        piece = self._stream.read(self._size)
-        self._ended = not piece
-        try:
-            self._text = self._text[self._at :] + self._decoder.decode(piece, final=self._ended)
-        except UnicodeDecodeError as error:
-            raise _no_text(error, str(self._file)) from None
-        self._at = 0
-        return True
-
-    def peek(self) -> str:
-        """The next character that is no space; `""` at the end."""
-        while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in " \t\r\n":
-                    return self._text[self._at]
-                self._at += 1
-            if not self._more():
-                return ""
-
-    def take(self, wanted: str, where: str = "") -> str:
-        found = self.peek()
-        if not found or found not in wanted:
-            got = f"{found!r} for {' or '.join(map(repr, wanted))}" if found else "an end in the middle"
-            raise _no_json(where or str(self._file), got)
-        self._at += 1
-        return found
-
-    def value(self, decoder: json.JSONDecoder, where: str) -> Any:
-        self.peek()
-        while True:
-            try:
-                value, end = decoder.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                # Whether more of it would mend this is not known before there is more.
-                if self._ended or not self._grow():
-                    raise _no_json(where, f"{error.msg} at character {error.pos - self._at:,}") from None
-            except (ValueError, RecursionError) as error:
-                raise _odd_json(where, error) from None
-            else:
-                self._at, self._size = end, _HEAD
-                return value
-
-    def _grow(self) -> bool:
-        self._size *= 2
-        return self._more()
-
-    def require_end(self) -> None:
-        if found := self.peek():
-            raise _no_json(str(self._file), f"{found!r} after the end")
-
-
-def _block(pairs: list[tuple[str, Any]]) -> Row:
-    block = dict(pairs)
-    if len(block) < len(pairs):
-        raise ValueError(f"a key twice in {', '.join(repr(key) for key, _ in pairs[:8])}")
-    return block
-
-
-def _object(value: Any, where: str) -> Row:
-    if not isinstance(value, dict):
-        raise ConfigError(where, "must be a JSON object", got=kind(value))
-    return value
-
-
-def _no_json(where: str, got: str) -> ConfigError:
-    return ConfigError(where, "must be JSON", got=got)
-
-
-def _odd_json(where: str, error: BaseException) -> ConfigError:
-    must = "must be JSON of ordinary depth and numbers, each key once"
-    return ConfigError(where, must, got=first_line(error))
+            yield from json_rows.values(stream, file, array=kind == ARRAY)
 
 
 def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
@@ -370,10 +212,10 @@ def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
                 raise ConfigError(where, must, got=len(cells))
             yield (
                 reader.line_num,
-                {name: _plain(cell, where) for name, cell in zip(names or (), cells, strict=True)},
+                {name: without_zeros(cell, where) for name, cell in zip(names or (), cells, strict=True)},
             )
     except UnicodeDecodeError as error:
-        raise _no_text(error, str(file)) from None
+        raise not_text(error, str(file)) from None
     except csv.Error as error:
         raise ConfigError(str(file), "must be CSV", got=first_line(error)) from None
     finally:
@@ -439,13 +281,3 @@ def _pruned(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
     return [_pruned(inner) for inner in value] if isinstance(value, list) else value
-
-
-def kind(value: Any) -> str:
-    """What a value is, in the words of files and not of Python."""
-    names = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
-    if value is None:
-        return "null"
-    if isinstance(value, list) and not value:
-        return "an empty list"
-    return "a block of keys" if isinstance(value, Mapping) else names.get(type(value), type(value).__name__)

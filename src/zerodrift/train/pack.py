@@ -31,6 +31,7 @@ from zerodrift.train.job import Data, Job
 from zerodrift.train.mixture import Mixture
 from zerodrift.train.packing import PartWriter, Way
 from zerodrift.train.reading import PartRead, Reading, line, lines
+from zerodrift.train.texts import readable
 from zerodrift.train.tokens import Tokenizer, Tokens
 
 VERSION = 3
@@ -180,7 +181,7 @@ def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
     """Size and time of each."""
     stamps = {}
     for file in files:
-        with formats.readable(file):
+        with readable(file):
             stat = file.stat()
         stamps[file] = (stat.st_size, stat.st_mtime_ns)
     return stamps
@@ -227,7 +228,7 @@ def _sampled(file: Path) -> str:
     size = file.stat().st_size
     digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
     step = max(SAMPLE, size // SAMPLES)
-    with formats.readable(file), opened(file) as stream:
+    with readable(file), opened(file) as stream:
         for place in range(0, size, step):
             digest.update(os.pread(stream.fileno(), SAMPLE, place))
     return digest.hexdigest()
@@ -287,7 +288,7 @@ class _Digests:
         stamp = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if stamp not in self._known:
             digest = hashlib.blake2b(digest_size=16)
-            with formats.readable(path), opened(path) as file:
+            with readable(path), opened(path) as file:
                 while part := file.read(1 << 20):
                     digest.update(part)
             self._known[stamp] = digest.hexdigest()
