@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,11 @@ class ZerodriftError(Exception):
     def relayed(cls, text: str) -> Self:
         """What another rank or process said, which has come here as text and has no parts any more."""
         return cls._made(text, ())
+
+    def reworded(self, change: Callable[[str], str]) -> Self:
+        """The same with other advice: `change` is given what to do, and the text that it is in."""
+        problems = tuple(replace(problem, do=change(problem.do)) for problem in self.problems)
+        return self._made(change(self.args[0]), problems)
 
     @property
     def where(self) -> str:

@@ -16,6 +16,7 @@ from zerodrift.plan.cost import Peak, RestingBytes
 from zerodrift.plan.table import BufferRow, Plan
 from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec, Decision, Master, Placed, Reduction, State
 from zerodrift.report import names, summary, terminal
+from zerodrift.report.brief import brief_text
 from zerodrift.report.explain import explain
 from zerodrift.report.rows import grouped, single
 
@@ -303,3 +304,17 @@ def test_columns_are_spelled_out() -> None:
     words = summary.spelled(columns)
     assert words["reduce"] == "fp16 on the wire, summed in fp32, after the last micro-batch"
     assert words["storage"] == "fp16, sharded"
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_fits_the_terminal(name: str, width: int) -> None:
+    """Every dtype in full, however narrow, and every reason."""
+    plan = PLANS[name]
+    text = terminal.plan_text(plan, handmade.cost(plan), grouped(plan), color=False, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    for item in grouped(plan).shown():
+        assert all(cell in text for cell in item.columns.cells().values())
+    brief = brief_text(plan, handmade.cost(plan), grouped(plan), "train", color=False, width=width)
+    assert max(map(len, brief.splitlines())) <= width
+    assert all(word in "".join(brief.split()) for note in plan.notes for word in note.split()[:3])

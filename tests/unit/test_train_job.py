@@ -15,6 +15,7 @@ from zerodrift.errors import ConfigError, ModelError, ZerodriftError
 from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.job import Job, Lora
 from zerodrift.train.read import every_path, read_job
+from zerodrift.train.wording import for_a_job, worded_for_a_job
 
 
 def least(**more: Any) -> dict[str, Any]:
@@ -221,3 +222,14 @@ def test_an_encoder_is_no_language_model() -> None:
         with pytest.raises(ModelError, match=rf"must be a causal language model.*an encoder \({kind}\)"):
             check_causal(model, kind)
     check_causal(torch.nn.Linear(2, 2), "a function's")
+
+
+def test_advice_names_what_a_job_has(tmp_path: Path) -> None:
+    """Of what the library says of its arguments."""
+    said = "Pass --auto a.b=... on the command line, or auto={'a.b': ...} in Python."
+    assert for_a_job(said) == "Set it in the job's `auto`: `--set 'auto={a.b: NUMBER}'`."
+    with pytest.raises(ConfigError) as caught, worded_for_a_job():
+        raise ConfigError("optimizer.params.lr", "must be a number", got="'auto'", do=said)
+    assert caught.value.do == for_a_job(said) and str(caught.value).endswith(for_a_job(said))
+    with pytest.raises(ConfigError, match=r"Set `run.device: cpu`."), worded_for_a_job():
+        raise ConfigError("run.device", "must be there", do="Set `run.device: cpu`.")

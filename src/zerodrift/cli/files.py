@@ -29,7 +29,7 @@ def inspect(
         if json:
             streams.emit(looking.inspection_json(inspection))
         else:
-            streams.emit(looking.inspection_text(inspection, color=streams.color()))
+            streams.emit(looking.inspection_text(inspection, **streams.look()))
         if not inspection.complete:
             raise typer.Exit(streams.USAGE)
 

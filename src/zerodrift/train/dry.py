@@ -30,8 +30,10 @@ from zerodrift.train.run import (
     outline,
 )
 from zerodrift.train.tokens import tokenizer
+from zerodrift.train.wording import worded_for_a_job
 
 
+@worded_for_a_job()
 def plan_of(job: Job, config: Config, world: int) -> Plan:
     """The plan of a job. Its data is only read where a number of steps follows from it."""
     steps = job.run.steps or 1

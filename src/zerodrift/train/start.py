@@ -21,6 +21,7 @@ from zerodrift.train.launch import NOTHING, Asked, Launcher, RankFailedError, jo
 from zerodrift.train.live import display
 from zerodrift.train.read import read_job
 from zerodrift.train.stopping import exit_code, listening
+from zerodrift.train.wording import worded_for_a_job
 
 MOST = 1024
 """Processes that are started here: beyond any machine, and before it stands still."""
@@ -61,7 +62,7 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
 
     job, _ = read_job(source, overrides)
     ranks = joined_ranks() if join() else processes(job, nproc)
-    with system():
+    with system(), worded_for_a_job():
         run(source, overrides, ranks, whole_plan)
 
 
@@ -100,7 +101,8 @@ def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> i
     rank, _ = started()
     show = display(rank, job.run.log_every)
     folder = RunFolder(Path(job.run.folder).expanduser())
-    with system(), full_disk_named(folder.path), listening(tells=rank == 0) as stop:
+    told = full_disk_named(folder.path)
+    with system(), worded_for_a_job(), told, listening(tells=rank == 0) as stop:
         try:
             session = assemble(job, config, show, asked)
         except BaseException:

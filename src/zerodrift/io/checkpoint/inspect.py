@@ -33,7 +33,7 @@ from zerodrift.io.paths import kind_at
 from zerodrift.model import safetensors
 from zerodrift.record import encode
 from zerodrift.report import figures
-from zerodrift.report.frame import grid, pairs, printed, section, title
+from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
 
 MOMENT_BYTES = 4
 
@@ -207,21 +207,22 @@ def inspection_json(inspection: Inspected) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
-def inspection_text(inspection: Inspected, color: bool) -> str:
-    """As a page of text, 100 columns wide."""
+def inspection_text(inspection: Inspected, color: bool, width: int = WIDTH) -> str:
+    """As a page of text."""
     if isinstance(inspection, FolderInspection):
-        return printed(_folder_text(inspection), color)
+        return printed(_folder_text(inspection, width), color, width)
     if isinstance(inspection, Inspection):
-        return printed(_one_text(inspection), color)
+        return printed(_one_text(inspection, width), color, width)
     facts = [
         ("path", inspection.path),
         ("kind", "safetensors: weights alone, without a run to go on with"),
         ("size", f"{figures.size(inspection.bytes)} in {several(inspection.files, 'file')}"),
     ]
-    return printed([title("inspect"), pairs(facts), *_tensors(inspection.holdings, inspection.kin)], color)
+    tensors = _tensors(inspection.holdings, inspection.kin, width)
+    return printed([title("inspect", width=width), pairs(facts, width=width), *tensors], color, width)
 
 
-def _one_text(inspection: Inspection) -> list[RenderableType]:
+def _one_text(inspection: Inspection, width: int) -> list[RenderableType]:
     head = inspection.manifest
     facts = [
         ("path", inspection.path),
@@ -234,17 +235,21 @@ def _one_text(inspection: Inspection) -> list[RenderableType]:
         ("size", f"{figures.size(head.bytes)} in {len(head.files) + 1} files"),
         ("complete", _state(inspection)),
     ]
-    parts: list[RenderableType] = [title("inspect", head.digest or "-"), pairs(facts)]
+    parts: list[RenderableType] = [
+        title("inspect", head.digest or "-", width),
+        pairs(facts, width=width),
+    ]
     parts += (
-        [grid([("", problem) for problem in inspection.problems], (2,), ("red",))]
+        [grid([("", problem) for problem in inspection.problems], (2,), ("red",), width)]
         if inspection.problems
         else []
     )
-    return [*parts, *_tensors(inspection.holdings, inspection.kin, "flat, by name, cut where slices ended")]
+    how = "flat, by name, cut where slices ended"
+    return [*parts, *_tensors(inspection.holdings, inspection.kin, width, how)]
 
 
 def _tensors(
-    holdings: Iterable[Holding], kin: Iterable[AlikeParameters], how: str = ""
+    holdings: Iterable[Holding], kin: Iterable[AlikeParameters], width: int, how: str = ""
 ) -> list[RenderableType]:
     parts: list[RenderableType] = [section("tensors", how)]
     rows = [("kind", "dtype", "tensors", "elements", "bytes")]
@@ -252,7 +257,7 @@ def _tensors(
         (h.kind, h.dtype, str(h.tensors), figures.elements(h.elements), figures.size(h.bytes))
         for h in holdings
     ]
-    parts.append(grid(rows, (24, 10, 9, 10), ("", "", "", "")))
+    parts.append(grid(rows, (24, 10, 9, 10), ("", "", "", ""), width))
     parts.append(section("parameters"))
     rows = [("name", "", "shape", "dtype", "moments")]
     rows += [
@@ -265,11 +270,11 @@ def _tensors(
         )
         for alike in kin
     ]
-    parts.append(grid(rows, (44, 6, 18, 8), ("", "dim", "", "")))
+    parts.append(grid(rows, (44, 6, 18, 8), ("", "dim", "", ""), width))
     return parts
 
 
-def _folder_text(folder: FolderInspection) -> list[RenderableType]:
+def _folder_text(folder: FolderInspection, width: int) -> list[RenderableType]:
     rows = [("tag", "step", "saved", "ranks", "size", "complete")]
     for one in folder.inspections:
         head = one.manifest
@@ -280,9 +285,9 @@ def _folder_text(folder: FolderInspection) -> list[RenderableType]:
         rows.append((tag, "", "", "", "", f"no: {problem}"))
     for name in folder.unfinished:
         rows.append((name, "", "", "", "", "no: under way, or cut short"))
-    head_line = title("inspect", folder.inspections[-1].manifest.digest if folder.inspections else "-")
-    table = grid(rows, (34, 8, 25, 5, 9), ("",) * 5)
-    return [head_line, pairs([("path", folder.path)]), section("checkpoints"), table]
+    head_line = title("inspect", folder.inspections[-1].manifest.digest if folder.inspections else "-", width)
+    table = grid(rows, (34, 8, 25, 5, 9), ("",) * 5, width)
+    return [head_line, pairs([("path", folder.path)], width=width), section("checkpoints"), table]
 
 
 def _optimizer(head: Manifest) -> str:
