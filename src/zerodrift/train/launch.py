@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -78,6 +78,8 @@ class Asked:
     """As it was typed."""
     whole_plan: bool = False
     """Print every parameter's dtypes before the first step."""
+    launched: bool = False
+    """Whether a launcher of ours has started the rank, and tells of signals that come before it listens."""
 
 
 NOTHING = Asked()
@@ -155,7 +157,15 @@ class Launcher:
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
             failure.unlink(missing_ok=True)
-            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug, asked, replay)
+            work = RankArguments(
+                source,
+                tuple(overrides),
+                str(failure),
+                self._read,
+                debug,
+                replace(asked, launched=True),
+                replay,
+            )
             environment = {
                 **os.environ,
                 "RANK": str(number),
@@ -217,8 +227,9 @@ class Launcher:
         asked = [code - IN_ORDER for code in codes if _is_in_order(code)]
         if len(asked) == len(codes):
             return 128 + (max(asked) or signal.SIGINT)
-        if self._asked and all(code == 128 + self._asked[0] for code in codes):
-            return 128 + self._asked[0]  # before the first step
+        if self._asked and {*codes} <= {128 + self._asked[0], -self._asked[0]}:
+            stopping.tell(stopping.EARLY, self._asked[0])
+            return 128 + self._asked[0]
         raise _first_failure([rank for rank in self._ranks if rank.process.returncode], self._count)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -33,6 +34,8 @@ def main(text: str) -> int:
         return 0
     except SystemExit as stopped:  # by a signal before the first step
         os._exit(stopped.code if isinstance(stopped.code, int) else 1)
+    except KeyboardInterrupt:  # in a replay, which has nothing to finish
+        os._exit(128 + signal.SIGINT)
     except BaseException as error:
         refused = isinstance(error, ZerodriftError)
         message = str(error) if refused and not work.debug else traceback.format_exc()

@@ -102,7 +102,7 @@ def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> i
     show = display(rank, job.run.log_every)
     folder = RunFolder(Path(job.run.folder).expanduser())
     told = full_disk_named(folder.path)
-    with system(), worded_for_a_job(), told, listening(tells=rank == 0) as stop:
+    with system(), worded_for_a_job(), told, listening(rank == 0, asked.launched) as stop:
         try:
             session = assemble(job, config, show, asked)
         except BaseException:

@@ -47,17 +47,19 @@ def tell(text: str, number: int, what: str = STEP) -> None:
 class Stop:
     """Whether somebody has asked."""
 
-    def __init__(self, tells: bool = True) -> None:
-        """`tells` is of the process that a person looks at."""
+    def __init__(self, tells: bool = True, launched: bool = False) -> None:
+        """`tells` is of the process that a person looks at; one that was `launched` leaves what comes before
+        the first step to its launcher."""
         self.asked = False
         self.by = ""
         self.doing = ""
         """What is finished first; nothing before the first step."""
-        self._tells = tells
+        self._tells, self._launched = tells, launched
 
     def ask(self, number: int, frame: FrameType | None = None) -> None:
         if not self.doing:
-            self._tell(EARLY, number)
+            if not self._launched:
+                self._tell(EARLY, number)
             sys.exit(128 + number)
         if self.asked:
             self._tell(SECOND, number)
@@ -73,9 +75,9 @@ class Stop:
 
 
 @contextlib.contextmanager
-def listening(tells: bool = True) -> Iterator[Stop]:
+def listening(tells: bool = True, launched: bool = False) -> Iterator[Stop]:
     """Signals go to the Stop that is yielded."""
-    stop = Stop(tells)
+    stop = Stop(tells, launched)
     before = {number: signal.signal(number, stop.ask) for number in SIGNALS}
     try:
         yield stop
