@@ -76,6 +76,22 @@ def on_a_rank(file: str) -> None:
     run_here(file, ())
 
 
+def test_samples_are_on_the_page_and_change_nothing(tmp_path: Path) -> None:
+    found = []
+    for name, samples in (("a", []), ("b", ["It is <", ""])):
+        folder = tmp_path / name
+        folder.mkdir()
+        run, data = {"samples": samples, "evaluate_every": 2}, {"validation": 0.2}
+        train(str(job(folder, "dropping", steps=4, run=run, data=data)))
+        found.append(losses(folder))
+    assert found[0] == found[1]
+    lines = kinds(tmp_path / "b", "sample")
+    assert [(line["step"], line["prompt"]) for line in lines] == [
+        (step, prompt) for step in (2, 4) for prompt in ("It is <", "")
+    ]
+    assert "<b>It is &lt;</b>" in (tmp_path / "b" / "run" / "report.html").read_text()
+
+
 def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Uneven micro-batches and dropout among them, dealt in turns and by neighbours."""
     rows = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]

@@ -141,6 +141,9 @@ class Run(Block):
     """Steps between evaluations; 0 evaluates only at the end."""
     evaluate_blocks: Positive | None = None
     """The most blocks of an evaluation, the first of those that are held out. Default all of them."""
+    samples: tuple[str, ...] = ()
+    """Prompts that the model continues at every evaluation and at the end, by its likeliest tokens, for the
+    page of the run."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves only at the end or when the run is stopped."""
     keep: Positive = 2

@@ -36,6 +36,7 @@ from zerodrift.train.metrics import Metrics, StepMetrics, kind_of, memory
 from zerodrift.train.run import Session
 from zerodrift.train.stopping import END, STEP, Stop
 from zerodrift.train.taken import take_step
+from zerodrift.train.writing import continuation
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class Loop:
             last = step == session.steps or bool(self._asked)
             if _is_due(run.evaluate_every, step) and not last:
                 self._evaluate(step)
+                self._write_samples(step)
             if _is_due(run.checkpoint_every, step) and not last:
                 self._checkpoint(step)
             clock.go_on()
@@ -152,8 +154,10 @@ class Loop:
     def _finish(self, step: int, saved: bool) -> None:
         """What is done after the last step; `saved` says whether its checkpoint is there already."""
         session = self._session
-        if not self._asked and not self._is_evaluated(step):
+        if not self._asked and not self._has("evaluation", step):
             self._evaluate(step)
+        if not self._asked and not self._has("sample", step):
+            self._write_samples(step)
         if not saved:
             with self._display.doing("saving"):
                 session.checkpoint(step)
@@ -280,10 +284,18 @@ class Loop:
 
     # --- between steps ----------------------------------------------------------------------------------
 
-    def _is_evaluated(self, step: int) -> bool:
-        """Whether a run that had come to its end has the loss of its last step; the same on every rank."""
-        lines = [line for line in self._lines if kind_of(line, "evaluation") and line["step"] == step]
-        return bool(self._engine.comm.broadcast_object(bool(lines), 0))
+    def _has(self, kind: str, step: int) -> bool:
+        """Whether a run that had come to its end has a line of its last step; the same on every rank."""
+        found = any(kind_of(line, kind) and line["step"] == step for line in self._lines)
+        return bool(self._engine.comm.broadcast_object(found, 0))
+
+    def _write_samples(self, step: int) -> None:
+        """What the model goes on with now."""
+        for prompt in self._run.samples:
+            with self._display.doing("writing samples"):
+                text = continuation(self._engine, self._session.tokenizer, prompt)
+            if self._leads:
+                self._write("sample", {"step": step, "prompt": prompt, "text": text})
 
     def _evaluate(self, step: int) -> None:
         """The mean loss over the labels of the held-out blocks."""

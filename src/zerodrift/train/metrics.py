@@ -1,9 +1,9 @@
 """What is measured of a run, a JSON line each: for programs and for the report; `boards` shows the
 same numbers elsewhere.
 
-A line has a `kind`: `start`, `step`, `digest`, `evaluation`, `checkpoint`, `skip`, `precision`, `audit`,
-`end`. Times are seconds of training in this and earlier runs of the folder; what was written after the
-checkpoint that a run goes on from is taken out, so a step is there once.
+A line has a `kind`: `start`, `step`, `digest`, `evaluation`, `sample`, `checkpoint`, `skip`, `precision`,
+`flops`, `audit`, `end`. Times are seconds of training in this and earlier runs of the folder; what was
+written after the checkpoint that a run goes on from is taken out, so a step is there once.
 
 Invariant: one process writes, and a line that is there is whole.
 """
@@ -138,6 +138,7 @@ _NUMBER = (int, float, type(None))
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "step": {field.name: _NUMBER for field in fields(StepMetrics)},
     "evaluation": {"step": int, "validation_loss": _NUMBER},
+    "sample": {"step": int, "prompt": str, "text": str},
     "flops": {"step": int, "per_token": _NUMBER},
     "skip": {"step": int, "parameters": list, "places": str},
     "precision": {"line": str, "cells": list, "logits": list},

@@ -299,6 +299,9 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
     if job.model.lora is not None:
         must = "must be absent with `config.pipeline`: adapters are not cut"
         problems.add("model.lora", must, got="both", do="Use one of the two.")
+    if job.run.samples:
+        must = "must be empty with `config.pipeline`, which forwards micro-batches of a step alone"
+        problems.add("run.samples", must, got=f"{len(job.run.samples)} of them", do="Use `zerodrift sample`.")
     if job.model.compile and pipeline.schedule in SPLIT:
         must = f"must be false under {pipeline.schedule}, which splits backwards"
         problems.add("model.compile", must, got="true", do="Use gpipe, 1f1b or interleaved.")
