@@ -44,6 +44,10 @@ def test_it_trains_as_torch_does(stage: int, dtype: str, near: float, tmp_path: 
     assert found["exported"], "a saved model and a sampler have the same bits"
     for straight, resumed in zip(found["straight"], found["resumed"], strict=True):
         assert resumed == pytest.approx(straight, rel=1e-6)
+    if stage == 3:
+        assert found["twice"][1] == pytest.approx(2 * found["twice"][0], rel=1e-6)
+    else:
+        assert "must be followed by `optimizer_step`" in found["twice"]
     assert found["lora"][0] == pytest.approx(found["plain"][0], rel=near)
     assert found["beneath"][0].endswith("q_proj.base_layer.weight") and found["rank"] == 4
     assert found["values"] == found["tokens"]

@@ -26,6 +26,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import sft_loss
 
+from zerodrift.errors import UnsupportedError
 from zerodrift.verl import ZeroDriftEngineConfig, digests_of, require_same
 
 STEPS, RATE, CLIP = 3, 1e-3, 0.5
@@ -113,6 +114,21 @@ def step(engine: Any, number: int) -> dict[str, float]:
     return {"loss": mine.item() / 2, "norm": told["metrics"]["grad_norm"], "rate": rate}
 
 
+def twice(engine: Any) -> list[float] | str:
+    """Norms of a batch, and of the same one given two times in a step; or what was said of that."""
+    loss = functools.partial(sft_loss, config=None)
+    norms = []
+    try:
+        with engine.train_mode():
+            for calls in (1, 2):
+                for _ in range(calls):
+                    engine.forward_backward_batch(batch(9, engine.rank), loss)
+                norms.append(engine.optimizer_step())
+    except UnsupportedError as error:
+        return str(error)
+    return norms
+
+
 def main() -> None:
     folder, stage, dtype = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -139,6 +155,9 @@ def main() -> None:
     told["outputs"] = sorted(seen["model_output"])
     engine.save_checkpoint(str(folder / "saved"), global_step=STEPS)
     told["straight"] = [step(engine, number) for number in (3, 4)]
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    told["twice"] = twice(engine)
     again = made(path, 0 if stage else 3, dtype)
     again.load_checkpoint(str(folder / "saved"))
     told["resumed"] = [step(again, number) for number in (3, 4)]
