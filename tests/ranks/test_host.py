@@ -88,6 +88,7 @@ def calls_of_an_engine(ranks: int, stage: int, order: str) -> tuple[int, int]:
     config = {
         "precision": {"mode": "fp32", "reduce": {"order": order}},
         "zero_optimization": {"stage": stage},
+        "sharding": {"units": [str(number) for number in range(BLOCKS)]},  # however small they are
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     engines = []
