@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import nn
 
+from tests.numerics import runs
 from tests.ranks.harness import run_ranks
 from zerodrift import initialize
 from zerodrift.comm import collectives, mesh
@@ -105,6 +106,18 @@ def calls_of_an_engine(ranks: int, stage: int, order: str) -> tuple[int, int]:
     engine.destroy()
     dist.destroy_process_group()
     return made, found
+
+
+def on_few_and_as_on_many() -> list[str]:
+    few = runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)
+    collectives.AT_ONCE, collectives.SEVERAL, collectives.FEW["pairs"] = 2, 1, 1
+    return runs.same([few, runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)])
+
+
+@pytest.mark.fresh_ranks
+def test_training_has_the_same_bits_as_many_gloo_ranks_do_it() -> None:
+    """Parts in one call between messages of pairs, objects by their hash, integers by gloo."""
+    assert run_ranks(on_few_and_as_on_many, 3) == [[]] * 3
 
 
 @pytest.mark.fresh_ranks

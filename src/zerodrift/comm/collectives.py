@@ -348,9 +348,13 @@ class Collectives:
         """Whether every rank has that text, by 126 bits of a hash; the same answer on every rank."""
         words = [word >> 1 for word in struct.unpack("<QQ", hashlib.sha256(text).digest()[:16])]
         both = torch.tensor([*words, *(-word for word in words)], device=self.mesh.device)
-        self._issue(turn, line, dist.all_reduce, both, op=dist.ReduceOp.MAX, group=line.group)
-        most, least = both.tolist()[:2], [-word for word in both.tolist()[2:]]
-        return bool(most == least)
+
+        def read() -> list[int]:
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=line.group)
+            return list(both.tolist())
+
+        most = self._issue(turn, line, read)
+        return bool(most[:2] == [-least for least in most[2:]])
 
     def gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Every rank's Python value on rank 0, in rank order; nothing elsewhere. Pickled; not recorded."""
