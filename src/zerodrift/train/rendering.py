@@ -147,17 +147,18 @@ def _answer(
     talk: Conversation, number: int, text: str, render: Render, tokenizer: TransformersTokenizer
 ) -> Span:
     """Where an answer is in the text of its conversation."""
-    first, last = _around(talk, number, text, render)
     try:
         before = render(talk.messages[:number], ask=True)
     except ConfigError:  # a template that wants a turn, or a question, in front
         before = ""
     # A template may write more when it asks than it keeps, `<think>` say: then the answer is what is said.
-    start = len(before) if before and text.startswith(before) else first
+    kept = bool(before) and text.startswith(before)
+    start = len(before) if kept else _around(talk, number, text, render)[0]
     until = render(talk.messages[: number + 1])
     if text.startswith(until) and len(until) >= start:
         return start, len(until)
     # Or it writes an answer in another way when it is the last: what follows it in both is its end.
+    _, last = _around(talk, number, text, render)
     _, there = _around(talk, number, until, lambda messages: render(messages[: number + 1]))
     return start, last + _end(text[last:], until[there:], tokenizer)
 
