@@ -240,8 +240,8 @@ def test_a_module_that_is_cut_has_its_boundary_in_every_piece() -> None:
 # --- printed ----------------------------------------------------------------------------------------------
 
 
-def text(made: Plan) -> str:
-    return terminal.plan_text(made, cost(made), grouped(made), color=False)
+def text(made: Plan, width: int = frame.WIDTH) -> str:
+    return terminal.plan_text(made, cost(made), grouped(made), color=False, width=width)
 
 
 def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
@@ -264,12 +264,10 @@ def test_a_plan_without_any_says_nothing_of_them() -> None:
 
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("path", ["gate", "a_router_with_quite_a_long_name_" * 3])
-def test_lines_fit_and_say_everything(width: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame, "WIDTH", width)
-    monkeypatch.setattr(terminal, "WIDTH", width)
+def test_lines_fit_and_say_everything(width: int, path: str) -> None:
     model = of(f"layers.0.{path}.weight", f"layers.1.{path}.weight", "head.weight")
     made = plan(at(3, "bf16", rules=[{"match": "layers.*", "pin": "fp32"}]), model)
-    section = text(made).partition("\nboundaries")[2].partition("\n\n")[0]
+    section = text(made, width).partition("\nboundaries")[2].partition("\n\n")[0]
     assert all(len(line) <= width for line in section.splitlines()), section
     squeezed = re.sub(r"\s", "", section)
     assert re.sub(r"\s", "", "computes in") in squeezed and "fp32" in squeezed
