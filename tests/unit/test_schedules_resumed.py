@@ -297,3 +297,20 @@ def test_a_schedule_of_the_callers_that_refuses_leaves_the_run_as_it_was(tmp_pat
     engine.load_checkpoint(folder, load_optimizer_states=False)
     assert engine.global_steps == STEPS
     engine.destroy()
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_loaded_place_sets_what_the_steps_to_it_set(kind: str) -> None:
+    """Rates, and the betas that one of them moves too: a run whose numbers were changed begins with these."""
+
+    def groups() -> torch.optim.Optimizer:
+        return torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=LR)
+
+    walked, loaded = groups(), groups()
+    for optimizer, steps in ((walked, STEPS), (loaded, 0)):
+        schedule = of_block(kind, optimizer)
+        for _ in range(steps):
+            schedule.step()
+    schedule.load_state_dict({"last_batch_iteration": STEPS - 1})
+    for key in ("lr", "betas"):
+        assert loaded.param_groups[0][key] == walked.param_groups[0][key], key

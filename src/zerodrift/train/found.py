@@ -69,7 +69,7 @@ def config_of(path: Path) -> str | None:
     """The folder with the `transformers` config of a run's checkpoints, where its model has one; an export
     has its own."""
     path = path.expanduser()
-    if safetensors.holds(path) and not (path / MANIFEST).is_file():
+    if not path.is_dir() or (safetensors.holds(path) and not (path / MANIFEST).is_file()):
         return None
     run = next((RunFolder(place) for place in _above(path) if RunFolder(place).job.is_file()), None)
     job = None if run is None else run.load_job()
