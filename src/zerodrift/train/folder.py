@@ -7,6 +7,8 @@
     runs/a/report.html      what a person looks at
     runs/a/checkpoints/     to go on from
     runs/a/export/          the trained model
+    runs/a/exports/         it as it was on the way
+    runs/a/best/            it as it was at its best evaluation
     runs/a/bad/             batches whose loss or gradient was not finite
     runs/a/logs/            what ranks printed
     runs/a/replay/          what a replay of its steps left
@@ -63,6 +65,13 @@ class RunFolder:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best"
+
+    def export_of(self, step: int) -> Path:
+        return self.path / "exports" / f"step-{step:08}"
 
     @property
     def bad(self) -> Path:

@@ -53,6 +53,9 @@ class Model(Block):
     """Recompute the activations of a block in its backward instead of keeping them."""
     compile: Flag = False
     """Apply `torch.compile` to each block."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, as globs on their whole names, such as `*.embed_tokens.*` or
+    `model.layers.[01].*`."""
     lora: Lora | None = None
     """Train adapters instead of the model."""
 
@@ -152,7 +155,13 @@ class Run(Block):
     """`auto` resumes from the newest checkpoint in the folder, `never` starts over. Or the tag of a
     checkpoint in the folder, or the path of any other."""
     export: Flag = True
-    """Export the model as safetensors at the end."""
+    """Export the model as safetensors at the end, into `export` of the folder."""
+    export_every: Natural = 0
+    """Steps between exports, into `exports/step-N` of the folder; 0 for none. All of them are kept."""
+    export_best: Flag = False
+    """Export the model into `best` of the folder after every evaluation that is the best so far."""
+    patience: Natural = 0
+    """End after so many evaluations in a row that were not the best so far; 0 never does."""
     log_every: Positive = 1
     """Steps between printed lines if there is no terminal; metrics are written for every step."""
     digest_every: Natural = 0

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,7 @@ from zerodrift.observer import compare
 from zerodrift.observer.observe import observe
 from zerodrift.observer.observed import merged
 from zerodrift.train import nonfinite
+from zerodrift.train.best import BestEvaluation
 from zerodrift.train.digests import DigestsOfStep
 from zerodrift.train.display import Display
 from zerodrift.train.drivers import inputs
@@ -89,6 +91,7 @@ class Loop:
         self._metrics: Metrics | None = None
         self._loss: float | None = None
         self._asked = ""
+        self._best = BestEvaluation(self._run.patience)
         self._done = 0
         """Steps tried."""
 
@@ -103,16 +106,18 @@ class Loop:
             require_lookable(self._engine.plan)
         with self._display.doing("looking for a checkpoint"):
             resumed = session.resume()
-        step, ended = resumed.step, resumed.step >= session.steps
-        self._done = step
+        step = self._done = resumed.step
         if self._leads:
             self._metrics = Metrics(session.folder, self._run, step)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
                 self._display.say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
+        self._best = BestEvaluation(self._run.patience, self._evaluated())
+        ended = step >= session.steps or self._best.is_out_of_patience
+        if self._leads:
             if not ended:
                 self._write("start", {"step": step, **session.start_facts(resumed)})
-            for text in session.where_it_begins(resumed):
+            for text in session.where_it_begins(resumed, self._why_early):
                 self._display.say(legible(text))
         try:
             self._display.start(step, session.steps, self._micro_batches)
@@ -135,17 +140,26 @@ class Loop:
     def _train(self, step: int) -> int:
         run, session = self._run, self._session
         clock = _Clock(self._metrics.seconds if self._metrics is not None else 0.0)
-        while step < session.steps and not self._asked:
+        while step < session.steps and not self._asked and not self._best.is_out_of_patience:
             step = self._done = self._step(step, clock)
             clock.pause()
             last = step == session.steps or bool(self._asked)
             if _is_due(run.evaluate_every, step) and not last:
                 self._evaluate(step)
                 self._write_samples(step)
+            last = last or self._best.is_out_of_patience
+            if _is_due(run.export_every, step) and not last:
+                self._export(session.folder.export_of(step))
             if _is_due(run.checkpoint_every, step) and not last:
                 self._checkpoint(step)
             clock.go_on()
+        if self._why_early and not self._asked and step < session.steps:
+            self._display.say(f"ended after step {step} of {session.steps}: {self._why_early}")
         return step
+
+    @property
+    def _why_early(self) -> str:
+        return self._best.words if self._best.is_out_of_patience else ""
 
     def _micro_batches(self) -> tuple[int, int]:
         """Of the step that is under way: done, and all."""
@@ -166,10 +180,10 @@ class Loop:
             done = f"{self._asked}: step {step} is finished and saved"
             self._display.say(f"{done}; start again{again} to go on")
         elif self._run.export:
-            with self._display.doing("exporting"):
-                session.export()
+            self._export(session.folder.export)
         if self._leads:
-            self._write("end", {"step": step, "stopped": self._asked})
+            early = self._why_early if step < session.steps and not self._asked else ""
+            self._write("end", {"step": step, "stopped": self._asked, "early": early})
             session.report(self._lines)
 
     # --- a step -----------------------------------------------------------------------------------------
@@ -317,6 +331,18 @@ class Loop:
         self._display.evaluation(step, loss)
         if self._leads:
             self._write("evaluation", {"step": step, "validation_loss": loss, "labels": int(labels)})
+        if self._best.take(loss) and self._run.export_best:
+            self._export(session.folder.best)
+
+    def _evaluated(self) -> list[float | None]:
+        """The losses of the evaluations so far; the same on every rank."""
+        lines = [line for line in self._lines if kind_of(line, "evaluation")]
+        found: list[float | None] = [line["validation_loss"] for line in lines]  # type: ignore[misc]
+        return list(self._engine.comm.broadcast_object(found, 0))
+
+    def _export(self, folder: Path) -> None:
+        with self._display.doing("exporting"):
+            self._session.export(folder)
 
     def _checkpoint(self, step: int) -> None:
         started = time.perf_counter()

@@ -9,6 +9,7 @@ Invariant: equal on every rank. Random weights depend on the seed alone.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import importlib.util
 import logging
@@ -23,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import empty
-from zerodrift.errors import ModelError, Problems, UnsupportedError
+from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 from zerodrift.model import safetensors
 from zerodrift.model.document import listed
 from zerodrift.model.factory import call, is_factory, make
@@ -77,8 +78,29 @@ def build(written: Model, source: ModelSource) -> nn.Module:
             model = _from_config(source, None)
     else:
         model = _with_adapters(whole_model(written, source), written.lora)
+    _freeze(model, written)
     model.train()
     return model
+
+
+def _freeze(model: nn.Module, written: Model) -> None:
+    """Stop training what the job says; a parameter with two names by either."""
+    if not written.freeze:
+        return
+    problems = Problems()
+    if written.lora is not None:
+        problems.add("model.freeze", "must be empty with `model.lora`", got=", ".join(written.freeze))
+    named = list(model.named_parameters(remove_duplicate=False))
+    for glob in written.freeze:
+        found = [parameter for name, parameter in named if fnmatch.fnmatchcase(name, glob)]
+        if not found:
+            todo = did_you_mean(glob, dict(named)) or f"The first is called `{named[0][0]}`." if named else ""
+            problems.add("model.freeze", "must match parameters of the model", got=repr(glob), do=todo)
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if named and not any(parameter.requires_grad for _, parameter in named):
+        problems.add("model.freeze", "must leave parameters to train", got="all of them")
+    problems.raise_as(ModelError)
 
 
 def whole_model(written: Model, source: ModelSource) -> nn.Module:

@@ -93,10 +93,13 @@ def require_validation(job: Job) -> None:
     """That there is something to evaluate on where that is asked for."""
     problems = Problems()
     run, todo = job.run, "Hold some out, with `data.validation: 0.02` say, or name files there."
-    for key, value in (("evaluate_every", run.evaluate_every), ("evaluate_blocks", run.evaluate_blocks)):
-        if value and job.data.validation == 0.0:
-            got = f"{value}, and no `data.validation`"
+    for key in ("evaluate_every", "evaluate_blocks", "export_best", "patience"):
+        if (value := getattr(run, key)) and job.data.validation == 0.0:
+            got = f"{str(value).lower()}, and no `data.validation`"
             problems.add(f"run.{key}", "must go with data to validate on", got=got, do=todo)
+    if run.patience and not run.evaluate_every:
+        todo = "Evaluate now and then, with `run.evaluate_every: 100` say."
+        problems.add("run.patience", "must go with evaluations on the way", got=run.patience, do=todo)
     problems.raise_as(ConfigError)
 
 

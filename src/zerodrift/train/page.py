@@ -84,6 +84,8 @@ def _state(lines: Lines, steps: int) -> tuple[str, str]:
         return "failed", f"failed after step {end['step']} of {steps}"
     if end.get("stopped"):
         return "stopped", f"stopped after step {end['step']} of {steps}"
+    if end.get("early"):
+        return "done", f"done after step {end['step']} of {steps}: {end['early']}"
     return "done", f"done, {done} steps"
 
 

@@ -133,8 +133,9 @@ class Session:
             "changed": [astuple(change) for change in resumed.changes],
         }
 
-    def where_it_begins(self, resumed: Resumed) -> list[str]:
-        """What a person is told of a run that was begun before."""
+    def where_it_begins(self, resumed: Resumed, ended: str) -> list[str]:
+        """What a person is told of a run that was begun before; `ended` is why it is over before its last
+        step."""
         if resumed.checkpoint is None:
             return []
         step, steps, where = resumed.step, self.steps, resumed.checkpoint
@@ -145,6 +146,8 @@ class Session:
                 f"nothing to train: the run has had {step} of {steps} steps ({where}). To train on, raise "
                 f"`{key}`; to begin anew, use another `run.folder`."
             ]
+        elif ended:
+            lines = [f"nothing to train: {ended} after step {step} of {steps} ({where})"]
         wanted = self.job.run.resume
         if wanted not in ("auto", "never", where.name) and self.is_own(resumed):
             lines += [f"  and not from {wanted}, where it once began: {self.folder.path} is further"]
@@ -179,11 +182,11 @@ class Session:
         """Save the run as it is after `step` steps."""
         self.checkpoints.save(client={STEP: step, PLACE: self.place, JOB: packed(self.job)})
 
-    def export(self) -> None:
-        """Write the trained model."""
+    def export(self, folder: Path) -> None:
+        """Write the model as it is now."""
         from zerodrift.train.export import export
 
-        export(self.engine, self.folder.export, self.job, self.tokenizer)
+        export(self.engine, folder, self.job, self.tokenizer)
 
     def report(self, lines: list[dict[str, Any]]) -> None:
         """Write the page that a person looks at. On one rank."""
