@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NOT_ALONE := about deepseek_v3_layout gpt gpu gpu_step llama
 BENCHES := $(filter-out $(NOT_ALONE:%=bench/%.py),$(wildcard bench/*.py))
 
-.PHONY: help demo quick test test-all style check bench gpu docs versions env clean
+.PHONY: help demo quick test test-all style check bench gpu docs versions doors env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make bench   the benchmarks, each beside its alternatives"
 	@echo "make gpu     on a machine with NVIDIA GPUs: their tests, then their benchmarks; 20 minutes at most"
 	@echo "make versions   the tests with other versions of Python, torch, transformers and DeepSpeed; hours"
+	@echo "make doors   other people's trainers on zerodrift and on DeepSpeed, each in an environment of its own; hours"
 	@echo "make docs    write the generated pages, and the output of commands on the others"
 
 env: $(VENV)/.ready
@@ -83,6 +84,9 @@ docs: env
 
 versions: env
 	$(BIN)/python docs/matrix.py all $(CELLS)
+
+doors: env
+	$(BIN)/python docs/doors.py all $(VENV)-doors
 
 clean:
 	rm -rf $(VENV) build dist runs src/*.egg-info

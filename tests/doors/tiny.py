@@ -1,0 +1,95 @@
+"""What the examples train on: a model of two small layers, its tokenizer, and data, all made here.
+
+python tests/doors/tiny.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}"
+    "{{ eos_token if m['role'] == 'assistant' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}a {% endif %}"
+)
+PROMPTS = ["hello there", "how are you", "what is this", "tell me more"] * 16
+GOOD = ["fine thanks", "very well", "a small test", "no more now"] * 16
+BAD = ["zzz", "qqq", "xxx", "www"] * 16
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,?!:\n"]
+    letters = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **special)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    numbers = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    LlamaForCausalLM(LlamaConfig(**numbers, **heads, **ids)).save_pretrained(folder / "model")
+
+    triples = list(zip(PROMPTS, GOOD, BAD, strict=True))
+    write(folder, "text", ({"text": f"{p} {g}"} for p, g, _ in triples))
+    write(folder, "chats", ({"messages": chat(p, g)} for p, g, _ in triples))
+    write(folder, "pairs", ({"prompt": p, "chosen": g, "rejected": b} for p, g, b in triples))
+    write(folder, "whole", ({"chosen": f"{p} {g}", "rejected": f"{p} {b}"} for p, g, b in triples))
+    write(folder, "prompts", ({"prompt": p} for p, _, _ in triples))
+    marked = ((p, (b, g)[i % 2], bool(i % 2)) for i, (p, g, b) in enumerate(triples))
+    write(folder, "marked", ({"prompt": p, "completion": c, "label": mark} for p, c, mark in marked))
+    write(folder, "alpaca", ({"instruction": p, "input": "", "output": g} for p, g, _ in triples))
+    answers = ({"instruction": p, "input": "", "chosen": g, "rejected": b} for p, g, b in triples)
+    write(folder, "alpaca_pairs", answers)
+    columns = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
+    known = {
+        "alpaca": {"file_name": "alpaca/train.jsonl"},
+        "text": {"file_name": "text/train.jsonl", "columns": {"prompt": "text"}},
+        "pairs": {"file_name": "alpaca_pairs/train.jsonl", "ranking": True, "columns": columns},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(known))
+    for stage in (2, 3):
+        (folder / f"zero{stage}.json").write_text(json.dumps(config(stage)))
+
+
+def chat(prompt: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def write(folder: Path, name: str, rows: Any) -> None:
+    """One folder a data set, with one file in it."""
+    (folder / name).mkdir()
+    (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def config(stage: int) -> dict[str, Any]:
+    """As accelerate's documentation writes it."""
+    automatic = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    return {
+        "zero_optimization": {
+            "stage": stage,
+            **dict.fromkeys(automatic, "auto"),
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+
+
+if __name__ == "__main__":
+    main()
