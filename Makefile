@@ -13,7 +13,7 @@ CELLS  ?= $(VENV)-versions
 unexport PYTHONDONTWRITEBYTECODE
 
 # What runs by itself; the others are what these measure with.
-NOT_ALONE := about deepseek_v3_layout gpt gpu gpu_step llama
+NOT_ALONE := result deepseek_v3_layout gpt gpu gpu_step llama
 BENCHES := $(filter-out $(NOT_ALONE:%=bench/%.py),$(wildcard bench/*.py))
 
 .PHONY: help demo quick test test-all style check bench gpu docs versions doors env clean

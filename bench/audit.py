@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
+from result import Result, flags
 
 from zerodrift.api import make_plan
 from zerodrift.errors import ZerodriftError
@@ -225,27 +225,21 @@ def points(bench: Bench, plan: Plan, model: Made, budget: float, confirm: int) -
     return kept
 
 
-def table(kept: dict[str, Point]) -> list[str]:
+def show(result: Result, title: str, kept: dict[str, Point]) -> None:
     first, last = kept["nothing"], kept["everything"]
-    lines = [
-        "| pins | removed | flips | rest | peak | wire | compute |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    kinds = ("rest", "peak", "wire", "compute")
+    columns = {"pins": "<30", "removed": ".1%", "flips": "", **dict.fromkeys(kinds, "+.2%")}
+    table = result.table(columns, title)
+    gap = first.drift.square - last.drift.square
     for name, point in kept.items():
-        gap = first.drift.square - last.drift.square
         removed = (first.drift.square - point.drift.square) / gap if gap > 0 else 0.0
-        more = " | ".join(
-            f"{100 * (getattr(point.bytes, kind) / getattr(first.bytes, kind) - 1):+.2f}%"
-            if getattr(first.bytes, kind)
-            else "-"
-            for kind in ("rest", "peak", "wire", "compute")
-        )
-        lines.append(f"| {name} | {100 * removed:.1f}% | {point.drift.flips} | {more} |")
-    return lines
+        before, after = ([getattr(each.bytes, kind) for kind in kinds] for each in (first, point))
+        more = (b / a - 1 if a else None for a, b in zip(before, after, strict=True))
+        table.row(name, removed, point.drift.flips, *more)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--size", default="10m", choices=SIZES)
     parser.add_argument("--trained", type=int, nargs="+", default=[0, 150], metavar="STEPS")
@@ -256,19 +250,21 @@ def main() -> None:
         "--batches", type=int, nargs=3, default=(4, 4, 64), metavar=("COUNT", "ROWS", "LENGTH")
     )
     args = parser.parse_args()
-    print(about("transformers"))
     text = Text(SIZES[args.size]["vocabulary"])
     count, rows, length = args.batches
+    title = f"Audits, bf16, {count} micro-batches of {rows} x {length}, one rank, budget {args.budget:.0%}"
+    result = Result.begin(title, args, "transformers")
     batches = [text.batch(10_000 + number, rows, length) for number in range(count)]
     for name in args.models:
         if 0 in args.trained:
-            one(name, functools.partial(seeded, name, args.size), "random weights", batches, args)
+            one(name, functools.partial(seeded, name, args.size), "random weights", batches, args, result)
         model, done = None, 0
         for steps in sorted(filter(None, args.trained)):
             model = model or seeded(name, args.size)
             loss = train(model, text, steps - done)
             done = steps
-            one(name, model, f"after {steps} steps, loss {loss:.2f}", batches, args)
+            one(name, model, f"after {steps} steps, loss {loss:.2f}", batches, args, result)
+    result.save(args.save)
 
 
 def seeded(name: str, size: str) -> nn.Module:
@@ -276,8 +272,10 @@ def seeded(name: str, size: str) -> nn.Module:
     return transformer(name, size)
 
 
-def one(name: str, model: Made, weights: str, batches: list[Any], args: argparse.Namespace) -> None:
-    """One model with some weights, printed. A function builds it without holding its values."""
+def one(
+    name: str, model: Made, weights: str, batches: list[Any], args: argparse.Namespace, result: Result
+) -> None:
+    """One model with some weights. A function builds it without holding its values."""
     config = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     with empty():
         shape = model if isinstance(model, nn.Module) else model()
@@ -285,17 +283,16 @@ def one(name: str, model: Made, weights: str, batches: list[Any], args: argparse
     count = sum(parameter.numel() for parameter in shape.parameters())
     whole = for_micro_batches(plan.policy, len(batches), plan.mesh.data)
     bench = Bench(Subject.of(model, None), without_update(whole), plan.mesh, batches)
-    print(f"\n{name}, {count / 1e6:.1f}M parameters, {weights}", flush=True)
+    title = f"{name}, {count / 1e6:.1f}M parameters, {weights}"
     if args.cells:
         seen = agreement(bench, args.cells)
-        print(
-            f"estimate: Spearman {seen.spearman:.2f} over {seen.cells} cells, {seen.found} of the first ten; "
-            f"{seen.flips} flips; 3 passes in {seen.seconds:.1f} s, a replay {seen.replay:.1f} s",
-            flush=True,
-        )
+        columns = {"": "", "cells": "", "Spearman": ".2f", "of the first ten": "", "flips": ""}
+        table = result.table({**columns, "3 passes, s": ".1f", "a replay, s": ".1f"}, title)
+        counts = (seen.cells, seen.spearman, seen.found, seen.flips)
+        table.row("estimate", *counts, seen.seconds, seen.replay)
     began = time.perf_counter()
     kept = points(bench, plan, model, args.budget, args.confirm)
-    print("\n".join(table(kept)))
+    show(result, title, kept)
     print(
         "pins of the audit:", ", ".join(pattern for pattern, _, _ in list(kept.values())[-2].pins) or "none"
     )

@@ -1,6 +1,6 @@
 """What watching costs: steps of a decoder with and without `zerodrift.observe` around them, in turns.
 
-    python bench/check.py [--width 384] [--layers 8] [--length 128] [--steps 4] [--rounds 6] [--json FILE]
+    python bench/check.py [--width 384] [--layers 8] [--length 128] [--steps 4] [--rounds 6]
     torchrun --nproc-per-node 2 bench/check.py ...        the same under DistributedDataParallel
 
 Times are processor time of one thread. A round is some steps alone, one that is watched first, as many more
@@ -14,16 +14,15 @@ operation of a forward: whoever sees operations pays as much.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
-from about import about
 from gpt import GPT
+from result import Result, flags
 from torch.nn.parallel import DistributedDataParallel
 
 import zerodrift
@@ -136,38 +135,35 @@ def measured(kind: str, arguments: argparse.Namespace) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flags(__doc__)
     for name, value in (("width", 384), ("layers", 8), ("length", 128), ("steps", 4), ("rounds", 6)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
         torch.distributed.init_process_group("gloo")
-    shown = os.environ.get("RANK", "0") == "0"
-    if shown:
-        print(about())
-        heads = f"{'range':>14}{'more':>8}{'first':>7}{'ended':>7}{'mode':>8}"
-        print(f"{'':14}{'step':>8}{'watched':>9}{heads}  bits")
-    rows = []
-    for kind in KINDS:
-        row = measured(kind, arguments)
-        rows.append(row)
-        low, middle, high = row.watched
-        bits = "the same" if row.same else "OTHERS"
-        spread = f"{low:.2f} to {high:.2f}"
-        if shown:
-            print(
-                f"{kind:14}{row.step * 1000:6.0f}ms{middle:9.3f}{spread:>14}{row.added[1] * 1000:6.1f}ms"
-                f"{row.first:7.2f}{row.ended:7.3f}{row.mode * 1e6:6.1f}us  {bits}",
-                flush=True,
-            )
-    if torch.distributed.is_initialized():
+    rows = (measured(kind, arguments) for kind in KINDS)
+    if os.environ.get("RANK", "0") == "0":
+        show(rows, ranks, arguments)
+    else:
+        list(rows)
+    if ranks > 1:
         torch.distributed.destroy_process_group()
-    if arguments.json and shown:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def show(rows: Iterable[Measured], ranks: int, arguments: argparse.Namespace) -> None:
+    size = f"width {arguments.width}, {arguments.layers} layers, 1 x {arguments.length}"
+    result = Result.begin(f"A step under `zerodrift.observe`, {size}, ranks: {ranks}", arguments)
+    columns = {"": "<13", "step ms": ".0f", "watched": ".3f", "range": "", "more ms": ".1f"}
+    table = result.table({**columns, "first": ".2f", "ended": ".3f", "mode us": ".1f", "bits": ""})
+    for row in rows:
+        low, middle, high = row.watched
+        spread = f"{low:.2f} to {high:.2f}"
+        bits = "the same" if row.same else "OTHERS"
+        more, mode = row.added[1] * 1e3, row.mode * 1e6
+        table.row(row.kind, row.step * 1e3, middle, spread, more, row.first, row.ended, mode, bits)
+    result.save(arguments.save)
 
 
 if __name__ == "__main__":

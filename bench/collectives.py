@@ -9,18 +9,18 @@ Ours adds in rank order in fp32, whatever travels; gloo's adds in the dtype that
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from result import Result, flags
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
@@ -87,15 +87,14 @@ def measure(comm: Collectives, runs: Candidates, rounds: int) -> dict[str, float
     return {name: statistics.median(values) for name, values in slowest.items()}
 
 
-def report(size: float, dtype: torch.dtype, found: dict[str, float]) -> None:
-    print(f"\n{size:g} MB {str(dtype).removeprefix('torch.')}")
+def show(result: Result, title: str, found: dict[str, float]) -> None:
+    table = result.table({"": "<26", "ms": ".2f", "copies": ".1f", "x": ".1f"}, title)
     for name, milliseconds in found.items():
-        gain = f"{found[PEERS[name]] / milliseconds:6.1f} x" if name in PEERS else ""
-        copies = milliseconds / found["memory copy"]
-        print(f"  {name:26}{milliseconds:9.2f} ms{copies:7.1f} copies{gain}")
+        gain = found[PEERS[name]] / milliseconds if name in PEERS else None
+        table.row(name, milliseconds, milliseconds / found["memory copy"], gain)
 
 
-def rank_main(rank: int, ranks: int, rounds: int, folder: str) -> None:
+def rank_main(rank: int, ranks: int, rounds: int, folder: str, queue: Any) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the peers' functions
     torch.set_num_threads(1)
     store = (Path(folder) / "store").as_uri()
@@ -107,21 +106,25 @@ def rank_main(rank: int, ranks: int, rounds: int, folder: str) -> None:
             found = measure(comm, candidates(comm, numel, dtype), rounds if size > 10 else 5 * rounds)
             comm.release()
             if rank == 0:
-                report(size, dtype, found)
+                queue.put((f"{size:g} MB {str(dtype).removeprefix('torch.')}", found))
     comm.mesh.stop()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9, help="of 70 MB; smaller sizes run five times more")
     asked = parser.parse_args()
-    print(f"torch {torch.__version__}, {asked.ranks} ranks of one thread, {platform.machine()}")
+    result = Result.begin(f"{asked.ranks} ranks of one thread", asked)
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(  # type: ignore[attr-defined]
-            rank_main, (asked.ranks, asked.rounds, folder), nprocs=asked.ranks
+            rank_main, (asked.ranks, asked.rounds, folder, queue), nprocs=asked.ranks
         )
+    while not queue.empty():
+        show(result, *queue.get())
+    result.save(asked.save)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import sysconfig
@@ -38,6 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt import GPT
+from result import Result, flags
 
 from zerodrift import initialize
 
@@ -52,7 +52,7 @@ SPIKE = 100.0
 
 
 @dataclass
-class Result:
+class Curves:
     """One run."""
 
     scheme: str
@@ -81,15 +81,15 @@ def main() -> None:
     for result in read(options.read) if options.read else measure(options):
         results.append(result)
         if options.json:  # after every run: one that is cut short leaves what it has
-            record = {"machine": machine(options), "results": [asdict(result) for result in results]}
-            options.json.write_text(json.dumps(record) + "\n")
-    show(results)
+            text = json.dumps({"results": [asdict(result) for result in results]})
+            options.json.write_text(text + "\n")
+    show(results, options)
     if options.plot:
         draw(results, options.plot)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", default="", help="comma-separated schemes, as the table names them")
@@ -132,7 +132,7 @@ def sample(text: torch.Tensor, options: argparse.Namespace, generator: torch.Gen
 # --- runs -----------------------------------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace) -> Iterator[Result]:
+def measure(options: argparse.Namespace) -> Iterator[Curves]:
     text, other = corpus()
     chosen = options.only.split(",") if options.only else schemes()
     unknown = [name for name in chosen if name not in schemes()]
@@ -151,7 +151,7 @@ def measure(options: argparse.Namespace) -> Iterator[Result]:
 
 def run(
     scheme: str, seed: int, text: torch.Tensor, other: torch.Tensor, options: argparse.Namespace
-) -> Result:
+) -> Curves:
     model = GPT(options.width, options.layers, vocabulary=256, length=options.length)
     torch.manual_seed(seed)
     for module in model.modules():
@@ -161,7 +161,7 @@ def run(
     if scheme.endswith(FORCED):
         for group in engine.optimizer.param_groups:  # type: ignore[union-attr]
             group["betas"] = (0.9, BETA2)
-    result, start = Result(scheme, seed), time.perf_counter()
+    result, start = Curves(scheme, seed), time.perf_counter()
     generator = torch.Generator().manual_seed(seed)
     moments = None
     for step in range(options.steps):
@@ -203,47 +203,40 @@ def config(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> Iterator[Result]:
+def read(path: Path) -> Iterator[Curves]:
     for item in json.loads(path.read_text())["results"]:
-        yield Result(**item)
-
-
-def machine(options: argparse.Namespace) -> dict[str, Any]:
-    kept = {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
-    return {"torch": torch.__version__, "python": platform.python_version(), **kept}
+        yield Curves(**item)
 
 
 # --- what is shown --------------------------------------------------------------------------------------
 
 
-def by_scheme(results: list[Result]) -> dict[str, list[Result]]:
-    found: dict[str, list[Result]] = {}
+def by_scheme(results: list[Curves]) -> dict[str, list[Curves]]:
+    found: dict[str, list[Curves]] = {}
     for result in results:
         found.setdefault(result.scheme, []).append(result)
     return found
 
 
-def show(results: list[Result]) -> None:
-    """A table in Markdown: means over seeds, and the differences from the reference within a seed."""
+def show(results: list[Curves], options: argparse.Namespace) -> None:
+    """Means over seeds, and the differences from the reference within a seed."""
     base = {result.seed: result.final for result in results if result.scheme == REFERENCE}
-    above_title = "above mode fp32 (range over seeds)"
-    print(f"\n| master | state | loss, last {LAST} steps | held out | {above_title} | shrank |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    kept = Result.begin(f"{options.steps} steps, {options.seeds} seeds, lr {options.lr}", options)
+    columns = {"master": "", "state": "<15", f"loss, last {LAST} steps": ".4f", "held out": ".4f"}
+    table = kept.table({**columns, f"above {REFERENCE} (range over seeds)": "", "shrank": ".1%"})
     for scheme, runs in by_scheme(results).items():
         master, _, state = scheme.partition("/")
-        above = [each.final - base[each.seed] for each in runs if each.seed in base]
-        spread = f"{statistics.fmean(above):+.4f} ({min(above):+.4f} to {max(above):+.4f})" if above else "-"
-        final = statistics.fmean(each.final for each in runs)
-        held_out = statistics.fmean(each.held_out for each in runs)
-        shown = spread if scheme != REFERENCE else "-"
+        above = [each.final - base[each.seed] for each in runs if each.seed in base and scheme != REFERENCE]
+        spread = f"{statistics.fmean(above):+.4f} ({min(above):+.4f} to {max(above):+.4f})" if above else None
+        means = (statistics.fmean(getattr(each, what) for each in runs) for what in ("final", "held_out"))
         shrank = statistics.fmean(each.shrinking for each in runs)
-        print(f"| {master} | {state or '-'} | {final:.4f} | {held_out:.4f} | {shown} | {shrank:.1%} |")
+        table.row(master, state or None, *means, spread, shrank)
     if len(base) > 1:
-        finals = list(base.values())
-        print(f"\nmode fp32 over seeds: {min(finals):.4f} to {max(finals):.4f}")
+        print(f"\nmode fp32 over seeds: {min(base.values()):.4f} to {max(base.values()):.4f}")
+    kept.save(options.save)
 
 
-def draw(results: list[Result], path: Path) -> None:
+def draw(results: list[Curves], path: Path) -> None:
     """The losses, what they are above the reference, and the second moments beside those of fp32 state."""
     import matplotlib
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import signal
@@ -22,14 +21,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
+from result import Result, read
 
 HERE = Path(__file__).parent
 ENGINES = ("zerodrift", "fsdp2", "ddp")
@@ -75,7 +73,11 @@ def parts(out: Path, ranks: int, *, stub: bool) -> list[Part]:
             420,
             says="skipped" if stub else " passed",
         ),
-        Part("update", [python, "bench/update.py", *_update(stub), "--json", str(out / "update.json")], 120),
+        Part(
+            "update",
+            [python, "bench/update.py", *_update(stub), "--save", str(out.resolve() / "update")],
+            120,
+        ),
     ]
     for size in ("tiny",) if stub else ("0.1B", "1B", "3B"):
         for engine in ENGINES:
@@ -162,35 +164,31 @@ def outcome(part: Part, code: int | None, printed: str) -> str:
 # --- what is told at the end --------------------------------------------------------------------------
 
 
-def summary(out: Path) -> str:
+def summary(result: Result, out: Path) -> None:
     """The figures of all parts that left any, beside each other."""
-    lines = []
     steps = [json.loads(path.read_text()) for path in sorted(out.glob("step-*.json"))]
-    if steps:
-        lines.append(f"{'size':6}{'engine':16}{'ms/step':>10}{'tokens/s':>11}{'MFU':>7}{'peak GB':>9}")
+    columns = {
+        "size": "<6",
+        "engine": "<26",
+        "ms/step": ".1f",
+        "tokens/s": ",.0f",
+        "MFU": ".1%",
+        "peak GB": ".1f",
+    }
+    table = result.table(columns)
     for found in sorted(steps, key=lambda found: (found["parameters"], found["engine"])):
-        share = "-" if found["mfu"] is None else f"{found['mfu']:.1%}"
-        peak = "-" if found["allocated"] is None else f"{found['allocated'] / 1e9:.1f}"
-        engine = found["engine"] + (" *" if found["compiled"] else "")
-        lines.append(
-            f"{found['size']:6}{engine:16}{found['ms']:10.1f}{found['tokens_per_second']:11,.0f}"
-            f"{share:>7}{peak:>9}"
+        peak = None if found["allocated"] is None else found["allocated"] / 1e9
+        engine = found["engine"] + (", compiled" if found["compiled"] else "")
+        table.row(found["size"], engine, found["ms"], found["tokens_per_second"], found["mfu"], peak)
+    if (out / "update.json").exists():
+        (update,) = read(out / "update.json").tables
+        table = result.table(
+            {"step": "<41", "GB/s": ".0f", "x copy_": ".2f"}, "update; the goal is 0.9 of a copy"
         )
-    if any(found["compiled"] for found in steps):
-        lines.append("* blocks compiled")
-    update = out / "update.json"
-    if update.exists():
-        lines += ["", *of_update(json.loads(update.read_text()))]
-    return "\n".join(lines)
-
-
-def of_update(found: dict[str, Any]) -> list[str]:
-    """A step's bytes per second as a share of those of a plain copy; the goal is 0.9."""
-    lines = [f"{'update of ' + found['machine']['processor']:44}{'GB/s':>8}{'of copy':>9}"]
-    for result in found["results"]:
-        if result["name"].startswith(("split", "fp32", "torch AdamW fused")):
-            lines.append(f"{result['name']:44}{result['gigabytes']:8.0f}{result['copies']:9.2f}")
-    return lines
+        for row in update.rows:
+            cells = dict(zip(update.columns, row, strict=True))
+            if str(cells["step"]).startswith(("split", "fp32", "torch AdamW fused")):
+                table.row(*(cells[column] for column in table.columns))
 
 
 def main() -> None:
@@ -199,6 +197,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts whose names begin so, comma-separated")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu")
     parser.add_argument("--stub", action="store_true", help="without a GPU: go through all of it, tiny")
+    parser.set_defaults(beside="nothing of this kit")
     options = parser.parse_args()
     ranks = torch.cuda.device_count()
     if not ranks and not options.stub:
@@ -212,14 +211,12 @@ def main() -> None:
     only = tuple(filter(None, options.only.split(",")))
     listed = [part for part in listed if part.name.startswith(only or "")]
     done = run_all(listed, options.out, options.minutes * 60, memory)
-    record = {
-        "date": datetime.date.today().isoformat(),
-        "about": about("triton", "nvidia-nccl-cu13").splitlines(),
-        "ranks": ranks,
-        "parts": [asdict(part) for part in done],
-    }
-    (options.out / "run.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\n{chr(10).join(record['about'])}\n\n{summary(options.out)}")
+    result = Result.begin(f"On {ranks} GPUs", options, "triton", "nvidia-nccl-cu13")
+    summary(result, options.out)
+    table = result.table({"part": "<30", "seconds": ".0f", "outcome": "<9"})
+    for part in done:
+        table.row(part.name, part.seconds, part.outcome)
+    result.save(str(options.out.resolve() / "run"))
     sys.exit(any(part.failed for part in done))
 
 

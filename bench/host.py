@@ -34,8 +34,8 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
 from gpt import GPT
+from result import Result, flags
 
 CARRIED = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 CARRIED += ("all_to_all_single",)
@@ -235,7 +235,7 @@ def launch(case: str, ranks: int, options: argparse.Namespace) -> Cell | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--ranks", default="8,64,512,4096,16384")
     parser.add_argument("--only", default=",".join(CASES), help="comma-separated cases")
     parser.add_argument("--blocks", type=int, default=32)
@@ -246,19 +246,16 @@ def main() -> None:
     torch.set_num_threads(1)
     importlib.import_module("torch.distributed.fsdp")
     count = sum(parameter.numel() for parameter in model(options).parameters())
-    print(
-        f"{count / 1e6:.2f}M parameters, {options.blocks} blocks of width {options.width}, fp32\n{about()}\n"
-    )
-    ranks = [int(number) for number in options.ranks.split(",")]
-    print(f"{'ranks':16}" + "".join(f"{number:>26}" for number in ranks))
-    print(f"{'':16}" + f"{'ms':>9}{'calls':>8}{'s':>5}{'MiB':>5}"[1:].rjust(26) * len(ranks))
+    title = f"{count / 1e6:.2f}M parameters, {options.blocks} blocks of width {options.width}, fp32"
+    result = Result.begin(title, options)
+    columns = {"engine": "<16", "ranks": "", "ms": ".1f", "calls": "", "s": ".1f", "MiB": ""}
+    table = result.table(columns)
     for case in options.only.split(","):
-        print(f"{case:16}", end="", flush=True)
-        for number in ranks:
+        for number in map(int, options.ranks.split(",")):
             cell = launch(case, number, options)
-            text = "-" if cell is None else f"{cell.ms:8.1f}{cell.calls:8}{cell.made:5.1f}{cell.peak:5}"
-            print(f"{text:>26}", end="", flush=True)
-        print()
+            found = (cell.ms, cell.calls, cell.made, cell.peak) if cell else (None,) * 4
+            table.row(case, number, *found)
+    result.save(options.save)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ installed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import os
@@ -48,7 +47,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
+from result import Result, flags
 
 RANKS = 2
 HEADERS = 1 << 20
@@ -340,29 +339,24 @@ def launch(name: str, folder: Path, dtype: torch.dtype, most: int, check: bool) 
     return queue.get()
 
 
-def show(names: list[str], dtype: torch.dtype, rounds: dict[str, list[Any]], size: int) -> None:
+def show(
+    result: Result, names: list[str], dtype: torch.dtype, rounds: dict[str, list[Any]], size: int
+) -> None:
     text = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    print(
-        f"\n{text} on each rank"
-        + f"{'s':>18}{'of ' + names[0]:>14}{'cpu s':>8}{'peak MB':>10}{'share':>8}{'beyond':>8}",
-        end="",
-    )
-    print(f"{'read MB':>10}{'said':>8}{'wrong':>7}")
+    columns = {f"{text} on each rank": "<18", "s": ".2f", f"of {names[0]}": ".2f", "cpu s": ".2f"}
+    columns |= dict.fromkeys(("peak MB", "share", "beyond"), ".0f")
+    table = result.table({**columns, "read MB": ".1f", "said": ".1f", "wrong": ""})
     floor = statistics.median(max(r["seconds"] for r in ranks) for ranks in rounds[names[0]])
     for name in names:
         seconds = statistics.median(max(r["seconds"] for r in ranks) for ranks in rounds[name])
         computed = statistics.median(max(r["cpu"] for r in ranks) for ranks in rounds[name])
         peak = max(r["peak"] for ranks in rounds[name] for r in ranks)
         asked = statistics.median(sum(r["asked"] for r in ranks) for ranks in rounds[name])
-        said = rounds[name][0]
-        counted = sum(r["said"] for r in said)
+        counted = sum(r["said"] for r in rounds[name][0])
         wrong = max(r["wrong"] for ranks in rounds[name] for r in ranks)
         holds = share(name, dtype, size // 2)
-        print(
-            f"  {name:18}{seconds:16.2f}{seconds / floor:14.2f}{computed:8.2f}{peak / 1e6:10.0f}"
-            f"{holds / 1e6:8.0f}{(peak - holds) / 1e6:8.0f}{asked / 1e6:10.1f}"
-            f"{counted / 1e6 if counted else 0:8.1f}{wrong:7}"
-        )
+        memory = (each / 1e6 for each in (peak, holds, peak - holds, asked, counted))
+        table.row(name, seconds, seconds / floor, computed, *memory, wrong)
         if wrong:
             raise SystemExit(f"{name}: {wrong} parameters are not the bits of the files")
         if name.startswith("zerodrift") and not counted == size <= asked < size + RANKS * HEADERS:
@@ -370,7 +364,7 @@ def show(names: list[str], dtype: torch.dtype, rounds: dict[str, list[Any]], siz
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--folder", type=Path, help="a folder of a Llama in bf16, instead of making one")
     parser.add_argument("--rounds", type=int, default=3)
@@ -389,8 +383,8 @@ def main() -> None:
         folder = options.folder or made(stack, options.gigabytes)
         size = tensors_in(folder)
         files = len(list(folder.glob("*.safetensors")))
-        print(about("transformers", "deepspeed"))
-        print(f"{size / 1e9:.3f} GB of tensors in {files} files, {RANKS} ranks, {options.rounds} rounds")
+        setting = f"{size / 1e9:.3f} GB of tensors in {files} files, {RANKS} ranks, {options.rounds} rounds"
+        result = Result.begin(setting, options, "transformers", "deepspeed")
         for dtype in dtypes:
             rounds: dict[str, list[Any]] = {name: [] for name in names}
             for first in range(options.rounds):
@@ -398,7 +392,8 @@ def main() -> None:
                     engine = names[(first + turn) % len(names)]
                     most = used(engine, dtype, size // 2)
                     rounds[engine].append(launch(engine, folder, dtype, most, check=first == 0))
-            show(names, dtype, rounds, size)
+            show(result, names, dtype, rounds, size)
+        result.save(options.save)
 
 
 def made(stack: contextlib.ExitStack, gigabytes: float) -> Path:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
 from gpt import GPT
+from result import Result, flags
 from step import join, launch, sent_bytes
 
 ORDERS = ("rank", "tree")
@@ -81,7 +81,7 @@ def _ratios(of: dict[str, list[float]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--stages", default="0,3")
     parser.add_argument("--micro-batches", default="1,4")
     parser.add_argument("--when", choices=["last", "every"], default="last")
@@ -94,23 +94,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(about())
-    print(
-        "\nstage  micro-batches    rank ms    tree ms  tree / rank       (half)  processor"
-        "    rank MB    tree MB"
-    )
+    size = f"width {options.width}, {options.layers} layers, {options.batch} x {options.length}"
+    result = Result.begin(f"{size}, fp32, 2 ranks x 1 thread, reduce.when {options.when}", options)
+    columns = {"stage": "", "micro-batches": "", "rank ms": ".1f", "tree ms": ".1f", "tree / rank": ".3f"}
+    columns |= {"half": "", "processor": ".3f", "rank MB": ".1f", "tree MB": ".1f"}
+    table = result.table(columns)
     for stage in map(int, options.stages.split(",")):
         for count in map(int, options.micro_batches.split(",")):
             found = launch(timed, options, stage, count)
             times, wires = found["times"], found["wires"]
             ratios, own = (_ratios(found[key]) for key in ("times", "spent"))
             low, _, high = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
+            taken = (statistics.median(times[order]) * 1e3 for order in ORDERS)
+            sent = (statistics.median(wires[order]) / 1e6 for order in ORDERS)
             spread = f"{low:.3f}-{high:.3f}"
-            cells = [f"{stage:5}{count:15}"]
-            cells += [f"{statistics.median(times[order]) * 1e3:11.1f}" for order in ORDERS]
-            cells += [f"{statistics.median(ratios):13.3f}{spread:>13}{statistics.median(own):11.3f}"]
-            cells += [f"{statistics.median(wires[order]) / 1e6:11.1f}" for order in ORDERS]
-            print("".join(cells), flush=True)
+            table.row(stage, count, *taken, statistics.median(ratios), spread, statistics.median(own), *sent)
+    result.save(options.save)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ ranks; `afar` are those that leave a machine of 8 ranks.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import weakref
@@ -26,7 +25,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
+from result import Result, flags
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
@@ -116,32 +115,34 @@ def measured(ranks: int, numel: int, order: Any, rounds: int) -> tuple[Sent, flo
     return sent, allocated.peak / full.nbytes, took
 
 
-def row(ranks: int, numel: int, rounds: int) -> str:
+def row(ranks: int, numel: int, rounds: int) -> list[float]:
     found = {order: measured(ranks, numel, order, rounds) for order in ORDERS}
-    cells = [f"{ranks:5}"]
+    cells: list[float] = [ranks]
     for order in ORDERS[:2]:
         sent, room, _ = found[order]
         total = sum(size for _, size in sent.messages)
         afar = sum(size for to, size in sent.messages if to >= MACHINE)
-        shares = (total / (4 * numel), afar / (4 * numel), room)
-        cells.append(f"{len(sent.messages):12}" + "".join(f"{share:7.3f}" for share in shares))
-    cells += [f"{found[order][2]:9.2f}" for order in ORDERS]
-    return "".join(cells)
+        cells += [len(sent.messages), total / (4 * numel), afar / (4 * numel), room]
+    return [*cells, *(found[order][2] for order in ORDERS)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--ranks", default=",".join(str(2**bits) for bits in range(1, 13)))
     parser.add_argument("--numel", type=int, default=1 << 16, help="elements of the segment, fp32")
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(about())
-    print(f"\n{'':5}{'order: rank':>33}{'order: tree':>33}{'host ms':>27}")
-    print(f"ranks{'messages   sent   afar   room':>33}" + f"{'messages   sent   afar   room':>33}", end="")
-    print("".join(f"{order:>9}" for order in ORDERS))
+    title = f"One reduction of {options.numel:,} fp32 elements, rank 0 of so many over the fake group"
+    result = Result.begin(title, options)
+    columns = {"ranks": ""}
+    for order in ORDERS[:2]:
+        columns[f"{order}: messages"] = ""
+        columns |= {f"{order}: {share}": ".3f" for share in ("sent", "afar", "room")}
+    table = result.table(columns | {f"{order}: ms": ".2f" for order in ORDERS})
     for ranks in map(int, options.ranks.split(",")):
-        print(row(ranks, options.numel, options.rounds), flush=True)
+        table.row(*row(ranks, options.numel, options.rounds))
+    result.save(options.save)
 
 
 if __name__ == "__main__":

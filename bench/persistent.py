@@ -22,9 +22,7 @@ import argparse
 import ctypes
 import gc
 import importlib
-import json
 import os
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 import step as peers
+from result import Result, flags
 
 RANKS = 2
 
@@ -190,26 +189,19 @@ def main() -> None:
     if not peers.available("deepspeed"):
         names = [name for name in names if not name.startswith("ds-")]
     count = sum(p.numel() for p in peers.make_model(options).parameters())
-    print(
-        f"{count / 1e6:.1f}M parameters, width {options.width}, {options.layers} layers, bf16, "
-        f"{RANKS} ranks, torch {torch.__version__}, {platform.machine()}"
-    )
-    print(f"{'bytes per parameter x ranks':28}{'plan':>8}{'tensors':>10}{'resident':>10}")
-    found = {}
+    size = f"{count / 1e6:.1f}M parameters, width {options.width}, {options.layers} layers"
+    result = Result.begin(f"{size}, bf16, {RANKS} ranks: bytes per parameter x ranks", options, "deepspeed")
+    table = result.table({"engine": "<22", **dict.fromkeys(("planned", "tensors", "resident"), ".2f")})
     for name in names:
-        found[name] = figures = peers.launch(measured, options, name)
-        planned, tensors, resident = (
-            "-" if figures[key] is None else f"{figures[key] * RANKS / count:.2f}"
-            for key in ("planned", "tensors", "resident")
-        )
-        print(f"{name:28}{planned:>8}{tensors:>10}{resident:>10}", flush=True)
-    if options.json:
-        record = {"parameters": count, "torch": torch.__version__, "options": vars(options), "bytes": found}
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+        figures = peers.launch(measured, options, name)
+        planned, *seen = (figures[key] for key in ("planned", "tensors", "resident"))
+        each = RANKS / count
+        table.row(name, planned and planned * each, *(bytes_ * each for bytes_ in seen))
+    result.save(options.save)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--only", default="", help="comma-separated engines")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -217,7 +209,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--json", default="", help="also write the figures to this file")
     options = parser.parse_args()
     options.dtype = "bf16"
     return options

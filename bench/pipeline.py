@@ -14,7 +14,6 @@ step that is fast and wrong is not a step.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -30,8 +29,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
 from gpt import GPT
+from result import Result, flags
 
 LR, STAGES = 1e-4, 2
 Step = Callable[[torch.Tensor], float]
@@ -71,7 +70,7 @@ class Part(nn.Module):
 def torch_step(options: argparse.Namespace, schedule: str) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining import PipelineStage, schedules
 
     from zerodrift.mesh import MeshShape
     from zerodrift.pipeline.schedules import CLASSES
@@ -102,7 +101,8 @@ def torch_step(options: argparse.Namespace, schedule: str) -> Step:
         return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
     given = stages[0] if count == STAGES else stages
-    made = CLASSES[schedule](given, options.micro_batches, loss_fn=loss)  # type: ignore[index]
+    kind = getattr(schedules, CLASSES[schedule])  # type: ignore[index]
+    made = kind(given, options.micro_batches, loss_fn=loss)
     optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=LR, fused=True)
     first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
 
@@ -210,7 +210,7 @@ def bubble(options: argparse.Namespace, schedule: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--only", default="", help="comma-separated schedules")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--data", type=int, default=1, help="data ranks per stage")
@@ -222,31 +222,26 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--json", default="", help="also write the figures to this file")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(SCHEDULES)
     size = sum(p.numel() for p in make_model(options).parameters())
-    print(
+    result = Result.begin(
         f"{size / 1e6:.1f}M parameters, width {options.width}, {options.layers} layers, "
-        f"{options.micro_batches} "
-        f"micro-batches of {options.batch} x {options.length}, {options.dtype}, {STAGES} stages x "
-        f"{options.data} data ranks x 1 thread\n{about()}"
+        f"{options.micro_batches} micro-batches of {options.batch} x {options.length}, {options.dtype}, "
+        f"{STAGES} stages x {options.data} data ranks x 1 thread",
+        options,
     )
     found = launch(options, names)
-    heads = f"{'schedule':26}{'bubble':>8}  {'engine':22}{'ms/step':>9}{'to torch':>10}{'(range)':>14}"
-    print(f"{heads}{'loss':>9}")
+    columns = {"schedule": "<23", "bubble": ".1%", "engine": "<18", "ms/step": ".1f", "to torch": ".2f"}
+    table = result.table({**columns, "range": "", "loss": ".4f"})
     for schedule in names:
         times, losses = found[schedule]["times"], found[schedule]["losses"]
         for name, mine in times.items():
             ratios = [a / b for a, b in zip(mine, times["torch"], strict=True)]
+            step, ratio = statistics.median(mine) * 1e3, statistics.median(ratios)
             spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-            print(
-                f"{schedule:26}{bubble(options, schedule):8.1%}  "
-                f"{name:22}{statistics.median(mine) * 1e3:9.1f}"
-                f"{statistics.median(ratios):10.2f}{spread:>14}{losses[name]:9.4f}"
-            )
-    if options.json:
-        Path(options.json).write_text(json.dumps({"options": vars(options), "found": found}, indent=1))
+            table.row(schedule, bubble(options, schedule), name, step, ratio, spread, losses[name])
+    result.save(options.save)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,9 @@ Exits with 1 when a limit is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_v3_layout
+from result import Result, flags
 
 SECONDS = 10.0
 MEMORY = 2**30
@@ -114,9 +113,10 @@ def _figures(seconds: float, memory: int, ranks: int, plan: dict[str, Any]) -> F
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__)
     parser.add_argument("--world-size", type=int, default=2048)
-    world_size = parser.parse_args().world_size
+    options = parser.parse_args()
+    world_size = options.world_size
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = folder / "config.yaml"
@@ -130,19 +130,16 @@ def main() -> int:
             while not runs[-1].holds and len(runs) < RUNS:
                 runs.append(run(config, model, world_size, folder))
             found[label] = min(runs, key=lambda each: (not each.holds, each.seconds))
-    print(f"DeepSeek-V3, {world_size:,} ranks, stage 3, bf16, routers pinned to fp32")
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
-    heads = (
-        f"{'s':>7}{'peak MiB':>10}{'padding':>11}{'parameters':>17}{'tensors':>9}{'pinned':>8}{'chunks':>12}"
-    )
-    print(f"{'':12}{heads}  digest")
-    print(f"{'limit':12}{SECONDS:7.1f}{MEMORY / 2**20:10.0f}{PADDING:11.5%}")
+    title = f"DeepSeek-V3, {world_size:,} ranks, stage 3, bf16, routers pinned to fp32"
+    result = Result.begin(title, options, "transformers")
+    columns = {"": "<11", "s": ".2f", "peak MiB": ".0f", "padding": ".5%", "parameters": ",", "tensors": ","}
+    table = result.table({**columns, "pinned": "", "chunks": ",", "digest": "<12", "holds": ""})
+    table.row("limit", SECONDS, MEMORY / 2**20, PADDING, None, None, None, None, None, None)
     for label, each in found.items():
-        print(
-            f"{label:12}{each.seconds:7.2f}{each.memory / 2**20:10.0f}{each.padding:11.5%}"
-            f"{each.parameters:17,}{each.tensors:9,}{each.pinned:8}{each.chunks:12,}  {each.digest[:12]}"
-            f"{'' if each.holds else '  MISSED'}"
-        )
+        counts = (each.parameters, each.tensors, each.pinned, each.chunks, each.digest[:12])
+        holds = "yes" if each.holds else "MISSED"
+        table.row(label, each.seconds, each.memory / 2**20, each.padding, *counts, holds)
+    result.save(options.save)
     return 0 if all(each.holds for each in found.values()) else 1
 
 

@@ -16,7 +16,6 @@ gloo ranks of one thread each. The exit code is 1 where anything differs, hangs 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import multiprocessing
@@ -41,7 +40,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
+from result import Result, flags
 
 from zerodrift import Checkpoints, initialize
 from zerodrift.errors import RankError
@@ -443,28 +442,18 @@ def kill(ranks: Sequence[BaseProcess], who: Sequence[int], reached: Any, spread:
     return alive
 
 
-# --- the table --------------------------------------------------------------------------------------------
-
-
-def row(found: Found, same: str) -> str:
-    cells = [str(found.run), found.where, str(found.steps), str(found.skipped), str(found.kills)]
-    cells += [found.sha[:12], same]
-    return "".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
-
-
-WIDTHS = (64, 46, 7, 9, 7, 14, 0)
-HEAD = ("run", "shape", "steps", "skipped", "kills", "SHA-256", "")
+# --- what is asked for ------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=10, help="of each of two runs; 0 leaves them out")
     parser.add_argument("--only", default="", help="words that a run must have, such as `moe fp16`")
     parser.add_argument("--ranks", type=int, default=8, help="the most that are started")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    print(about() + "\n", flush=True)
+    result = Result.begin(f"One training run on many shapes, {options.steps} steps", options)
 
     def asked(run: Run) -> bool:
         return all(word in str(run).replace(",", "").split() for word in options.only.split())
@@ -477,7 +466,8 @@ def main() -> None:
     cost = [1 if shape else 1 + options.kills // 5 for _, shape in todo]
     begun = time.monotonic()
     first: dict[Run, Found] = {}
-    table, differ = [], 0
+    rows: list[list[str | int]] = []
+    differ = 0
     for number, (run, shape) in enumerate(todo):
         if shape:
             found = undisturbed(run, shape, options.steps)
@@ -486,14 +476,21 @@ def main() -> None:
             found = killed(run, drawn, options.steps, options.kills, lambda text: print(text, flush=True))
         apart = found.apart(first.setdefault(run, found))
         differ += bool(apart)
-        table.append(row(found, apart.strip().splitlines()[-1] if apart else "same"))
+        told = apart.strip().splitlines()[-1] if apart else "same"
+        rows.append(
+            [str(found.run), found.where, found.steps, found.skipped, found.kills, found.sha[:12], told]
+        )
         spent = time.monotonic() - begun
         left = spent * sum(cost[number + 1 :]) / sum(cost[: number + 1])
-        print(f"{number + 1:2} of {len(todo)}, {spent:4.0f} s, {left:4.0f} s left: {table[-1]}", flush=True)
+        time_left = f"{number + 1:2} of {len(todo)}, {spent:4.0f} s, {left:4.0f} s left"
+        print(f"{time_left}: {found.run}; {found.where}: {told}", flush=True)
         if len(apart.splitlines()) > 1:
             print(apart, flush=True)
-    print("\n" + "".join(cell.ljust(width) for cell, width in zip(HEAD, WIDTHS, strict=True)).rstrip())
-    print("\n".join(table))
+    columns = {"run": "<62", "shape": "<40", **dict.fromkeys(("steps", "skipped", "kills"), "")}
+    table = result.table({**columns, "SHA-256": "<12", "as the first": "<12"})
+    for row in rows:
+        table.row(*row)
+    result.save(options.save)
     print(f"\n{differ} of {len(todo)} differ, in {time.monotonic() - begun:.0f} s")
     sys.exit(1 if differ else 0)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import resource
 import statistics
@@ -33,8 +32,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
 from gpt import GPT
+from result import Result, flags
 
 LR = 1e-4
 Step = Callable[[torch.Tensor], float]
@@ -305,26 +304,25 @@ def launch(function: Any, *args: Any) -> dict[str, Any]:
     return queue.get()
 
 
-def print_times(found: dict[str, Any], names: list[str]) -> None:
+def show_times(result: Result, found: dict[str, Any], names: list[str]) -> None:
     times, wires = found["times"], found["wires"]
-    base = names[0]
-    print(
-        f"{'engine':16}{'ms/step':>10}{'ratio to ' + base:>18}{'(range)':>16}{'MB/step sent':>15}{'loss':>10}"
-    )
+    columns = {"engine": "<14", "ms/step": ".1f", f"ratio to {names[0]}": ".2f", "range": ""}
+    table = result.table({**columns, "MB/step sent": ".1f", "loss": ".4f", "plan": "<12"})
     for name in names:
-        ratios = [a / b for a, b in zip(times[name], times[base], strict=True)]
-        spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-        wire = statistics.median(wires[name]) / 1e6
-        print(
-            f"{name:16}{statistics.median(times[name]) * 1e3:10.1f}{statistics.median(ratios):18.2f}"
-            f"{spread:>16}{wire:15.1f}{found['losses'][name]:10.4f}"
+        ratios = [a / b for a, b in zip(times[name], times[names[0]], strict=True)]
+        table.row(
+            name,
+            statistics.median(times[name]) * 1e3,
+            statistics.median(ratios),
+            f"{min(ratios):.2f}-{max(ratios):.2f}",
+            statistics.median(wires[name]) / 1e6,
+            found["losses"][name],
+            found["digests"].get(name, "-")[:12],
         )
-    for name, digest in found["digests"].items():
-        print(f"plan of {name}: {digest}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--only", default="", help="comma-separated engines; the first is the base")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--width", type=int, default=384)
@@ -337,7 +335,6 @@ def main() -> None:
     parser.add_argument("--accumulator", choices=["free", "keep"], default="free")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--profile", default="", help="an engine to profile after the rounds")
-    parser.add_argument("--json", default="", help="also write the figures to this file")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(ENGINES)
     if not options.only and options.dtype == "fp32":
@@ -345,22 +342,21 @@ def main() -> None:
     if not available("deepspeed"):
         names = [name for name in names if not name.startswith("ds-")]
     count = sum(p.numel() for p in make_model(options).parameters())
-    print(
+    result = Result.begin(
         f"{count / 1e6:.1f}M parameters, width {options.width}, {options.layers} layers, "
-        f"batch {options.batch} x {options.length}, {options.dtype}, 2 ranks x 1 thread\n"
-        f"{about('deepspeed')}"
+        f"batch {options.batch} x {options.length}, {options.dtype}, 2 ranks x 1 thread",
+        options,
+        "deepspeed",
     )
     if options.memory:
-        found: dict[str, Any] = {name: launch(measured, options, name) for name in names}
-        print(f"{'engine':16}{'built MiB':>12}{'at rest MiB':>14}{'peak MiB':>12}   over the import baseline")
+        heads = ("built MiB", "at rest MiB", "peak MiB")
+        table = result.table({"engine": "<14", **dict.fromkeys(heads, ".0f")}, "over the import baseline")
         for name in names:
-            figures = found[name]
-            print(f"{name:16}{figures['built']:12.0f}{figures['rest']:14.0f}{figures['peak']:12.0f}")
+            figures = launch(measured, options, name)
+            table.row(name, figures["built"], figures["rest"], figures["peak"])
     else:
-        found = launch(timed, options, names)
-        print_times(found, names)
-    if options.json:
-        Path(options.json).write_text(json.dumps({"options": vars(options), **found}, indent=1))
+        show_times(result, launch(timed, options, names), names)
+    result.save(options.save)
 
 
 def available(module: str) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from about import about
+from result import Result, flags
 
 from zerodrift.engine.unit import loss_in
 from zerodrift.train.display import LineDisplay
@@ -82,7 +82,7 @@ def trained(loop: Loop, first: int, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(about("transformers"))
+    title = f"A Llama of width {arguments.width}, {arguments.layers} layers, 4 x {arguments.length}, fp32"
+    result = Result.begin(title, arguments, "transformers")
     with tempfile.TemporaryDirectory() as name:
         written, config = read_job(job(Path(name), arguments))
         show = LineDisplay(every=1_000_000)
@@ -109,9 +110,11 @@ def main() -> None:
             ratios.append(2 * between / (before + after))
             alone += [before, after]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"engine alone {1000 * statistics.median(alone):.1f} ms per step")
-        print(f"trainer's loop {middle:.3f} times that (quartiles {low:.3f} to {high:.3f})")
+        columns = {"": "<14", "engine alone, ms/step": ".1f", "loop to engine": ".3f", "quartiles": ""}
+        alone_ms = 1000 * statistics.median(alone)
+        result.table(columns).row("trainer's loop", alone_ms, middle, f"{low:.3f} to {high:.3f}")
         session.engine.destroy()
+    result.save(arguments.save)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Every case is timed in turns with a plain `copy_` of as many fp32 elements, and 
 copy's bytes per second (8 bytes per element), so a busy or slow machine changes both. Bytes are the fewest
 that the case has to move, so separate passes over the same data count once.
 
-    python bench/update.py [--numel 20M] [--threads 1] [--rounds 15] [--device cpu] [--json FILE]
+    python bench/update.py [--numel 20M] [--threads 1] [--rounds 15] [--device cpu]
 
 `norm + ...` reads the gradient once more before the step, for the clip factor: that is what replaces the
 chain, which is unscale, `clip_grad_norm_`, fused AdamW, and the cast of the weights to bf16. `torch root`
@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import platform
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from result import Result, flags
 from torch import Tensor
 
 from zerodrift import optimizers
@@ -62,8 +61,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One line."""
+class Line:
+    """What one case took."""
 
     name: str
     size: int
@@ -78,20 +77,28 @@ class Result:
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
-    results = list(measure(options.numel, options.rounds, torch.device(options.device)))
-    show(results, options)
-    if options.json:
-        record = {"machine": machine(options), "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    where = torch.device(options.device)
+    fast = native.library() is not None if where.type == "cpu" else device.works(where)
+    kernels, vectors = "compiled" if fast else "reference", torch.backends.cpu.get_cpu_capability()
+    result = Result.begin(
+        f"AdamW unless said, {options.numel / 1e6:.4g}M parameters, {options.threads} thread(s), "
+        f"{options.device}, {kernels} kernels, {vectors}",
+        options,
+        "deepspeed",
+    )
+    columns = {"step": "<41", "B/param": "", "ms": ".2f", "GB/s": ".1f", "x copy_": ".2f", "of chain": ".2f"}
+    table = result.table(columns)
+    for line in measure(options.numel, options.rounds, where):
+        table.row(line.name, line.size, line.milliseconds, line.gigabytes, line.copies, line.chains)
+    result.save(options.save)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The optimizer step.")
+    parser = flags(__doc__)
     parser.add_argument("--numel", type=count, default=count("20M"), help="parameters: 20M, 200M, 1000000")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
@@ -103,7 +110,7 @@ def count(text: str) -> int:
     return max(number // BLOCK, 1) * BLOCK
 
 
-def measure(numel: int, rounds: int, where: torch.device) -> Iterator[Result]:
+def measure(numel: int, rounds: int, where: torch.device) -> Iterator[Line]:
     source, target = torch.randn(numel, device=where), torch.empty(numel, device=where)
     gradient = torch.randn(numel, device=where)
     found = {}
@@ -115,7 +122,7 @@ def measure(numel: int, rounds: int, where: torch.device) -> Iterator[Result]:
     for case in cases(where):
         seconds, copies = found[case.name]
         moved = case.size * numel
-        yield Result(
+        yield Line(
             name=case.name,
             size=case.size,
             milliseconds=seconds * 1e3,
@@ -294,42 +301,6 @@ def chain(gradient: Tensor) -> Callable[[], object]:
         visible.copy_(parameter.detach())
 
     return step
-
-
-def machine(options: argparse.Namespace) -> dict[str, object]:
-    where = torch.device(options.device)
-    fast = native.library() is not None if where.type == "cpu" else device.works(where)
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": processor(where),
-        "vectors": torch.backends.cpu.get_cpu_capability(),
-        "threads": options.threads,
-        "numel": options.numel,
-        "rounds": options.rounds,
-        "kernels": "compiled" if fast else "reference",
-    }
-
-
-def processor(where: torch.device) -> str:
-    if where.type != "cpu":
-        return str(torch.get_device_module(where).get_device_name(where))
-    first = native.processor().splitlines()[0]
-    return first.split(":")[-1].strip()
-
-
-def show(results: list[Result], options: argparse.Namespace) -> None:
-    about = machine(options)
-    print(
-        f"{options.numel / 1e6:.4g}M parameters, {options.threads} thread(s), {about['kernels']} kernels, "
-        f"torch {about['torch']}, {about['processor']}"
-    )
-    print(f"{'AdamW unless said':41} {'B/param':>7} {'ms':>8} {'GB/s':>6} {'x copy_':>8} {'of chain':>9}")
-    for result in results:
-        print(
-            f"{result.name:41} {result.size:7} {result.milliseconds:8.2f} {result.gigabytes:6.1f} "
-            f"{result.copies:8.2f} {result.chains:9.2f}"
-        )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -79,12 +80,19 @@ def test_the_summary_has_steps_and_shares_of_a_copy(kit: Any, tmp_path: Path) ->
     step = {"size": "1B", "engine": "zerodrift", "parameters": 10**9, "compiled": True, "ms": 250.0}
     step |= {"tokens_per_second": 16384.0, "mfu": 0.41, "allocated": 21.5e9}
     (tmp_path / "step-1B-zerodrift.json").write_text(json.dumps(step))
-    update = {"name": "split, fp32 state, fp32 grad", "gigabytes": 4100.0, "copies": 0.93}
-    record = {"machine": {"processor": "NVIDIA H200"}, "results": [update]}
-    (tmp_path / "update.json").write_text(json.dumps(record))
-    lines = kit.summary(tmp_path).splitlines()
-    assert lines[1].split() == ["1B", "zerodrift", "*", "250.0", "16,384", "41.0%", "21.5"]
-    assert lines[-1].split()[-2:] == ["4100", "0.93"]
+    options = argparse.Namespace(beside="nothing")
+    update = kit.Result.begin("update", options)
+    table = update.table({"step": "", "GB/s": ".1f", "x copy_": ".2f", "of chain": ".2f"})
+    table.row("split, fp32 state, fp32 grad", 4100.0, 0.93, 0.4)
+    table.row("reference: split in plain PyTorch", 410.0, 0.1, 0.4)
+    update.save(str(tmp_path / "update"))
+    result = kit.Result.begin("all", options)
+    kit.summary(result, tmp_path)
+    steps, shares = result.tables
+    assert [steps.texts(row) for row in steps.rows] == [
+        ["1B", "zerodrift, compiled", "250.0", "16,384", "41.0%", "21.5"]
+    ]
+    assert shares.rows == [["split, fp32 state, fp32 grad", 4100.0, 0.93]]
 
 
 def test_without_a_gpu_it_says_what_to_do() -> None:

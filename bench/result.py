@@ -1,0 +1,169 @@
+"""What a benchmark found: tables printed as they come, and kept with `--save`.
+
+A script makes one `Result`, says what is measured, and gives each table its rows. With `--save NAME` all
+of it goes to `bench/results/NAME.json`, in full digits, with the command, the date, the versions and the
+machine; `--beside` says what else the machine did. `read` gives a kept one back: `claims.py` and
+`benchmarks.py` take every figure of a page from there, so that none is written twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+Cell = str | int | float | None
+"""A text, a number, or nothing to say."""
+
+
+def shown(value: Cell, form: str) -> str:
+    """As it is printed and stands on a page: `form` is how numbers are written, `.2f` or `+.1%`."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, form)
+
+
+@dataclass
+class Table:
+    """Columns and rows; the first column names the row."""
+
+    title: str
+    columns: dict[str, str]
+    """Name -> how its numbers are written, as in `format`; `<20` is a text so long, on the left."""
+    rows: list[list[Cell]] = field(default_factory=list)
+
+    def row(self, *cells: Cell) -> None:
+        """Adds a row and prints it, below the heads if it is the first."""
+        if not self.rows:
+            print("\n" + f"{self.title}\n" * bool(self.title) + self._line(list(self.columns)))
+        self.rows.append(list(cells))
+        print(self._line(self.texts(cells)), flush=True)
+
+    def texts(self, cells: Iterable[Cell]) -> list[str]:
+        """A row as it is printed, and stands on a page."""
+        return [shown(cell, form) for cell, form in zip(cells, self.columns.values(), strict=True)]
+
+    def left(self, name: str) -> bool:
+        """Whether a column stands on the left: the first, and texts."""
+        return self.columns[name].startswith("<") or name == next(iter(self.columns))
+
+    def find(self, *names: Cell) -> dict[str, Cell]:
+        """The one row that has all these among its cells."""
+        (found,) = (row for row in self.rows if all(name in row for name in names))
+        return dict(zip(self.columns, found, strict=True))
+
+    def _line(self, texts: list[str]) -> str:
+        parts = []
+        for text, (name, form) in zip(texts, self.columns.items(), strict=True):
+            width = max(9, len(name), int(form[1:]) if form.startswith("<") else 0)
+            parts.append(text.ljust(width) if self.left(name) else text.rjust(width))
+        return "  ".join(parts).rstrip()
+
+
+@dataclass
+class Result:
+    """What was measured, how, on what, and the figures."""
+
+    title: str
+    command: str
+    """What makes these figures again; nothing where no script does."""
+    date: str
+    beside: str
+    """What else the machine did."""
+    versions: dict[str, str]
+    machine: str
+    tables: list[Table] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, title: str, options: argparse.Namespace, *packages: str) -> Result:
+        """Prints what is measured and with what. `packages` are the peers whose versions count."""
+        today = datetime.date.today().isoformat()
+        result = cls(title, _command(), today, options.beside, _versions(packages), _machine())
+        print(f"{title}\n{', '.join(f'{name} {number}' for name, number in result.versions.items())}")
+        print(result.machine)
+        return result
+
+    def table(self, columns: Mapping[str, str], title: str = "") -> Table:
+        """Rows are added, and printed, one by one."""
+        self.tables.append(Table(title, dict(columns)))
+        return self.tables[-1]
+
+    def save(self, name: str | None) -> None:
+        """Writes `bench/results/NAME.json`, if there is a name; a path in front of it is another folder."""
+        if name:
+            path = RESULTS / f"{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.json(), encoding="utf-8")
+
+    def json(self) -> str:
+        """One line a row."""
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        return re.sub(r"\[\n\s+([^\[\]{}]+?)\n\s+\]", lambda found: f"[{_one_line(found[1])}]", text) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r",\n\s+", ", ", text)
+
+
+def read(path: Path) -> Result:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return Result(**{**values, "tables": [Table(**table) for table in values["tables"]]})
+
+
+def flags(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark is told."""
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    made.add_argument("--save", metavar="NAME", help="keep the figures in bench/results/NAME.json")
+    made.add_argument("--beside", default="not said", help="what else runs: `nothing`, `other work`")
+    return made
+
+
+def _command() -> str:
+    """What was typed, without what says where to and beside what."""
+    words, skip = [Path(sys.argv[0]).name], False
+    for word in sys.argv[1:]:
+        if not skip and not word.startswith(("--save", "--beside")):
+            words.append(word)
+        skip = word in ("--save", "--beside")
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    begins = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
+    return f"{begins} bench/{shlex.join(words)}"
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of Python, torch and `packages` as installed."""
+    found = {"Python": platform.python_version()}
+    for package in ("torch", "zerodrift", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _machine() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    units = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    processor = f"{named[0] if named else platform.machine()} ({', '.join(units) or platform.machine()})"
+    return f"{os.cpu_count()} cores of {processor}{_gpu()}"
+
+
+def _gpu() -> str:
+    import torch
+
+    return f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
