@@ -12,10 +12,6 @@ CELLS  ?= $(VENV)-versions
 # Images of Python often set it. Tests start hundreds of processes, which would each compile all of zerodrift.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What runs by itself; the others are what these measure with.
-NOT_ALONE := result deepseek_v3_layout gpt gpu gpu_step llama
-BENCHES := $(filter-out $(NOT_ALONE:%=bench/%.py),$(wildcard bench/*.py))
-
 .PHONY: help demo quick test test-all style check bench gpu docs versions doors env clean
 .DEFAULT_GOAL := help
 
@@ -24,7 +20,7 @@ help:
 	@echo "make quick   the tests to run after every change: units, and a cell of each product of the numeric core"
 	@echo "make test    set up, check style and types, then run the tests"
 	@echo "make check   style and types only"
-	@echo "make bench   the benchmarks, each beside its alternatives"
+	@echo "make bench   the benchmarks as they were run, and the page of what they find; hours"
 	@echo "make gpu     on a machine with NVIDIA GPUs: their tests, then their benchmarks; 20 minutes at most"
 	@echo "make versions   the tests with other versions of Python, torch, transformers and DeepSpeed; hours"
 	@echo "make doors   other people's trainers on zerodrift and on DeepSpeed, each in an environment of its own; hours"
@@ -74,7 +70,7 @@ check: style
 	$(BIN)/mypy
 
 bench: env
-	@for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	$(BIN)/python bench/again.py
 
 gpu: env
 	$(BIN)/python bench/gpu.py

@@ -1,11 +1,12 @@
-"""Writes what is generated in README.md and docs: key tables, the support table, the API, output of commands.
+"""Writes what is generated in README.md and docs: key tables, support, the API, output of commands, figures.
 
     python docs/refresh.py            # or: make docs
 
 A block of language `console` whose first line is `$ zerodrift ...` gets what that command prints. A comment
 right above the block, `<!-- shown: until decisions -->`, shows a part of it: `from WORD` starts at the first
 line that begins with WORD, `until WORD` stops before it. Nobody edits such a block by hand, and
-`tests/unit/test_docs.py` fails where one is stale.
+`tests/unit/test_docs.py` fails where one is stale. Figures of benchmarks, and their pictures, are those of
+`bench/results`, by `bench/benchmarks.py`.
 
 Invariant: a second run changes nothing.
 """
@@ -21,6 +22,7 @@ import io
 import os
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator
 from importlib import metadata
@@ -33,6 +35,10 @@ from zerodrift.config.reference import render_config, render_page
 from zerodrift.policy.support import states, table
 from zerodrift.report.support import support_markdown
 from zerodrift.train.reference import render_job
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+import benchmarks
+from claims import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,8 +67,13 @@ def generated() -> dict[str, str]:
 
 
 def fresh(text: str) -> str:
-    """A page with the output of its commands below them."""
-    return BLOCK.sub(_fresh_block, text)
+    """A page with the output of its commands below them, and with its figures."""
+    return benchmarks.fresh(BLOCK.sub(_fresh_block, text), Results())
+
+
+def pictures() -> dict[str, str]:
+    """Name of a file in docs/img -> its text, for those of figures."""
+    return benchmarks.drawn(Results())
 
 
 TRACED_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
@@ -278,6 +289,8 @@ def _doc(value: Any, short: bool = False) -> str:
 def main() -> None:
     for name, text in generated().items():
         (ROOT / "docs" / name).write_text(text, encoding="utf-8")
+    for name, text in pictures().items():
+        (ROOT / "docs" / "img" / name).write_text(text, encoding="utf-8")
     for page in pages():
         page.write_text(fresh(page.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -1,9 +1,12 @@
-"""What a benchmark prints is what it keeps."""
+"""What pages claim in figures was measured: each is a cell of a file in `bench/results`."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
+import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +15,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
+CLAIMING = ("README.md", "docs/benchmarks.md", "docs/numerics.md")
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Modules of the folder, by name."""
     monkeypatch.syspath_prepend(ROOT / "bench")
-    return SimpleNamespace(result=importlib.import_module("result"))
+    names = ("again", "benchmarks", "claims", "plots", "result")
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 def options(**given: Any) -> argparse.Namespace:
@@ -63,3 +69,109 @@ def test_ranks_of_torchrun_are_in_the_command(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = bench.result.Result.begin("", options())
     assert found.command == "torchrun --nproc-per-node 2 bench/check.py --rounds 4"
+    assert bench.again.runnable(found.command.split())[1:] == [
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "bench/check.py", "--rounds", "4")
+    ]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_says_how_it_was_made(bench: SimpleNamespace, path: Path) -> None:
+    result = bench.result.read(path)
+    assert path.read_text() == result.json(), "as `save` writes it"
+    assert datetime.date.fromisoformat(result.date) <= datetime.date.today()
+    assert result.title and result.beside and "cores" in result.machine and "torch" in result.versions
+    assert result.tables and all(table.rows for table in result.tables)
+    for table in result.tables:
+        assert all(len(table.texts(row)) == len(table.columns) for row in table.rows)
+    if result.command:
+        assert bench.again.runnable(result.command.split())
+        script, *_ = re.findall(r"bench/\w+\.py", result.command)
+        text = (ROOT / script).read_text()
+        for option in re.findall(r"(?<= )--[a-z-]+", result.command.partition(script)[2]):
+            assert f'"{option}"' in text or 'f"--{name}"' in text, option
+
+
+def test_every_benchmark_is_run_again(bench: SimpleNamespace) -> None:
+    commands = bench.again.commands()
+    scripts = {word for words in commands for word in words if word.startswith("bench/")}
+    printing = (path for path in (ROOT / "bench").glob("*.py") if ".save(options.save)" in path.read_text())
+    assert scripts >= {f"bench/{path.name}" for path in printing} and len(scripts) > 12
+    assert ["python", "bench/step.py", "--dtype", "bf16", "--save", "step-bf16"] in commands
+    assert ["python", "bench/plan_scale.py"] in commands
+
+
+# --- what is claimed was found ------------------------------------------------------------------------------
+
+
+def test_a_claim_is_held_to_its_limit(bench: SimpleNamespace) -> None:
+    figure = bench.claims.Figure(1.05, ".2f", "step-fp32")
+    for limit, met in (
+        (bench.claims.Limit(1.05), True),
+        (bench.claims.Limit(1.046), True),
+        (bench.claims.Limit(1.04), False),
+        (bench.claims.Limit(1.05, at_least=True), True),
+        (bench.claims.Limit(1.06, at_least=True), False),
+        (None, None),
+    ):
+        assert bench.claims.Claim("", "", figure, {}, limit).met is met
+
+
+def test_what_is_missed_is_shown_as_missed(bench: SimpleNamespace) -> None:
+    results = bench.claims.Results()
+    found = list(bench.claims.claims(results))
+    assert {claim.met for claim in found} == {True, False, None}
+    text = bench.benchmarks.claims_text(False, results)
+    lines = text.splitlines()[2:]
+    assert len(lines) == len(found)
+    for claim, line in zip(found, lines, strict=True):
+        assert ("**missed**" in line) == (claim.met is False)
+        assert f"| {claim.figure} |" in line and results[claim.figure.source].date in line
+
+
+@pytest.mark.parametrize("name", CLAIMING)
+def test_another_figure_on_a_page_is_found(bench: SimpleNamespace, tmp_path: Path, name: str) -> None:
+    """`test_docs.py` compares pages with what is made here: a cell that changes makes another page."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    results = bench.claims.Results()
+    assert bench.benchmarks.fresh(text, results) == text, "run `make docs`"
+    table = results["persistent"].tables[0]
+    table.rows[0][list(table.columns).index("tensors")] += 1
+    assert bench.benchmarks.fresh(text, results) != text
+    edited = text.replace("| 12.00 |", "| 11.00 |")
+    assert bench.benchmarks.fresh(edited, bench.claims.Results()) == text != edited
+
+
+@pytest.mark.parametrize("name", CLAIMING)
+def test_a_claim_without_a_result_fails(bench: SimpleNamespace, tmp_path: Path, name: str) -> None:
+    for path in RESULTS:
+        if path.stem != "persistent":
+            shutil.copy(path, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"bench/results/persistent\.json: must be there"):
+        bench.benchmarks.fresh((ROOT / name).read_text(encoding="utf-8"), bench.claims.Results(tmp_path))
+
+
+def test_the_page_shows_every_result_and_says_what_was_not_measured() -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    shown = re.findall(r"<!-- result: (\S+) -->", text)
+    assert sorted(shown) == sorted(path.stem for path in RESULTS)
+    for name in CLAIMING[:2]:
+        assert re.search(r"Nothing .*has been measured on a GPU yet", (ROOT / name).read_text())
+
+
+def test_pictures_are_those_of_the_results(bench: SimpleNamespace) -> None:
+    drawn = bench.benchmarks.drawn(bench.claims.Results())
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert len(drawn) == 7
+    for name, picture in drawn.items():
+        assert f"(img/{name})" in page
+        assert (ROOT / "docs" / "img" / name).read_text(encoding="utf-8") == picture, "run `make docs`"
+
+
+def test_a_bar_is_as_long_as_its_figure(bench: SimpleNamespace) -> None:
+    made = bench.plots.Bar("ours <1>", 1.0, "1.0", True), bench.plots.Bar("theirs", 4.0, "4.0", False)
+    picture = bench.plots.bars("Times", [bench.plots.Bars("fp32", made, ((2.0, "goal"),))])
+    widths = [float(width) for width in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', picture)]
+    assert widths == [bench.plots.LENGTH / 4, bench.plots.LENGTH]
+    (limit,) = re.findall(r'd="M([\d.]+) \d+V\d+" class="limit"', picture)
+    assert float(limit) == bench.plots.EDGE + bench.plots.NAMES + bench.plots.LENGTH / 2
+    assert "ours &lt;1&gt;" in picture and "prefers-color-scheme:dark" in picture

@@ -1,0 +1,225 @@
+"""What the README and `docs/benchmarks.md` claim, each with its peers, its limit, and where it is from.
+
+Every figure is a cell of a file in `bench/results`; none is written here. One that misses its limit is shown
+as missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from result import RESULTS, Cell, Result, read, shown
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A cell, and the name of the result that it is in."""
+
+    value: float
+    form: str
+    source: str
+
+    def __str__(self) -> str:
+        return shown(self.value, self.form)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Where a figure should be."""
+
+    value: float
+    why: str = "goal"
+    """`goal`, whose figure it is, or what was counted."""
+    at_least: bool = False
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure, and what it is compared with."""
+
+    section: str
+    """The heading on the page that has its table."""
+    what: str
+    figure: Figure
+    beside: Mapping[str, Figure]
+    """Others of the same run."""
+    limit: Limit | None
+    main: bool = False
+    """Whether the README shows it."""
+
+    @property
+    def met(self) -> bool | None:
+        """Of what is shown: a digit that nobody sees decides nothing."""
+        if self.limit is None:
+            return None
+        figure, limit = (
+            float(shown(value, self.figure.form).strip("%"))
+            for value in (self.figure.value, self.limit.value)
+        )
+        return figure >= limit if self.limit.at_least else figure <= limit
+
+
+class Results(dict[str, Result]):
+    """Those of a folder, by name."""
+
+    def __init__(self, folder: Path = RESULTS) -> None:
+        super().__init__({path.stem: read(path) for path in sorted(folder.glob("*.json"))})
+
+    def __missing__(self, name: str) -> Result:
+        raise FileNotFoundError(
+            f"bench/results/{name}.json: must be there, a page shows it. Measure it with `--save {name}`."
+        )
+
+    def all(self, name: str, column: str, *rows: Cell) -> list[Figure]:
+        """The figures of a column, of the rows that have these names among their cells."""
+        found = []
+        for table in self[name].tables:
+            place = list(table.columns).index(column)
+            for row in table.rows:
+                value = row[place]
+                if all(each in row for each in rows):
+                    assert isinstance(value, (int, float)), (name, column, row)
+                    found.append(Figure(value, table.columns[column], name))
+        return found
+
+    def one(self, name: str, column: str, *rows: Cell) -> Figure:
+        (found,) = self.all(name, column, *rows)
+        return found
+
+    def several(self, name: str, column: str, rows: Mapping[str, str]) -> dict[str, Figure]:
+        """What a page calls a row -> its figure."""
+        return {said: self.one(name, column, row) for said, row in rows.items()}
+
+
+def claims(results: Results) -> Iterator[Claim]:
+    """In the order of the page."""
+    yield from _step(results)
+    yield from _update(results)
+    yield from _loading(results)
+    yield from _what_stays(results)
+    yield from _pipelines(results)
+    yield from _order(results)
+    yield from _many_ranks(results)
+    yield from _watching(results)
+    loop = results.one("trainer", "loop to engine", "trainer's loop")
+    yield Claim("The trainer's loop", "A step of the trainer's loop, in the engine's", loop, {}, Limit(1.03))
+    yield from _audit(results)
+
+
+def _step(results: Results) -> Iterator[Claim]:
+    column = "ratio to ddp"
+    for source, dtype in (("step-fp32", "fp32"), ("step-bf16", "bf16")):
+        for stage in range(4):
+            peers = {"FSDP2": "fsdp2", "FSDP2 over pairs": "fsdp2-p2p", "DeepSpeed": f"ds-{max(stage, 1)}"}
+            yield Claim(
+                "One step",
+                f"A step at stage {stage}, {dtype}, in steps of DDP",
+                results.one(source, column, f"zd-{stage}"),
+                results.several(source, column, peers),
+                Limit(1.10 if stage == 3 else 1.05),
+                main=stage in (0, 3),
+            )
+
+
+def _update(results: Results) -> Iterator[Claim]:
+    fused = {"torch's fused AdamW": "torch AdamW fused"}
+    for source, size in (("update-20M", "20M"), ("update-200M", "200M")):
+        for master in ("fp32 master", "split"):
+            what, row = f"Update of {size}, {master}", f"{master}, fp32 state, fp32 grad"
+            peers = {**fused, "DeepSpeed's": "DeepSpeed CPU Adam"}
+            peers["the bytes alone"] = f"limit: the bytes of {master}"
+            copies, chain = (results.one(source, column, row) for column in ("x copy_", "of chain"))
+            beside = results.several(source, "x copy_", peers)
+            goal = Limit(1.6, at_least=True)
+            yield Claim(
+                "The update", f"{what}: bytes a second, in a copy's", copies, beside, goal, size == "20M"
+            )
+            beside = results.several(source, "of chain", {**fused, "with the norm": f"norm + {master}"})
+            what = f"{what}: time, in that of unscale, clip, fused AdamW and cast"
+            yield Claim("The update", what, chain, beside, Limit(0.55), size == "20M")
+
+
+def _loading(results: Results) -> Iterator[Claim]:
+    for source, dtype in (("load-fp32", "fp32"), ("load-bf16", "bf16")):
+        peers = {"DCP": "dcp"}
+        if dtype == "fp32":
+            peers |= {"`from_pretrained`": "from_pretrained", "DeepSpeed": "deepspeed"}
+        for column, what in (("s", "seconds"), ("beyond", "MB at the peak beyond the shard")):
+            beside = results.several(source, column, peers)
+            limit = Limit(beside["DCP"].value, "DCP") if column == "s" else Limit(150)
+            figure = results.one(source, column, "zerodrift")
+            yield Claim(
+                "Loading", f"2 GB into {dtype} shards, {what}", figure, beside, limit, dtype == "fp32"
+            )
+
+
+def _what_stays(results: Results) -> Iterator[Claim]:
+    peers = {"FSDP2": "fsdp2", "with its gradients": "fsdp2 with gradients", "DeepSpeed stage 3": "ds-3"}
+    beside = results.several("persistent", "tensors", peers)
+    for row, state in (("zd-3", "fp32"), ("zd-3 bf16-stochastic", "bf16-stochastic"), ("zd-3 8bit", "8bit")):
+        plan = Limit(results.one("persistent", "planned", row).value, "the plan")
+        what = f"Bytes a parameter between steps, times ranks: split master, {state} state"
+        figure = results.one("persistent", "tensors", row)
+        yield Claim("What stays between steps", what, figure, beside, plan, row != "zd-3 bf16-stochastic")
+
+
+def _pipelines(results: Results) -> Iterator[Claim]:
+    engines = ("zerodrift", "zerodrift queue", "zerodrift autograd")
+    ratios = [figure for engine in engines for figure in results.all("pipeline", "to torch", engine)]
+    ratios.sort(key=lambda figure: figure.value)
+    what = "A step of a pipeline, in torch's over `fully_shard`: the slowest of six schedules"
+    yield Claim("Pipelines", what, ratios[-1], {"the fastest": ratios[0]}, Limit(1.0, "torch"), main=True)
+
+
+def _order(results: Results) -> Iterator[Claim]:
+    section = "The order of sums"
+    ratios = sorted(results.all("order-steps", "tree / rank"), key=lambda figure: figure.value)
+    what = f"A step by the tree, in one in the order of ranks: the slowest of {len(ratios)}"
+    yield Claim(section, what, ratios[-1], {"the fastest": ratios[0]}, Limit(1.05), main=True)
+    most = results["order-scale"].tables[0].rows[-1][0]
+    orders = {"by the tree": "tree: ms", "the carrier's own": "native: ms"}
+    beside = {name: results.one("order-scale", column, most) for name, column in orders.items()}
+    what, time = f"One reduction on {most} ranks", results.one("order-scale", "rank: ms", most)
+    yield Claim(section, f"{what}, ms of the host", time, beside, None)
+    afar, beside = (results.one("order-scale", f"{order}: afar", most) for order in ("tree", "rank"))
+    limit = Limit(1 / 8, "counted: a half, a quarter and an eighth stay")
+    what = f"{what}, by the tree, the part that leaves machines of 8"
+    yield Claim(section, what, afar, {"in the order of ranks": beside}, limit)
+    last = [row[-1] for table in results["same-bits"].tables for row in table.rows]
+    same = Figure(last.count("same"), "", "same-bits")
+    what = "Runs on other ranks and stages, and through kills, that end with the bits of the first"
+    yield Claim("The same bits", what, same, {}, Limit(len(last), "all", at_least=True), main=True)
+
+
+def _many_ranks(results: Results) -> Iterator[Claim]:
+    for ranks in (8, 64, 512, 4096, 16384):
+        peer = results.one("host", "ms", "fsdp2", ranks)
+        what, figure = (
+            f"A step at stage 3 on {ranks} ranks, ms of the host",
+            results.one("host", "ms", "zd-3-native", ranks),
+        )
+        limit = Limit(peer.value / 2, "goal: half of FSDP2's")
+        yield Claim("Many ranks", what, figure, {"FSDP2": peer}, limit, ranks in (8, 4096))
+
+
+def _watching(results: Results) -> Iterator[Claim]:
+    for source in ("check-short", "check-long"):
+        for kind in ("fp32", "autocast bf16"):
+            alone, watched, ended = (
+                results.one(source, column, kind) for column in ("step ms", "watched", "ended")
+            )
+            what = f"A watched step of {alone} ms, {kind}, in steps alone"
+            yield Claim("Watching", what, watched, {"a step after it": ended}, Limit(1.10), kind != "fp32")
+
+
+def _audit(results: Results) -> Iterator[Claim]:
+    for source in ("audit-pins", "audit-500m"):
+        for table in results[source].tables:
+            removed = {str(row[0]): row[list(table.columns).index("removed")] for row in table.rows}
+            figures = {name: Figure(float(value or 0), ".1%", source) for name, value in removed.items()}
+            ours = next(figure for name, figure in figures.items() if name.startswith("audit"))
+            what = f"Drift that the audit's pins remove: {table.title}"
+            beside = {"norms, router and head": figures["norms, router, head"]}
+            yield Claim("The audit", what, ours, beside, Limit(0.8, at_least=True))
