@@ -106,13 +106,20 @@ def with_other_values(b: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def everything(backend: str) -> list[str]:
-    """The native backend needs no names: what is used outside of its block is gathered where it is used."""
+    """The native backend needs no names: what is used outside of its block is gathered where it is used.
+
+    It has the bits of stage 0. `fully_shard` lays parameters out by itself, and on some processors the last
+    bit of a product goes by where its matrices lie."""
     native = backend == "native"
     problems = []
+
+    def same(value: float | str, whole: float | str) -> bool:
+        return value == (whole if native else pytest.approx(whole, rel=1e-12))
+
     for name, (block, call, unit) in FOUND.items():
         whole, _ = norm(Net(block, call), [], stage=0)
         value, units = norm(Net(block, call), [], backend=backend)
-        if value != whole or unit not in units:
+        if not same(value, whole) or unit not in units:
             problems.append(f"{name}: {value} for {whole}, {units}")
     for name, (call, globs) in NAMED.items():
         whole, _ = norm(Net(Block, call), [], stage=0)
@@ -125,7 +132,7 @@ def everything(backend: str) -> list[str]:
         ):
             problems.append(f"{name}: {said}")
         value, _ = norm(Net(Block, call), globs, backend=backend)
-        if value != whole:
+        if not same(value, whole):
             problems.append(f"{name}, named: {value} for {whole}")
     for what, call, named in (
         ("a weight used outside", lambda b, x: linear(b(x), b.a.weight), "linear(b(x), b.a.weight)"),
