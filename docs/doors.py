@@ -7,7 +7,7 @@
 Two CPU ranks, a model of two small layers, data made here; nothing is downloaded but packages. Each command
 runs at stages 2 and 3 under `zerodrift run`, and at stage 2 on DeepSpeed 0.19.6, whose sums in fp32 are those
 of stage 3 too. `accelerate` is told that ranks on CPUs are ranks (`tests/doors/on_cpu`). Results are kept in
-docs/doors.json.
+tests/doors/results.json.
 
 Invariant: versions are what the environment says of itself, and losses are what the tool wrote.
 """
@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "doors.md"
-RESULTS = ROOT / "docs" / "doors.json"
+RESULTS = ROOT / "tests" / "doors" / "results.json"
 SCRIPTS = ROOT / "tests" / "doors"
 E2E = ROOT / "tests" / "e2e"
 NEAR = 1e-6
