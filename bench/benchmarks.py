@@ -114,6 +114,7 @@ def drawn(results: Results) -> dict[str, str]:
     steps = [panel(f"step-{dtype}", "ratio to ddp", dtype, *goals) for dtype in DTYPES]
     rest = panel("persistent", "resident", "between steps: bytes a parameter, times ranks")
     peak = panel("load-fp32", "peak MB", "at the peak of loading 2 GB into fp32 shards: MB")
+    step_peak = panel("step-memory", "peak MiB", "at the peak of a step, 92M parameters, fp32: MiB")
     goal = (1.6, "goal")
     updates = [panel(f"update-{n}", "x copy_", f"{n} parameters", goal, only=UPDATES) for n in SIZES]
     loads = [panel(f"load-{dtype}", "s", f"into {dtype} shards") for dtype in DTYPES]
@@ -122,7 +123,7 @@ def drawn(results: Results) -> dict[str, str]:
     step = [_line(engine, host, "ms", engine) for engine in ("zd-3-native", "alone", "fsdp2")]
     return {
         "bench-step.svg": plots.bars("A step on two gloo ranks: its time in that of DDP", steps),
-        "bench-memory.svg": plots.bars("What a rank holds", [rest, peak]),
+        "bench-memory.svg": plots.bars("What a rank holds", [rest, step_peak, peak]),
         "bench-update.svg": plots.bars("The optimizer's step: bytes a second, in a plain copy's", updates),
         "bench-load.svg": plots.bars("Loading 2 GB on two ranks: seconds", loads),
         "bench-pipeline.svg": plots.bars(

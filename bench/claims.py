@@ -96,6 +96,7 @@ class Results(dict[str, Result]):
 def claims(results: Results) -> Iterator[Claim]:
     """In the order of the page."""
     yield from _step(results)
+    yield from _peak(results)
     yield from _update(results)
     yield from _loading(results)
     yield from _what_stays(results)
@@ -155,6 +156,14 @@ def _loading(results: Results) -> Iterator[Claim]:
             )
 
 
+def _peak(results: Results) -> Iterator[Claim]:
+    peers = {"FSDP2": "fsdp2", "DDP": "ddp"}
+    what = "MiB at the peak of a step at stage 3, 92M parameters, fp32, two ranks"
+    figure = results.one("step-memory", "peak MiB", "zd-3")
+    beside = results.several("step-memory", "peak MiB", peers)
+    yield Claim("One step", what, figure, beside, Limit(1000), main=True)
+
+
 def _what_stays(results: Results) -> Iterator[Claim]:
     peers = {"FSDP2": "fsdp2", "with its gradients": "fsdp2 with gradients", "DeepSpeed stage 3": "ds-3"}
     beside = results.several("persistent", "tensors", peers)
@@ -205,12 +214,12 @@ def _many_ranks(results: Results) -> Iterator[Claim]:
 
 
 def _watching(results: Results) -> Iterator[Claim]:
-    for source in ("check-short", "check-long"):
+    for source, ranks in (("check-short", ""), ("check-long", ""), ("check-ranks", " on two ranks")):
         for kind in ("fp32", "autocast bf16"):
             alone, watched, ended = (
                 results.one(source, column, kind) for column in ("step ms", "watched", "ended")
             )
-            what = f"A watched step of {alone} ms, {kind}, in steps alone"
+            what = f"A watched step of {alone} ms{ranks}, {kind}, in steps alone"
             yield Claim("Watching", what, watched, {"a step after it": ended}, Limit(1.10), kind != "fp32")
 
 
