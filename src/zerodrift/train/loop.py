@@ -138,7 +138,7 @@ class Loop:
         return Outcome(step, session.steps, self._loss, self._asked)
 
     def _train(self, step: int) -> int:
-        run, session = self._run, self._session
+        run, session, began = self._run, self._session, step
         clock = _Clock(self._metrics.seconds if self._metrics is not None else 0.0)
         while step < session.steps and not self._asked and not self._best.is_out_of_patience:
             step = self._done = self._step(step, clock)
@@ -153,7 +153,7 @@ class Loop:
             if _is_due(run.checkpoint_every, step) and not last:
                 self._checkpoint(step)
             clock.go_on()
-        if self._why_early and not self._asked and step < session.steps:
+        if self._why_early and not self._asked and began < step < session.steps:
             self._display.say(f"ended after step {step} of {session.steps}: {self._why_early}")
         return step
 
