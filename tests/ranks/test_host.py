@@ -6,8 +6,7 @@ Calls are counted, not seconds. Where they may grow, they do so with the depth o
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import nn
 
+from tests.host_calls import calls
 from tests.numerics import runs
 from tests.ranks.harness import run_ranks
 from zerodrift import initialize
@@ -28,22 +28,6 @@ BLOCKS = 2
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(BLOCKS)))
-
-
-def calls(run: Callable[[], object]) -> int:
-    """Those of Python and from Python."""
-    count = 0
-
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def like_gpus() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 
+from tests.host_calls import calls
 from zerodrift.comm import fold as module
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.kernels import native
@@ -81,22 +80,6 @@ def test_infinities_and_what_is_no_number_stay_so(path: str, order: Order) -> No
             out[[1, 2, *range(4, 8)]], want[[1, 2, *range(4, 8)]]
         )
         assert out[4].signbit()
-
-
-def calls(run: Callable[[], object]) -> int:
-    """Those of Python and from Python."""
-    count = 0
-
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @pytest.mark.parametrize("order", ["rank", "tree"])
