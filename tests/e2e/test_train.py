@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
+from zerodrift.io.checkpoint.manifest import read_manifest
 from zerodrift.plan.table import Plan
 from zerodrift.train.chat import conversation
 from zerodrift.train.documents import Document
@@ -69,6 +71,35 @@ def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
         for folder in (whole, halves)
     ]
     assert ends[0] == ends[1]
+
+
+def test_checkpoints_beside_training_are_those_between_steps(tmp_path: Path) -> None:
+    found = []
+    for name, beside in (("a", False), ("b", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        run = {"checkpoint_every": 2, "keep": 9, "asynchronous_checkpoints": beside}
+        train(str(job(folder, "slow", steps=5, run=run)))
+        saved = folder / "run" / "checkpoints"
+        digests = {path.name: read_manifest(path).digests for path in saved.glob("step-*")}
+        found.append((losses(folder), sorted(digests.items())))
+    assert found[0] == found[1] and len(found[0][1]) == 3
+    file = job(tmp_path / "b", "slow", steps=5, run={"resume": "step-00000002"})
+    train(str(file))
+    assert losses(tmp_path / "b") == found[0][0]
+
+
+def test_a_checkpoint_that_fails_beside_training_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("zerodrift.io.checkpoint.writing.write_items", full)
+    file = job(tmp_path, "slow", steps=6, run={"checkpoint_every": 2, "asynchronous_checkpoints": True})
+    with pytest.raises(ZerodriftError, match="space"):
+        train(str(file))
+    assert len(losses(tmp_path)) < 6
 
 
 def on_a_rank(file: str) -> None:

@@ -149,6 +149,8 @@ class Run(Block):
     page of the run."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves only at the end or when the run is stopped."""
+    asynchronous_checkpoints: Flag = False
+    """Train on while a checkpoint is written. Its state is copied first, into as much memory of the host."""
     keep: Positive = 2
     """How many of the newest checkpoints to keep."""
     resume: str = "auto"

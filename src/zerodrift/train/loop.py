@@ -175,6 +175,7 @@ class Loop:
         if not saved:
             with self._display.doing("saving"):
                 session.checkpoint(step)
+                session.checkpoints.wait()
         if self._asked:
             again = "" if self._run.resume == "auto" else " with `--set run.resume=auto`"
             done = f"{self._asked}: step {step} is finished and saved"

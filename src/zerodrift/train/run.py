@@ -264,7 +264,13 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
         feed = Feed(prepared.train, job.data.seed, _seat(engine))
         if prepared.train.apart:
             require_apart(driver, feed.seat, job.data.block, letters.vocabulary)
-        checkpoints = Checkpoints(engine, folder.checkpoints, keep=job.run.keep, quiet=True)
+        checkpoints = Checkpoints(
+            engine,
+            folder.checkpoints,
+            keep=job.run.keep,
+            asynchronous=job.run.asynchronous_checkpoints,
+            quiet=True,
+        )
         return Session(
             job,
             folder,
