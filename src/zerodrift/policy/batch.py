@@ -49,10 +49,11 @@ def arithmetic(
 
 def _quotient(total: int, parts: int, key: str, problems: Problems) -> int:
     if total % parts:
+        below, above = total // parts * parts, (total // parts + 1) * parts
         problems.add(
             key,
             f"must be a multiple of {parts} (data-parallel ranks times what each step does on one)",
             got=str(total),
-            do=f"Use {max(parts, total // parts * parts)} or {(total // parts + 1) * parts}.",
+            do=f"Use {below} or {above}." if below else f"Use {above}, or fewer ranks.",
         )
     return max(1, total // parts)

@@ -401,4 +401,5 @@ def data_text(prepared: Prepared, steps: int, plan: Plan, display: Display) -> s
     samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
     epochs = steps * samples / len(prepared.train)
     told = (*prepared.in_short(), ("training", f"{steps:,} steps of {samples} blocks, {epochs:.2f} epochs"))
-    return printed([grid(told, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
+    below = [(label.ljust(len("optimizer")), text) for label, text in told]  # the lines of the plan
+    return printed([grid(below, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")

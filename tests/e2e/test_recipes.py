@@ -1,0 +1,134 @@
+"""The quick start and the recipes, followed: their jobs are written, and their commands run, in their order.
+
+Steps and blocks are few; the models are tiny ones, where the pages say so and where they name a real one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.unit.letters import byte_tokenizer
+from zerodrift.cli import app
+from zerodrift.train.metrics import read
+
+transformers = pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = ("pip install", "hf download")
+"""What needs a network, or changes the environment."""
+
+FEW = ("--set", "run.steps=2", "--set", "data.block=64")
+
+
+def sections(page: str) -> list[list[tuple[str, str]]]:
+    """(language, text) of what a reader copies, by the headings of a page."""
+    text = (ROOT / "docs" / page).read_text()
+    return [re.findall(r"^```(yaml|bash)\n(.*?)^```", part, re.M | re.S) for part in text.split("\n## ")]
+
+
+def named(text: str) -> str:
+    """The name that the page gives a job."""
+    return text.split()[1]
+
+
+RECIPES = {
+    named(text): section
+    for section in sections("recipes.md")
+    for language, text in section
+    if language == "yaml"
+}
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages say a reader has."""
+    folder: Path = tmp_path_factory.mktemp("reader")
+    (folder / "text").mkdir()
+    for number in range(8):
+        (folder / "text" / f"{number}.txt").write_text(f"Note {number}: the plan decides. " * 60)
+    rows = [{"text": f"Row {number} says what it says. " * 8} for number in range(60)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress("".join(lines[:50]).encode()))
+    (folder / "held-out.jsonl").write_text("".join(lines[50:]))
+    turns = [
+        ({"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Yes."}) for n in range(40)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
+    model.save_pretrained(folder / "Qwen3-0.6B")
+    byte_tokenizer(folder / "Qwen3-0.6B")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    return folder
+
+
+def follow(section: list[tuple[str, str]], folder: Path) -> list[str]:
+    """Write the jobs and run the commands; returns these."""
+    ran = []
+    for language, text in section:
+        if language == "yaml":
+            (folder / named(text)).write_text(text)
+            continue
+        for line in text.splitlines():
+            if not line.startswith(ELSEWHERE):
+                program, verb, *rest = shlex.split(line)
+                assert program == "zerodrift", line
+                few = FEW if verb in ("train", "data") else ()
+                assert not app([verb, *rest, *few], standalone_mode=False), line
+                ran.append(line)
+    return ran
+
+
+def test_the_quick_start_is_followed(
+    materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(materials / "text", tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    ran = [line for section in sections("start.md") for line in follow(section, tmp_path)]
+    assert len(ran) == 8, ran
+    assert [line["kind"] for line in read(tmp_path / "runs" / "job" / "metrics.jsonl")].count("step") == 2
+    assert (tmp_path / "runs" / "job" / "report.html").is_file()
+    assert list((tmp_path / "runs" / "job" / "export").glob("*.safetensors"))
+    assert "The " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_followed(
+    name: str, materials: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if name == "lora.yaml":
+        pytest.importorskip("peft", reason="needs the extra `peft`")
+    monkeypatch.chdir(materials)
+    ran = follow(RECIPES[name], materials)
+    assert any(line.startswith(f"zerodrift train {name}") for line in ran)
+    run = materials / "runs" / Path(name).stem
+    losses = [line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == "step"]
+    assert len(losses) == 2, capfd.readouterr().out
+
+
+def test_what_the_recipes_say_without_a_job_is_followed(
+    materials: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(materials)
+    (materials / "pretrain.yaml").write_text(next(text for _, text in RECIPES["pretrain.yaml"]))
+    others = [section for section in sections("recipes.md") if section not in RECIPES.values()]
+    assert [line for section in others for line in follow(section, materials)]
+    assert "512 ranks" in capfd.readouterr().out
+
+
+def test_keys_of_the_tables_are_keys() -> None:
+    """Of a job, as dotted names in the column on the right."""
+    text = (ROOT / "docs" / "recipes.md").read_text().partition("## Key for key")[2]
+    known = (ROOT / "docs" / "job.md").read_text() + (ROOT / "docs" / "config.md").read_text()
+    named = set(re.findall(r"`(?:config|model|data|run)\.([a-z_.]+)", text))
+    assert len(named) > 25
+    for name in named:
+        assert all(f"`{part}`" in known for part in name.split(".")), name
