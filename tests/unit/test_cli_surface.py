@@ -55,6 +55,7 @@ SURFACE = {
         "--dtype",
         "--help",
         "--max-shard-size",
+        "--merge",
         "--model",
         "--optimizer",
         "--overwrite",

@@ -45,12 +45,22 @@ def convert(
     optimizer: options.Moments = "",
     overwrite: options.Overwrite = False,
     trust: options.Trust = False,
+    merge: options.Merge = False,
     debug: options.Debug = False,
 ) -> None:
     """Convert weights, together with masters, moments and counters where both formats have them."""
     with streams.errors(debug):
         if to not in (None, "safetensors", "checkpoint"):
             raise ConfigError("--to", "must be safetensors or checkpoint", got=repr(to))
+        if merge:
+            _refuse_with_merge({"--to": to == "checkpoint", "--trust": trust, "--optimizer": bool(optimizer)})
+            from zerodrift.train.merge import MergeOptions
+            from zerodrift.train.merge import merge as merged
+
+            with streams.progress(f"merging {source}"):
+                done = merged(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
+            streams.emit(str(done))
+            return
         from zerodrift.io.convert import ConvertOptions
         from zerodrift.io.convert import convert as run
 
@@ -62,3 +72,9 @@ def convert(
         asked = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
         model = model or config_of(source)
         streams.emit(str(run(checkpoints_at(source), target, asked, model, shown=True)))
+
+
+def _refuse_with_merge(given: dict[str, bool]) -> None:
+    for option, is_given in given.items():
+        if is_given:
+            raise ConfigError(option, "must be left out with `--merge`, which writes safetensors")

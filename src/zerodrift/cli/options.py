@@ -282,6 +282,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if 
 Trust = Annotated[
     bool, typer.Option("--trust", help="Unpickle DeepSpeed files that run code. Only for files of your own.")
 ]
+Merge = Annotated[
+    bool,
+    typer.Option(
+        "--merge",
+        help="Merge the adapters at SOURCE into their base, which --model names where it has moved.",
+    ),
+]
 
 # --- train and sample ---------------------------------------------------------------------------------
 

@@ -146,8 +146,11 @@ The kind of SOURCE is detected and printed. One process converts a few megabytes
 safetensors files get the names, layout and config that transformers loads; without it they keep the
 module's own names.
 
+--merge makes one model of trained adapters and their base, in the base's dtype or in --dtype.
+
 \b
 Examples:
+  zerodrift convert runs/a merged --merge         (a run with `model.lora`)
   zerodrift convert runs/a exported --model path/to/model --dtype bf16
   zerodrift convert ds_run converted              (DeepSpeed ZeRO 0-3, to continue training)
   zerodrift convert ds_run exported --to safetensors --model path/to/model

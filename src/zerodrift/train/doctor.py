@@ -27,7 +27,7 @@ EXTRAS = {
     "transformers": "hf",
     "datasets": "hf",
     "tokenizers": "hf",
-    "peft": "",
+    "peft": "peft",
     "tensorboard": "tensorboard",
     "wandb": "",
     "matplotlib": "plot",

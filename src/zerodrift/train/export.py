@@ -1,7 +1,7 @@
 """The trained model as a folder that others load, and back.
 
-A whole model is written by `io/safetensors/export.py`; here is what a trainer adds: its tokenizer, adapters
-as `peft` writes them, and the way back from a folder or a checkpoint into a model to sample from.
+A whole model is written by `io/safetensors/export.py`, and adapters by `adapters.py`; here is what a trainer
+adds: its tokenizer, and the way back from a folder or a checkpoint into a model to sample from.
 
 Invariant: every rank calls `export`; a folder that is there is whole.
 """
@@ -11,15 +11,12 @@ from __future__ import annotations
 import functools
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError
-from zerodrift.io.atomic import new_folder
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.items import CheckpointReader, weight_key
 from zerodrift.io.checkpoint.manifest import SHARED, read_entries, verified
@@ -27,6 +24,7 @@ from zerodrift.io.safetensors.export import export as export_model
 from zerodrift.model.factory import make
 from zerodrift.model.huggingface import CONFIG
 from zerodrift.model.meta import attempt
+from zerodrift.train import adapters
 from zerodrift.train import model as models
 from zerodrift.train.job import Job
 from zerodrift.train.tokens import FILES, MODELS, Tokenizer, TransformersTokenizer
@@ -34,31 +32,23 @@ from zerodrift.train.tokens import FILES, MODELS, Tokenizer, TransformersTokeniz
 BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
-def export(engine: Engine, folder: Path, job: Job, tokenizer: Tokenizer) -> None:
-    """Write the model as it is now, in the dtypes of the `export` column."""
+def export(engine: Engine, folder: Path, job: Job, tokenizer: Tokenizer, base: str) -> None:
+    """Write the model as it is now, in the dtypes of the `export` column; of adapters with the digest of
+    their `base`."""
     if job.model.lora is None:
         export_model(engine, folder, overwrite=True)
     else:
-        _write_adapters(engine, folder)
+        adapters.write(engine, folder, job.model.source, base)
     if engine.mesh.rank() == 0 and isinstance(tokenizer, TransformersTokenizer):
-        for file in Path(tokenizer.name).iterdir():
-            if file.is_file() and (file.name in (*FILES, *BESIDE_TOKENIZER) or file.suffix in MODELS):
-                shutil.copyfile(file, folder / file.name)
+        copy_tokenizer(Path(tokenizer.name), folder)
     engine.comm.barrier()
 
 
-def _write_adapters(engine: Engine, folder: Path) -> None:
-    """What was trained, and nothing of the frozen model."""
-    tensors: dict[str, torch.Tensor] = {}
-    for row in engine.plan.rows:
-        if row.trained:
-            tensors[row.name] = engine.parameter(row.name).master.to("cpu", row.columns.export.torch)
-    module: Any = engine.module
-    with raise_on_all_ranks(engine.comm):
-        if engine.mesh.rank() == 0:
-            with new_folder(folder, overwrite=True) as new:
-                module.save_pretrained(str(new.path), state_dict=tensors, save_embedding_layers=False)
-                new.publish()
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The files of a tokenizer, where there are some, beside a model."""
+    for file in source.iterdir():
+        if file.is_file() and (file.name in (*FILES, *BESIDE_TOKENIZER) or file.suffix in MODELS):
+            shutil.copyfile(file, folder / file.name)
 
 
 def read(folder: Path, job: Job | None) -> nn.Module:
@@ -71,10 +61,7 @@ def read(folder: Path, job: Job | None) -> nn.Module:
         raise ConfigError(str(folder), must, got="neither")
     source = models.source_of(job.model)
     if job.model.lora is not None:
-        from peft import PeftModel
-
-        base = models.whole_model(job.model, source).float()
-        return attempt(lambda: PeftModel.from_pretrained(base, str(folder)), str(folder), _HOLD)
+        return adapters.read(models.whole_model(job.model, source), folder, torch.float32)
     from safetensors.torch import load_file
 
     model, tensors = make(source.text), dict[str, torch.Tensor]()

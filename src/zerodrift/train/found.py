@@ -19,7 +19,7 @@ from zerodrift.model.huggingface import CONFIG, is_installed
 from zerodrift.train.folder import RunFolder, from_here
 from zerodrift.train.job import Job
 from zerodrift.train.read import read_job
-from zerodrift.train.resuming import JOB
+from zerodrift.train.resuming import BASE, JOB
 
 MUST = "must be the folder of a run, its `export`, its `checkpoints`, or one of these"
 
@@ -92,6 +92,16 @@ def _same(path: Path, other: Path) -> bool:
 
 def _saved_job(checkpoint: Path, folder: str) -> Job | None:
     """The job by which a checkpoint was saved, which it carries."""
+    text = _carried(checkpoint, JOB)
+    return None if text is None else from_here(read_job(json.loads(text))[0], folder)
+
+
+def base_of(checkpoint: Path) -> str | None:
+    """The digest of what the adapters of a checkpoint were trained on."""
+    return _carried(checkpoint, BASE)
+
+
+def _carried(checkpoint: Path, key: str) -> str | None:
     client = states.read_state(checkpoint, states.own_file(0)).get("client")
-    text = client.get(JOB) if isinstance(client, dict) else None
-    return from_here(read_job(json.loads(text))[0], folder) if isinstance(text, str) else None
+    text = client.get(key) if isinstance(client, dict) else None
+    return text if isinstance(text, str) else None

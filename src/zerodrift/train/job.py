@@ -23,7 +23,8 @@ Paths = str | tuple[str, ...]
 
 
 class Lora(Block):
-    """Low-rank adapters, through `peft`: only they are trained."""
+    """Low-rank adapters, through `peft`: only they are trained. `zerodrift convert --merge` makes one model
+    of them and theirs."""
 
     rank: Positive = 8
     """Rank of the adapters."""

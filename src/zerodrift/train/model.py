@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import importlib.util
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,14 +23,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import empty
-from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
+from zerodrift.errors import ModelError, Problems, did_you_mean
 from zerodrift.model import safetensors
 from zerodrift.model.document import listed
 from zerodrift.model.factory import call, is_factory, make
 from zerodrift.model.huggingface import CONFIG, is_installed
 from zerodrift.model.meta import attempt
 from zerodrift.pipeline.cut import Parts
-from zerodrift.train.job import Lora, Model
+from zerodrift.train.adapters import with_adapters
+from zerodrift.train.job import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def build(written: Model, source: ModelSource) -> nn.Module:
         with empty():
             model = _from_config(source, None)
     else:
-        model = _with_adapters(whole_model(written, source), written.lora)
+        model = with_adapters(whole_model(written, source), written.lora)
     _freeze(model, written)
     model.train()
     return model
@@ -232,24 +232,6 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    if importlib.util.find_spec("peft") is None:
-        must = "`peft` must be installed to train adapters"
-        raise ModelError("model.lora", must, got="no such package", do="Run `pip install peft`.")
-    if not hasattr(model, "config"):
-        raise UnsupportedError("model.lora", "must go with a `transformers` model", got=type(model).__name__)
-    from peft import LoraConfig, get_peft_model
-
-    wanted = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha or 2 * lora.rank,
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.targets) or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    return attempt(lambda: get_peft_model(model, wanted), "model.lora", "must fit the model")
 
 
 def vocabulary(model: nn.Module) -> int | None:

@@ -28,7 +28,7 @@ from zerodrift.train.job import Job
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
 
-JOB, STEP, PLACE = "job", "step", "data"
+JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
 """What a run's checkpoints carry beside the engine's state: keys of their `client`."""
 
 

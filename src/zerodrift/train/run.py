@@ -37,6 +37,7 @@ from zerodrift.report.frame import grid, printed
 from zerodrift.report.rows import grouped
 from zerodrift.report.terminal import plan_text
 from zerodrift.train import model as models
+from zerodrift.train.adapters import base_digest
 from zerodrift.train.apart import require_apart
 from zerodrift.train.blocks import Blocks
 from zerodrift.train.boards import check_boards
@@ -50,7 +51,7 @@ from zerodrift.train.launch import NOTHING, Asked
 from zerodrift.train.mixture import Mixture
 from zerodrift.train.pack import Prepared, prepare, require_validation
 from zerodrift.train.page import run_page
-from zerodrift.train.resuming import JOB, PLACE, STEP, Change, Resumed, beginning, load, packed
+from zerodrift.train.resuming import BASE, JOB, PLACE, STEP, Change, Resumed, beginning, load, packed
 from zerodrift.train.tokens import Tokenizer, tokenizer
 
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
@@ -79,6 +80,8 @@ class Session:
     """What was read, for the page."""
     command: str
     """What a person typed."""
+    base: str
+    """Digest of what adapters are trained on; empty without adapters."""
 
     @property
     def engine(self) -> Engine:
@@ -112,6 +115,10 @@ class Session:
                 got=f"{got} than in {loaded.path}",
                 do="Set them as they were, or use another `run.folder`.",
             )
+        if self.base and client.get(BASE, self.base) != self.base:
+            must, got = "must be the base that the adapters were trained on", "one with other values"
+            todo = "Set `model.source`, `model.weights` and `model.seed` as they were."
+            raise CheckpointError("model.source", must, got=f"{got} than {loaded.path} says", do=todo)
         return Resumed(int(client[STEP]), loaded.path, changes)
 
     def is_own(self, resumed: Resumed) -> bool:
@@ -180,13 +187,14 @@ class Session:
 
     def checkpoint(self, step: int) -> None:
         """Save the run as it is after `step` steps."""
-        self.checkpoints.save(client={STEP: step, PLACE: self.place, JOB: packed(self.job)})
+        base = {BASE: self.base} if self.base else {}
+        self.checkpoints.save(client={STEP: step, PLACE: self.place, JOB: packed(self.job), **base})
 
     def export(self, folder: Path) -> None:
         """Write the model as it is now."""
         from zerodrift.train.export import export
 
-        export(self.engine, folder, self.job, self.tokenizer)
+        export(self.engine, folder, self.job, self.tokenizer, self.base)
 
     def report(self, lines: list[dict[str, Any]]) -> None:
         """Write the page that a person looks at. On one rank."""
@@ -249,6 +257,7 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
     """Put a run together, saying what there is."""
     made = outline(job, config, display, started()[1])
     folder, letters, prepared, steps = made.folder, made.tokenizer, made.prepared, made.steps
+    base = "" if job.model.lora is None else base_digest(made.model)
     with display.doing("placing the model"):
         driver = _driver(job, config, made.model, made.source, numbers_of(job, config, steps))
     engine = driver.engine
@@ -283,6 +292,7 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
             prepared.key,
             data_facts(prepared, letters, steps, engine.plan),
             asked.command,
+            base,
         )
     except BaseException:
         engine.destroy()

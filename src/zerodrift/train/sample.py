@@ -18,9 +18,9 @@ from torch import nn
 
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model.factory import importable
-from zerodrift.train import export, rendering
+from zerodrift.train import adapters, export, rendering
 from zerodrift.train import model as models
-from zerodrift.train.found import FoundModel, model_at
+from zerodrift.train.found import FoundModel, base_of, model_at
 from zerodrift.train.tokens import Tokenizer, holds, tokenizer
 
 
@@ -136,5 +136,8 @@ def load(found: FoundModel) -> nn.Module:
         must = "must carry the job that it was trained by, or lie in its run"
         raise ConfigError(str(checkpoint), must, got="none", do="Convert it: `zerodrift convert`.")
     model = models.whole_model(job.model, models.source_of(job.model))
+    if job.model.lora is not None:
+        lora, base = job.model.lora, base_of(checkpoint)
+        return adapters.read_from_checkpoint(model, lora, checkpoint, base, torch.float32)
     export.read_checkpoint(model, checkpoint)
     return model

@@ -1,0 +1,184 @@
+"""`zerodrift convert --merge`: adapters and their base as one model, beside what `peft` makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.jobs import ROOT, job
+from zerodrift.cli import app
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.merge import MergeOptions, merge
+from zerodrift.train.sample import SamplingOptions, TextGenerator
+from zerodrift.train.start import train
+
+transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base in bf16 and a run that has trained adapters on it."""
+    folder = tmp_path_factory.mktemp("merge")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        base(folder / "base")
+        train(adapted(folder))
+    return folder
+
+
+def base(folder: Path, tied: bool = False) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+
+
+def adapted(folder: Path, **lora: object) -> str:
+    given = {"rank": 2, "targets": ["q_proj", "up_proj"], **lora}
+    adam = {"type": "AdamW", "params": {"lr": 0.5}}
+    written = job(
+        folder, steps=2, config={"precision": {"mode": "fp32"}, "optimizer": adam, "scheduler": None}
+    )
+    values = json.loads(written.read_text())
+    values["model"] = {"source": str(folder / "base"), "lora": given, "activation_checkpointing": False}
+    written.write_text(json.dumps(values))
+    return str(written)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_every_door_leads_to_what_peft_makes(trained: Path, tmp_path: Path, dtype: str) -> None:
+    """The run, its export and its checkpoint, which hold the same adapters in fp32."""
+    of = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(trained / "base", dtype=of)
+    theirs = peft.PeftModel.from_pretrained(plain, trained / "run" / "export").merge_and_unload()
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected, before = weights(tmp_path / "theirs"), weights(trained / "base")
+    moved = {name for name in expected if not expected[name].equal(before[name].to(of))}
+    assert moved and all("q_proj" in name or "up_proj" in name for name in moved)
+    run = trained / "run"
+    for number, place in enumerate((run, run / "export", run / "checkpoints" / "step-00000002")):
+        target = tmp_path / str(number)
+        done = merge(place, target, MergeOptions(dtype=None if dtype == "bf16" else dtype))
+        assert f"merged into {trained / 'base'}" in str(done)
+        found = weights(target)
+        assert found.keys() == expected.keys() and all(found[k].equal(expected[k]) for k in found), place
+    options = SamplingOptions(4, 0.0, 0, 0)
+    texts = {"".join(TextGenerator(place).continued("It", options)) for place in (run, run / "checkpoints")}
+    assert len(texts) == 1
+    if dtype == "fp32":
+        assert texts == {"".join(TextGenerator(tmp_path / "0").continued("It", options))}
+
+
+def test_the_verb_merges_a_checkpoint_by_its_tag(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(trained / "run"), str(tmp_path / "m"), "--merge", "--tag", "step-00000002"]
+    app(words, standalone_mode=False)
+    assert "from  adapters in" in capsys.readouterr().out and (tmp_path / "m" / "config.json").is_file()
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["use_cache"] is True
+
+
+def moved(folder: Path) -> str | None:
+    (folder / "base").rename(folder / "elsewhere")
+    return None
+
+
+def changed(folder: Path) -> str | None:
+    held = weights(folder / "base")
+    held["model.norm.weight"][3] += 1
+    save_file(held, folder / "base" / "model.safetensors", {"format": "pt"})
+    return None
+
+
+def quantised(folder: Path) -> str | None:
+    file = folder / "base" / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    return None
+
+
+def other(folder: Path) -> str:
+    base(folder / "tied", tied=True)
+    return str(folder / "tied")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (moved, "`the base of the adapters`: must be there, as it was in training"),
+        (changed, "must go with the base that its adapters were trained on"),
+        (quantised, "must not be quantised"),
+        (other, "must go with the base that its adapters were trained on"),
+    ],
+)
+def test_another_base_is_refused(
+    trained: Path, tmp_path: Path, change: Callable[[Path], str | None], words: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    for file in (folder / "run" / "job.json", folder / "run" / "export" / "base.json"):
+        file.write_text(file.read_text().replace(str(trained), str(folder)))
+    named = change(folder)
+    with pytest.raises(ZerodriftError, match=re.escape(words)):
+        merge(folder / "run", tmp_path / "merged", MergeOptions(named))
+    assert not (tmp_path / "merged").exists()
+    if change is moved:  # and where it is named, it is found
+        merge(folder / "run", tmp_path / "merged", MergeOptions(str(folder / "elsewhere")))
+        assert weights(tmp_path / "merged")
+
+
+def test_what_is_no_adapter_is_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ZerodriftError, match="must hold adapters to merge; got a whole model"):
+        merge(trained / "base", tmp_path / "merged")
+
+
+def test_a_tied_weight_is_not_changed_for_two(tmp_path: Path) -> None:
+    base(tmp_path / "base", tied=True)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wanted = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
+    peft.get_peft_model(plain, wanted).save_pretrained(tmp_path / "adapters")
+    with pytest.raises(ZerodriftError, match=re.escape("one on `lm_head`, whose weight is tied")):
+        merge(tmp_path / "adapters", tmp_path / "merged")
+
+
+def test_adapters_of_others_merge_and_say_what_is_not_known(tmp_path: Path) -> None:
+    base(tmp_path / "base")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wanted = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    peft.get_peft_model(plain, wanted).save_pretrained(tmp_path / "adapters")
+    done = merge(tmp_path / "adapters", tmp_path / "merged")
+    assert "it was taken at its name" in str(done)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").merge_and_unload()
+    theirs.save_pretrained(tmp_path / "theirs")
+    found, expected = weights(tmp_path / "merged"), weights(tmp_path / "theirs")
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_a_run_does_not_go_on_with_another_base(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    changed(folder)
+    with pytest.raises(ZerodriftError, match=r"`model\.source`: must be the base that the adapters were"):
+        train(adapted(folder), ["run.steps=3"])
