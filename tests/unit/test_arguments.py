@@ -27,6 +27,7 @@ NEVER: tuple[Any, ...] = (
 WRONG: dict[str, tuple[Any, ...]] = {
     "a number of at least 0": (*NEVER, -1, -1e-9, True, [0.1]),
     "a number": (*NEVER, True, [0.1]),
+    "a number of at least 0, and below the rate of the optimizer": (*NEVER, -1, True, [0.1], 0.2),
     "a number above 0": (*NEVER, 0, -1, True, [1]),
     "true or false": (*NEVER, 0, 1, 0.0, [True]),
     "True or left out": (*NEVER, False, 1),
@@ -47,6 +48,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "a whole number of at least -1": (*NEVER, -2, 0.5, True, 2**31),
     "a whole number from 1 to 99": (*NEVER, 0, 100, 2.5, True),
     "log or linear": (*NEVER, "cubic", "LOG", 1, True, ["log"]),
+    "linear or cosine or 1-sqrt": (*NEVER, "log", 1, True),
+    "a number from 0 to 1": (*NEVER, -1, 1.5, True, [0.1]),
     "bf16 or fp32": (*NEVER, "fp16", 32),
     "gram or standard": (*NEVER, "quick"),
     "original or match_rms_adamw": (*NEVER, "loud", 0),
@@ -62,6 +65,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 RIGHT: dict[str, tuple[Any, ...]] = {
     "a number of at least 0": (0, 0.5, 1e-30, 3),
     "a number": (0.5, -0.5),
+    "a number of at least 0, and below the rate of the optimizer": (0, 1e-4),
     "a number above 0": (10, 0.5),
     "true or false": (True, False),
     "True or left out": (True,),
@@ -73,6 +77,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "a whole number of at least -1": (-1, 3),
     "a whole number from 1 to 99": (5, 99),
     "log or linear": ("log", "linear"),
+    "linear or cosine or 1-sqrt": ("linear", "cosine", "1-sqrt"),
+    "a number from 0 to 1": (0, 0.5, 1),
     "bf16 or fp32": ("bf16", "fp32"),
     "gram or standard": ("gram", "standard"),
     "original or match_rms_adamw": ("original", "match_rms_adamw"),
@@ -96,26 +102,39 @@ def planned(block: str, kind: str, params: Any, **rest: Any) -> Any:
     return resolve(load(written), MeshShape(), **rest)
 
 
-def needed(kind: str, without: str = "") -> dict[str, Any]:
-    return {key: 1 for key in REQUIRED.get(kind, ()) if key != without}
+EITHER = {
+    "cosine_with_min_lr": ("min_lr_rate", "min_lr"),
+    "cosine_warmup_with_min_lr": ("min_lr_rate", "min_lr"),
+    "warmup_stable_decay": ("num_stable_steps", "num_training_steps"),
+}
+"""Of these one is given, and not both."""
+
+
+def needed(kind: str, beside: str = "", without: str = "") -> dict[str, Any]:
+    """What a type takes at least, beside an argument that is given or left out."""
+    names = [*REQUIRED.get(kind, ()), *(EITHER[kind][:1] if kind in EITHER else ())]
+    own = {name: 1 for name in names if name != without}
+    return {name: value for name, value in own.items() if {name, beside} != {*EITHER.get(kind, ())}}
 
 
 @pytest.mark.parametrize(("block", "kind", "key"), CASES)
 def test_what_an_argument_cannot_be_is_refused_in_the_plan(block: str, kind: str, key: str) -> None:
     for value in WRONG[TABLES[block, kind][key].words]:
         with pytest.raises(ConfigError) as caught:
-            planned(block, kind, {**needed(kind), key: value})
+            planned(block, kind, {**needed(kind, key), key: value})
         assert f"`{block}.params.{key}" in str(caught.value), (value, str(caught.value))
         assert "must" in str(caught.value)
         if isinstance(value, (int, float, str, dict)) and value not in ("auto",):
             with pytest.raises(ConfigError, match=rf"{block}\.params\.{key}"):
-                planned(block, kind, {**needed(kind), key: "auto"}, auto={f"{block}.params.{key}": value})
+                planned(
+                    block, kind, {**needed(kind, key), key: "auto"}, auto={f"{block}.params.{key}": value}
+                )
 
 
 @pytest.mark.parametrize(("block", "kind", "key"), CASES)
 def test_what_it_can_be_is_built(block: str, kind: str, key: str) -> None:
     for value in RIGHT[TABLES[block, kind][key].words]:
-        params = {**needed(kind), key: value}
+        params = {**needed(kind, key), key: value}
         if (kind, key, value) == ("SGD", "nesterov", True):
             params["momentum"] = 0.9
         policy = planned(block, kind, params)
@@ -143,7 +162,7 @@ def test_what_a_schedule_needs_is_asked_for(kind: str) -> None:
         with pytest.raises(ConfigError, match=rf"`scheduler.params.{key}`: must be given"):
             planned("scheduler", kind, needed(kind, without=key))
         assert planned(
-            "scheduler", kind, {**needed(kind), key: "auto"}, auto={f"scheduler.params.{key}": 7.0}
+            "scheduler", kind, {**needed(kind, key), key: "auto"}, auto={f"scheduler.params.{key}": 7.0}
         )
 
 
@@ -151,7 +170,7 @@ def test_what_a_schedule_needs_is_asked_for(kind: str) -> None:
 def test_what_is_no_argument_is_named(block: str, kind: str) -> None:
     for key in ("", "self", "Lr", "params", "\x1b[31m", "a.b", "x" * 3000, "\u00e9"):
         with pytest.raises(ConfigError, match=rf"{block}\.params.*must be an argument of"):
-            planned(block, kind, {**needed(kind), key: 1})
+            planned(block, kind, {**needed(kind, key), key: 1})
 
 
 @pytest.mark.parametrize("params", [[], [1], "lr", 3, True, [["lr", 1]], NAN])

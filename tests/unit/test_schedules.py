@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from typing import Any
 
 import pytest
@@ -77,6 +78,95 @@ def test_every_step_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
     assert flat(run(mine, kind, params)) == pytest.approx(flat(run(theirs, kind, params)), rel=1e-12)
 
 
+HF: list[tuple[str, dict[str, Any]]] = [
+    ("constant", {}),
+    ("constant_with_warmup", {"num_warmup_steps": 4}),
+    *(
+        (kind, {"num_training_steps": 20, "num_warmup_steps": warmup})
+        for kind in ("linear", "cosine", "cosine_with_restarts", "polynomial")
+        for warmup in (0, 3, 20, 25)
+        if (kind, warmup) != ("polynomial", 20)  # where theirs divides by zero
+    ),
+    ("cosine", {"num_training_steps": 17, "num_warmup_steps": 2, "num_cycles": 1.3}),
+    ("cosine_with_restarts", {"num_training_steps": 23, "num_warmup_steps": 3, "num_cycles": 4}),
+    ("polynomial", {"num_training_steps": 21, "num_warmup_steps": 2, "lr_end": 1e-4, "power": 2.5}),
+    ("inverse_sqrt", {"num_warmup_steps": 4}),
+    ("inverse_sqrt", {"num_warmup_steps": 0, "timescale": 7}),
+    ("cosine_with_min_lr", {"num_training_steps": 19, "num_warmup_steps": 3, "min_lr": 0.007}),
+    ("cosine_with_min_lr", {"num_training_steps": 19, "num_warmup_steps": 3, "min_lr_rate": 0.3}),
+    ("cosine_warmup_with_min_lr", {"num_training_steps": 19, "num_warmup_steps": 3, "min_lr": 0.007}),
+    (
+        "cosine_warmup_with_min_lr",
+        {"num_training_steps": 19, "num_warmup_steps": 5, "min_lr_rate": 0.3, "warmup_lr_rate": 0.2},
+    ),
+    *(
+        (
+            "warmup_stable_decay",
+            {
+                "num_training_steps": 22,
+                "num_warmup_steps": 4,
+                "num_decay_steps": 7,
+                "warmup_type": curve,
+                "decay_type": curve,
+                "min_lr_ratio": 0.1,
+            },
+        )
+        for curve in ("linear", "cosine", "1-sqrt")
+    ),
+    ("warmup_stable_decay", {"num_decay_steps": 5, "num_warmup_steps": 0, "num_stable_steps": 6}),
+]
+
+
+@pytest.mark.parametrize(("kind", "params"), HF)
+def test_every_step_is_that_of_transformers_to_the_bit(kind: str, params: dict[str, Any]) -> None:
+    """Over a run that goes on a while after its end, and gone on with in the middle."""
+    get_scheduler = pytest.importorskip("transformers").get_scheduler
+    warmup, total = params.get("num_warmup_steps"), params.get("num_training_steps")
+    rest = {key: params[key] for key in params if key not in ("num_warmup_steps", "num_training_steps")}
+    theirs, owner = optimizer(), optimizer()
+    reference = get_scheduler(kind, theirs, warmup, total, rest)
+    recipe = ComponentSpec(kind, json.dumps(params))
+    schedule, expected, found = mine.make_schedule(recipe, owner), [], []
+    for step in range(30):
+        if step == 11:
+            state, owner = schedule.state_dict(), optimizer()
+            schedule = mine.make_schedule(recipe, owner)
+            schedule.load_state_dict(state)
+        expected.append([group["lr"] for group in theirs.param_groups])
+        found.append([group["lr"] for group in owner.param_groups])
+        theirs.step()
+        reference.step()
+        schedule.step()
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "told"),
+    [
+        ("cosine_with_min_lr", {"num_training_steps": 9}, "`scheduler.params.min_lr`: must be given, or"),
+        ("wsd", {"num_decay_steps": 3}, "`scheduler.params.num_training_steps`: must be given, or"),
+        ("wsd", {"num_decay_steps": 3, "num_training_steps": 2}, "must have room for `num_warmup_steps`"),
+        ("polynomial", {"num_training_steps": 9, "lr_end": 0.1}, "must be below the rate of the optimizer"),
+        ("linear", {}, "`scheduler.params.num_training_steps`: must be given"),
+        ("reduce_lr_on_plateau", {}, "`scheduler.type`: must be one of"),
+    ],
+)
+def test_what_transformers_would_do_otherwise_or_not_at_all_is_refused(
+    kind: str, params: dict[str, Any], told: str
+) -> None:
+    written = {"scheduler": {"type": kind, "params": params}}
+    written["optimizer"] = {"type": "AdamW", "params": {"lr": 0.05}}
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        make_plan(written, torch.nn.Linear(2, 2), world_size=1)
+
+
+def test_wsd_is_another_name() -> None:
+    params = {"num_decay_steps": 3, "num_stable_steps": 4}
+    written = {"scheduler": {"type": "wsd", "params": params}}
+    recipe = make_plan(written, torch.nn.Linear(2, 2), world_size=1).policy.schedule
+    assert recipe is not None and recipe.type == "warmup_stable_decay"
+
+
 def test_the_first_two_updates_of_a_warm_up_run_at_its_minimum() -> None:
     seen = run(mine, "WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, 7)
     assert [step[0][0] for step in seen] == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
@@ -128,5 +218,6 @@ def test_what_no_block_means_is_refused_with_the_config(kind: str, params: dict[
 
 
 def test_a_config_and_a_script_get_the_same_classes() -> None:
-    for kind, klass in mine.SCHEDULES.items():
+    for kind in mine.VALID_LR_SCHEDULES:
+        klass = mine.SCHEDULES[kind]
         assert getattr(lr_schedules, kind) is klass

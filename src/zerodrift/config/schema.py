@@ -341,10 +341,13 @@ class Optimizer(Block):
 
 
 class Scheduler(Block):
-    """DeepSpeed's `scheduler` block."""
+    """DeepSpeed's `scheduler` block, which takes the schedules of `transformers` too."""
 
     type: str
-    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest."""
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, as DeepSpeed has them; or as
+    `transformers` has them: linear, cosine, cosine_with_restarts, cosine_with_min_lr,
+    cosine_warmup_with_min_lr, polynomial, constant, constant_with_warmup, inverse_sqrt, and
+    warmup_stable_decay or wsd."""
     params: dict[str, Any] = Field(default_factory=dict)
     """The schedule's arguments."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from zerodrift.config.plain import shown
 from zerodrift.deepspeed.utils.logging import logger
-from zerodrift.optim.schedules import WARMUP_LOG_RATE, is_warmup_type
+from zerodrift.optim.schedules import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
 
 MANAGED = "managed_gradient_accumulation"
 """Not the plan's affair: `DeepSpeedEngine.step` obeys it."""
@@ -28,7 +28,8 @@ def understood(written: dict[str, Any]) -> dict[str, Any]:
         _offloads(zero)
     scheduler = config.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
-    kind = params.get("warmup_type") if isinstance(params, dict) else None
+    is_deepspeeds = isinstance(scheduler, dict) and scheduler.get("type") in VALID_LR_SCHEDULES
+    kind = params.get("warmup_type") if is_deepspeeds and isinstance(params, dict) else None
     if isinstance(params, dict) and isinstance(kind, str) and kind != "auto" and not is_warmup_type(kind):
         where = "scheduler.params.warmup_type"
         logger.warning("`%s` is %s, which is none: it is %r", where, shown(kind), WARMUP_LOG_RATE)

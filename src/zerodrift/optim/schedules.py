@@ -1,4 +1,5 @@
-"""The learning-rate schedules of a `scheduler` block: DeepSpeed's, with its names, arguments and count.
+"""DeepSpeed's learning-rate schedules, with its names, arguments and count; and every schedule that a
+`scheduler` block can name. Those of `transformers` are in `hf_schedules.py`.
 
 The shapes are `shapes.py`'s; here is when they are asked. DeepSpeed counts the batch that has ended: before
 the first `step` the count is -1, so WarmupLR's first two updates run at its minimum and everything is one
@@ -19,8 +20,15 @@ from typing import Any
 
 import torch
 
-from zerodrift.errors import ConfigError, Problem
-from zerodrift.optim import shapes
+from zerodrift.errors import ConfigError
+from zerodrift.optim import hf_schedules, shapes
+from zerodrift.optim.counted import applied as _apply
+from zerodrift.optim.counted import get_last_lr as _get_last_lr
+from zerodrift.optim.counted import load_state_dict as _load_state_dict
+from zerodrift.optim.counted import optimizer_in as _optimizer
+from zerodrift.optim.counted import refusal as _text
+from zerodrift.optim.counted import state_dict as _state_dict
+from zerodrift.optim.counted import step as _step
 from zerodrift.policy.nouns import ComponentSpec
 
 _log = logging.getLogger("zerodrift")
@@ -40,52 +48,12 @@ PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one per group."""
 
 
-# --- what all of them do --------------------------------------------------------------------------------
-
-
-def _step(self: Any, last_batch_iteration: int | None = None) -> None:
-    """Count a batch, and set the groups' rates for the next."""
-    self.last_batch_iteration = (
-        self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-    )
-    self._last_lr = _apply(self.optimizer, self.get_lr())
+# --- what DeepSpeed's have in common --------------------------------------------------------------------
 
 
 def _step_batch(self: Any, batch_iteration: int | None = None) -> None:
-    """The same, under the name that two of the schedules have for it."""
+    """The same as `step`, under the name that two of the schedules have for its argument."""
     _step(self, batch_iteration)
-
-
-def _get_last_lr(self: Any) -> list[float]:
-    """The rates that were set last."""
-    return self._last_lr
-
-
-def _state_dict(self: Any) -> dict[str, Any]:
-    return {"last_batch_iteration": self.last_batch_iteration}
-
-
-def _load_state_dict(self: Any, sd: dict[str, Any]) -> None:
-    """Also sets the groups' rates, which DeepSpeed leaves to the next step."""
-    self.last_batch_iteration = sd["last_batch_iteration"]
-    if self.last_batch_iteration >= 0:
-        self._last_lr = _apply(self.optimizer, self.get_lr())
-
-
-def _apply(optimizer: Any, rates: Sequence[float]) -> list[float]:
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)  # somebody may have a reference to it
-        else:
-            group["lr"] = rate
-    return [group["lr"] for group in optimizer.param_groups]
-
-
-def _optimizer(given: Any) -> torch.optim.Optimizer:
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(_text("optimizer", "must be a torch.optim.Optimizer", type(given).__name__))
-    return optimizer
 
 
 def _per_group(optimizer: torch.optim.Optimizer, value: PerGroup, name: str) -> list[float]:
@@ -113,11 +81,6 @@ def _warmup_type(given: str) -> str:
         return given
     _log.warning("`warmup_type` is %r, which is none: it is %r", given, WARMUP_LOG_RATE)
     return WARMUP_LOG_RATE
-
-
-def _text(where: str, must: str, got: str) -> str:
-    """Of an error as torch's and DeepSpeed's schedules raise it, by its class; told in our words."""
-    return str(Problem(where, must, got=got))
 
 
 # --- the schedules --------------------------------------------------------------------------------------
@@ -379,6 +342,7 @@ SCHEDULES: dict[str, type] = {
     WARMUP_LR: WarmupLR,
     WARMUP_DECAY_LR: WarmupDecayLR,
     WARMUP_COSINE_LR: WarmupCosineLR,
+    **hf_schedules.SCHEDULES,
 }
 
 

@@ -66,6 +66,7 @@ def _only(value: bool) -> Argument:
 
 
 NUMBER = Argument("a number of at least 0", _number)
+BELOW = Argument("a number of at least 0, and below the rate of the optimizer", _number)
 SIGNED = Argument("a number", lambda value: _number(value, -MOST))
 ABOVE = Argument("a number above 0", lambda value: _number(value) and value > 0)
 FLAG = Argument("true or false", lambda value: isinstance(value, bool))
@@ -82,6 +83,8 @@ MOMENTA = Argument(
     lambda value: _is_fraction(value) or _numbers(value, _is_fraction),
 )
 WARMUP_TYPE = _word("log", "linear")
+CURVE = _word("linear", "cosine", "1-sqrt")
+SHARE = Argument("a number from 0 to 1", lambda value: _number(value) and value <= 1)
 
 Table = Mapping[str, Argument]
 
@@ -118,6 +121,11 @@ OPTIMIZERS: Mapping[str, Table] = {
 
 _WARMUP: Table = {"warmup_num_steps": STEPS, "warmup_type": WARMUP_TYPE, "last_batch_iteration": LAST}
 
+_HF_WARMUP: Table = {"num_warmup_steps": STAIRS, "last_batch_iteration": LAST}
+_HF_LENGTH: Table = {**_HF_WARMUP, "num_training_steps": STEPS}
+_HF_COSINE: Table = {**_HF_LENGTH, "num_cycles": ABOVE}
+_HF_LEAST: Table = {**_HF_COSINE, "min_lr": BELOW, "min_lr_rate": SHARE}
+
 SCHEDULES: Mapping[str, Table] = {
     "WarmupLR": {**_WARMUP, "warmup_min_lr": RATES, "warmup_max_lr": RATES},
     "WarmupDecayLR": {**_WARMUP, "total_num_steps": STEPS, "warmup_min_lr": RATES, "warmup_max_lr": RATES},
@@ -149,9 +157,33 @@ SCHEDULES: Mapping[str, Table] = {
         "lr_range_test_staircase": FLAG,
         "last_batch_iteration": LAST,
     },
+    "constant": {"last_batch_iteration": LAST},
+    "constant_with_warmup": _HF_WARMUP,
+    "linear": _HF_LENGTH,
+    "cosine": _HF_COSINE,
+    "cosine_with_restarts": {**_HF_LENGTH, "num_cycles": STEPS},
+    "cosine_with_min_lr": _HF_LEAST,
+    "cosine_warmup_with_min_lr": {**_HF_LEAST, "warmup_lr_rate": SHARE},
+    "polynomial": {**_HF_LENGTH, "lr_end": BELOW, "power": NUMBER},
+    "inverse_sqrt": {**_HF_WARMUP, "timescale": STEPS},
+    "warmup_stable_decay": {
+        **_HF_LENGTH,
+        "num_decay_steps": STEPS,
+        "num_stable_steps": STAIRS,
+        "warmup_type": CURVE,
+        "decay_type": CURVE,
+        "min_lr_ratio": SHARE,
+        "num_cycles": ABOVE,
+    },
 }
 
+ALIASES: Mapping[str, str] = {"wsd": "warmup_stable_decay"}
+"""Other names of schedules."""
+
 REQUIRED: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("linear", "cosine", "cosine_with_restarts", "polynomial"), ("num_training_steps",)),
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), ("num_training_steps",)),
+    "warmup_stable_decay": ("num_decay_steps",),
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
@@ -185,6 +217,8 @@ def checked(
     for key in REQUIRED.get(kind, ()):
         if params.get(key) is None and key not in unknown:
             problems.add(join(where, key), f"must be given: {table[key].words}")
+    if kind in SCHEDULES:
+        _check_together(where, kind, {**dict.fromkeys(unknown), **values}, problems)
     if (
         kind in SGD.types
         and values.get("nesterov")
@@ -194,3 +228,24 @@ def checked(
             join(where, "nesterov"), "must be left out without `momentum`, or with `dampening`", got="true"
         )
     return values
+
+
+def _check_together(where: str, kind: str, given: Mapping[str, Any], problems: Problems) -> None:
+    """Arguments of a schedule that say one thing together; None is a number that is not known yet."""
+
+    def one_of(first: str, second: str) -> bool:
+        if (first in given) != (second in given):
+            return True
+        got = "both" if first in given else "neither"
+        problems.add(join(where, first), f"must be given, or `{second}`, and not both", got=got)
+        return False
+
+    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        one_of("min_lr", "min_lr_rate")
+    if kind == "warmup_stable_decay" and one_of("num_training_steps", "num_stable_steps"):
+        total, decay = given.get("num_training_steps"), given.get("num_decay_steps")
+        needed = (decay or 0) + (given.get("num_warmup_steps") or 0)
+        if total is not None and needed > total:
+            must = "must have room for `num_warmup_steps` and `num_decay_steps`"
+            got = f"{total}, where they are {needed}"
+            problems.add(join(where, "num_training_steps"), must, got=got)

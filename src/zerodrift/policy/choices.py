@@ -8,13 +8,15 @@ Invariant: every function is pure and total: what cannot be meant goes to `probl
 
 from __future__ import annotations
 
+import json
+
 from zerodrift.config.plain import shown
 from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import TYPES, of_type
 from zerodrift.policy import matrices
-from zerodrift.policy.arguments import SCHEDULES
+from zerodrift.policy.arguments import ALIASES, SCHEDULES
 from zerodrift.policy.backends import Backend
 from zerodrift.policy.nouns import Averaging, Batch, ComponentSpec, Decision, LossScale, Mode, ShardingPolicy
 from zerodrift.policy.numbers import AutoNumbers
@@ -151,10 +153,12 @@ def update_decisions(optimizer: ComponentSpec | None, config: Config) -> tuple[D
     return tuple(decisions)
 
 
-def schedule(config: Config, numbers: AutoNumbers, problems: Problems) -> ComponentSpec | None:
+def schedule(
+    config: Config, numbers: AutoNumbers, optimizer: ComponentSpec | None, problems: Problems
+) -> ComponentSpec | None:
     if config.scheduler is None:
         return None
-    kind = config.scheduler.type
+    kind = ALIASES.get(config.scheduler.type, config.scheduler.type)
     if kind not in SCHEDULES:
         problems.add(
             "scheduler.type",
@@ -163,7 +167,25 @@ def schedule(config: Config, numbers: AutoNumbers, problems: Problems) -> Compon
             do=did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`.",
         )
         return None
-    return ComponentSpec(kind, numbers.params("scheduler.params", kind, config.scheduler.params))
+    recipe = ComponentSpec(kind, numbers.params("scheduler.params", kind, config.scheduler.params))
+    _require_below_the_rate(recipe, optimizer, problems)
+    return recipe
+
+
+def _require_below_the_rate(
+    recipe: ComponentSpec, optimizer: ComponentSpec | None, problems: Problems
+) -> None:
+    """That a schedule that goes down to a rate begins above it."""
+    own = None if optimizer is None else json.loads(optimizer.params).get("lr")
+    params = json.loads(recipe.params)
+    for kind, name, value in (
+        ("polynomial", "lr_end", params.get("lr_end", 1e-7)),
+        ("cosine_with_min_lr", "min_lr", params.get("min_lr", 0)),
+        ("cosine_warmup_with_min_lr", "min_lr", params.get("min_lr", 0)),
+    ):
+        if recipe.type == kind and own is not None and value and own <= value:
+            must = "must be below the rate of the optimizer, `optimizer.params.lr`"
+            problems.add(f"scheduler.params.{name}", must, got=f"{value}, where that is {own}")
 
 
 EXPERTS = ("*.experts.*",)

@@ -95,7 +95,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         config, mesh, sizes.accumulation, asked == "tree", problems
     )
     safe = _safe_modules(config, mode)
-    schedule = choices.schedule(config, numbers, problems)
+    schedule = choices.schedule(config, numbers, optimizer, problems)
     experts, expert_decisions = choices.experts(config, mesh, averaging, problems)
     order_decisions = order.order(config, mesh, backend, averaging, pipeline, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:

@@ -57,8 +57,8 @@ from zerodrift.train.tokens import Tokenizer, tokenizer
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
 
 
-TOTAL = "scheduler.params.total_num_steps"
-"""The number that a job knows by itself where the config has "auto"."""
+TOTALS = ("total_num_steps", "num_training_steps")
+"""Arguments of schedules that a job knows by itself where the config has "auto"."""
 
 
 @dataclass(frozen=True)
@@ -361,18 +361,18 @@ def _require_decided(policy: Policy) -> None:
 
 def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
     """What "auto" numbers stand for: the job's, and the number of steps."""
-    own = {TOTAL: steps} if _asks_for_steps(config) and TOTAL not in job.auto else {}
-    return {**job.auto, **own}
+    return {**job.auto, **{key: steps for key in _totals(config) if key not in job.auto}}
 
 
-def _asks_for_steps(config: Config) -> bool:
-    scheduler = config.scheduler
-    return scheduler is not None and scheduler.params.get("total_num_steps") == "auto"
+def _totals(config: Config) -> list[str]:
+    """Keys of the config that ask for the number of steps."""
+    params = {} if config.scheduler is None else config.scheduler.params
+    return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
 
 
 def needs_length(job: Job, config: Config) -> bool:
     """Whether the config asks for a number of steps that only the data can tell."""
-    return job.run.steps is None and _asks_for_steps(config) and TOTAL not in job.auto
+    return job.run.steps is None and any(key not in job.auto for key in _totals(config))
 
 
 def _seat(engine: Engine) -> BatchLayout:
