@@ -19,7 +19,8 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.schedules import timeline
-from zerodrift.plan.schedule import collectives
+from zerodrift.plan.schedule import Collective, afterwards, collectives, scheduled
+from zerodrift.plan.stages import part
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
@@ -44,7 +45,8 @@ def test_the_order_that_a_plan_shows_is_the_order_that_runs() -> None:
         assert found == [True] * len(SCHEDULES)
 
 
-def issued(stage: int, keep: str, schedule: str) -> tuple[Counter[Any], Counter[Any]]:
+def issued(stage: int, keep: str, schedule: str) -> list[list[Any]]:
+    """What is sent, what the plan lists, and what it lists in the order of the schedule."""
     written = config(stage, "fp32", COUNT, sharding={"keep_gathered": keep} if stage == 3 else {})
     engine = pipeline(written, schedule, None, GPT(LAYERS))
     engine.train_batch(data(0, engine.mesh.rank("data")))  # torch learns the shapes
@@ -52,17 +54,22 @@ def issued(stage: int, keep: str, schedule: str) -> tuple[Counter[Any], Counter[
         engine.train_batch(data(1, engine.mesh.rank("data")))
     engine.destroy()
     moved = [entry for entry in log if entry.op != "broadcast"]  # of the losses
-    planned = list(collectives(engine.plan, engine.mesh.rank("pipeline")))
-    words = [Counter((c.op, c.dtype, c.numel, c.axis, c.sum) for c in each) for each in (moved, planned)]
-    return words[0], words[1]
+    rank, order = engine.mesh.rank("pipeline"), timeline(engine.plan)
+    assert order is not None
+    played = [event for _, found in scheduled(engine.plan, rank, order.ranks[rank]) for event in found]
+    played += afterwards(part(engine.plan, rank))
+    sent = [call for call in played if isinstance(call, Collective)]
+    words = (moved, collectives(engine.plan, rank), sent)
+    return [[(c.op, c.dtype, c.numel, c.axis, c.sum) for c in each] for each in words]
 
 
 @pytest.mark.parametrize(
     ("stage", "keep", "schedule"), [(0, "step", "zbv"), (3, "step", "1f1b"), (3, "micro-batch", "zbv")]
 )
 def test_what_is_sent_is_what_the_plan_lists(stage: int, keep: str, schedule: str) -> None:
-    for sent, planned in run_ranks(issued, 4, stage, keep, schedule):
-        assert sent == planned
+    for sent, planned, played in run_ranks(issued, 4, stage, keep, schedule):
+        assert Counter(sent) == Counter(planned)
+        assert sent == played
 
 
 # --- what goes wrong in torch over FSDP2 -------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""What is sent is what the plan says: every collective of a step, in order, with dtype, size and sum."""
+"""What is sent is what the plan says: every collective of a step, in order, with dtype, size and sum, and
+what is computed between them. A simulation plays this list."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.comm.collectives import Recorded
-from zerodrift.plan.schedule import Collective, collectives
+from zerodrift.plan.schedule import Collective, Computation, Event, collectives, events
 
 STAGES = (0, 1, 2, 3)
 
@@ -46,17 +47,70 @@ class Inside(nn.Module):
         return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
+Step = Recorded | tuple[str, str, bool]
+"""A collective, or what is computed: its kind, its unit, whether in a backward."""
+
+
 def words(planned: Collective) -> Recorded:
     return Recorded(planned.op, planned.dtype, planned.numel, planned.axis, planned.sum)
 
 
-def difference(written: dict[str, Any], model: nn.Module, micro: int, steps: int = 2) -> str:
-    """On a rank: the first place where a step's record is not the plan's list; empty where there is none."""
+def steps_of(engine: Any) -> list[Step]:
+    """What the plan says is computed and sent, in order."""
+
+    def told(event: Event) -> Step:
+        if isinstance(event, Computation):
+            return event.work, engine.plan.units[event.unit].name if event.unit >= 0 else "", event.back
+        return words(event)
+
+    return [told(event) for event in events(engine.plan)]
+
+
+class Noted:
+    """Where notes go: the record of the step under way."""
+
+    into: list[Any]
+
+
+def watch_computing(engine: Any, log: Noted) -> None:
+    """Notes in the same list when a unit begins to compute, or in a backward has computed a gradient."""
+    model, update = engine.module, engine.updater.update
+
+    def note(work: str, unit: str, back: bool = False) -> Any:
+        def noted(*_: Any) -> None:
+            log.into.append((work, unit, back))
+
+        return noted
+
+    model.embed.register_forward_pre_hook(note("enter", ""))
+    model.norm.register_forward_pre_hook(note("leave", ""))
+    model.norm.weight.register_hook(note("leave", "", True))
+    model.embed.weight.register_hook(note("enter", "", True))
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(note("forward", f"layers.{number}"))
+        layer.mlp.down.weight.register_hook(note("backward", f"layers.{number}", True))
+
+    def updated(*given: Any) -> None:
+        log.into.append(("update", "", False))
+        update(*given)
+
+    engine.updater.update = updated
+
+
+def difference(
+    written: dict[str, Any], model: nn.Module, micro: int, steps: int = 2, computing: bool = False
+) -> str:
+    """On a rank: the first place where a step's record is not the plan's list; empty where there is none.
+    `computing` is whether what is computed counts, too."""
     engine = make(written, model)
     try:
-        expected = [words(entry) for entry in collectives(engine.plan)]
+        expected: list[Step] = steps_of(engine) if computing else list(map(words, collectives(engine.plan)))
+        noted = Noted()
+        if computing:
+            watch_computing(engine, noted)
         for step in range(steps):
             with engine.comm.record() as log:
+                noted.into = log
                 for number in range(micro):
                     engine.backward(engine(batch(step, engine.mesh.rank("data"), number)))
                     engine.step()
@@ -64,15 +118,18 @@ def difference(written: dict[str, Any], model: nn.Module, micro: int, steps: int
                 if got != want:
                     return f"step {step}, {place} of {len(expected)}: got {got}, planned {want}"
             if len(log) != len(expected):
-                return f"step {step}: {len(log)} collectives, planned {len(expected)}"
+                return f"step {step}: {len(log)} events, planned {len(expected)}"
         return ""
     finally:
         engine.destroy()
 
 
-def report(cases: dict[str, tuple[dict[str, Any], Any, int]]) -> dict[str, str]:
+def report(cases: dict[str, tuple[dict[str, Any], Any, int]], computing: bool = False) -> dict[str, str]:
     """On a rank: case -> difference, for the cases that have one."""
-    found = {name: difference(written, build(), micro) for name, (written, build, micro) in cases.items()}
+    found = {
+        name: difference(written, build(), micro, computing=computing)
+        for name, (written, build, micro) in cases.items()
+    }
     return {name: text for name, text in found.items() if text}
 
 
@@ -91,7 +148,8 @@ def plain(cells: list[Cell]) -> dict[str, str]:
         {
             f"stage {stage}, {mode}, {micro} micro-batches": (config(stage, mode, micro), GPT, micro)
             for stage, micro, mode in cells
-        }
+        },
+        computing=True,
     )
 
 

@@ -6,26 +6,29 @@ still moves and sums what is said here.
 
 One step of m micro-batches is: per micro-batch, gather each unit in order for the forward, again in
 reverse order for the backward (unless it was kept), reduce each unit's gradient behind it; after the
-last, sum over replicas; then the norm; then the update and what it must send. In a backward one unit is
-gathered ahead, so its gather comes before the reduction of the unit that is being worked on.
+last, sum over replicas; then the norm; then the update and what it must send. One unit is gathered ahead,
+so its gather comes before what is computed with the one in front of it. `events` says both, what is computed
+and what is sent, and `collectives` leaves out what is computed: there is one order.
 
 What depends on data is not in it: the tokens that travel to their experts and back.
 
-In a pipeline the forwards and backwards of several micro-batches are mixed; what is said here is then
-exact in number, and the gathers and reductions of micro-batches come in the order of the pipeline's schedule.
+In a pipeline the forwards and backwards of several micro-batches are mixed; what `collectives` says is then
+exact in number, and `scheduled` has its order for the actions of a schedule.
 
 Invariant: nothing here depends on data, so all ranks of a stage issue the same list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.dtypes import DType
-from zerodrift.plan.stages import of_piece, part, pieces_of, shared_with_another
+from zerodrift.plan.stages import of_piece, part, pieces, pieces_of, shared_with_another
 from zerodrift.plan.table import Plan, Segment, Unit
+from zerodrift.plan.timeline import Action
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Purpose = Literal["forward", "backward", "reduce", "replicate", "norm", "update"]
@@ -52,14 +55,40 @@ class Collective:
     """Index into `Plan.segments`, of the rank's part in a pipeline; -1 for the norm."""
 
 
+Work = Literal["enter", "forward", "leave", "backward", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """What a rank computes between collectives, once what it needs has been gathered."""
+
+    work: Work
+    """Of a block `forward` and `backward`. Of the root what comes before its blocks is `enter`, behind them
+    `leave`. `update` is the optimizer's."""
+    unit: int
+    """Index into `Plan.units`, of the rank's part in a pipeline; -1 for the update."""
+    back: bool = False
+    """Whether it is a backward."""
+
+
+Event = Collective | Computation
+
+
 def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iterator[Collective]:
     """What the ranks of one place on the pipeline axis issue in one optimizer step, in order."""
+    return (event for event in events(plan, stage, micro_batches) if isinstance(event, Collective))
+
+
+def events(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iterator[Event]:
+    """The same with what is computed in between. A gather begins where it stands, and has ended before its
+    unit is computed with; of reductions `cost.REDUCTIONS` are under way at once, and none when a backward has
+    ended."""
     count = micro_batches or plan.policy.batch.accumulation
     plan = part(plan, stage)
     for turn in _turns(count):
         for _ in range(turn.times):
             yield from _micro_batch(plan, stage, turn)
-    yield from _afterwards(plan)
+    yield from afterwards(plan)
 
 
 def counted(plan: Plan, stage: int, micro_batches: int) -> Iterator[tuple[Collective, int]]:
@@ -68,8 +97,12 @@ def counted(plan: Plan, stage: int, micro_batches: int) -> Iterator[tuple[Collec
     plan = part(plan, stage)
     for turn in _turns(micro_batches):
         if turn.times:
-            yield from ((call, turn.times) for call in _micro_batch(plan, stage, turn))
-    yield from ((call, 1) for call in _afterwards(plan))
+            yield from ((call, turn.times) for call in _sent(_micro_batch(plan, stage, turn)))
+    yield from ((call, 1) for call in _sent(afterwards(plan)))
+
+
+def _sent(events: Iterator[Event]) -> Iterator[Collective]:
+    return (event for event in events if isinstance(event, Collective))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +125,8 @@ def _turns(count: int) -> tuple[_AlikeMicroBatches, ...]:
     )
 
 
-def _afterwards(plan: Plan) -> Iterator[Collective]:
-    """What follows the last micro-batch."""
+def afterwards(plan: Plan) -> Iterator[Event]:
+    """What follows the last micro-batch; of a pipeline, `plan` is a rank's part."""
     units = list(plan.units)
     if plan.mesh.replicate > 1:
         for unit in reduce_order(units):
@@ -103,29 +136,89 @@ def _afterwards(plan: Plan) -> Iterator[Collective]:
     yield from _boundary(plan, units)
 
 
-def _micro_batch(plan: Plan, stage: int, turn: _AlikeMicroBatches) -> Iterator[Collective]:
+def _micro_batch(plan: Plan, stage: int, turn: _AlikeMicroBatches) -> Iterator[Event]:
     units = list(plan.units)
     keep = plan.policy.sharding.keep_gathered
+    numbers = {unit.name: number for number, unit in enumerate(units)}
     if plan.policy.pipeline is not None and keep != "step":
         turns: tuple[Purpose, ...] = ("forward", "backward")
         for purpose in turns:
             for piece in pieces_of(plan, stage):
                 for unit in of_piece(plan, piece):
                     yield from _gather(plan, unit, purpose)
-    elif turn.first or keep != "step":
-        for unit in units:
-            yield from _gather(plan, unit, "forward")
+    else:
+        yield from _forward(plan, gathers=turn.first or keep != "step")
     # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
     order = [unit for unit in backward_order(units) if unit.name] if keep == "never" else []
     place = {unit.name: number for number, unit in enumerate(order)}
-    gathered = 0
+    for first in order[:1]:
+        yield from _gather(plan, first, "backward")
+    yield from (Computation("leave", numbers[unit.name], back=True) for unit in units if not unit.name)
+    gathered = len(order[:1])
     for unit in reduce_order(units):
         # A backward that has come to this unit has gathered it and, ahead, the one after it.
         needed = min(place[unit.name] + 2, len(order)) if unit.name in place else 0
         for other in order[gathered:needed]:
             yield from _gather(plan, other, "backward")
         gathered = max(gathered, needed)
+        yield Computation("backward" if unit.name else "enter", numbers[unit.name], back=True)
         yield from _reduce(plan, unit, last=turn.last)
+
+
+def _forward(plan: Plan, *, gathers: bool) -> Iterator[Event]:
+    """Through the units in their order, one gathered ahead."""
+    roots = [number for number, unit in enumerate(plan.units) if not unit.name]
+    blocks = [number for number, unit in enumerate(plan.units) if unit.name]
+    to_gather = [plan.units[number] for number in (*roots, *blocks)] if gathers else []
+    gathered = 0
+    for place, number in enumerate((*roots, *blocks)):
+        block = number in blocks
+        needed = place + 2 if block else place + 1
+        for unit in to_gather[gathered:needed]:
+            yield from _gather(plan, unit, "forward")
+        gathered = max(gathered, needed)
+        yield Computation("forward" if block else "enter", number)
+    yield from (Computation("leave", number) for number in roots)
+
+
+def scheduled(plan: Plan, stage: int, actions: Sequence[Action]) -> Iterator[tuple[Action, list[Event]]]:
+    """In a pipeline: what a rank does in each action of its schedule, in their order. What of its gradients
+    waits for the last micro-batch is reduced with the last action; `afterwards` follows.
+
+    A piece is gathered around every forward and backward of its own, unless it stays for the whole step."""
+    plan = part(plan, stage)
+    mine = pieces_of(plan, stage)
+    held = {piece: of_piece(plan, piece) for piece in mine}
+    numbers = {unit.name: number for number, unit in enumerate(plan.units)}
+    last = pieces(plan.policy.pipeline, plan.mesh) - 1
+    uses = Counter(unit.name for units in held.values() for unit in units)
+    ended: Counter[str] = Counter()
+    keeps = plan.policy.sharding.keep_gathered == "step"
+    for place, action in enumerate(actions):
+        units, found = held[action.piece], list[Event]()
+        purpose: Purpose = "forward" if action.kind == "F" else "backward"
+        if keeps and place == 0:
+            found += (call for unit in plan.units for call in _gather(plan, unit, "forward"))
+        if not keeps and action.kind != "W":
+            found += (call for unit in units for call in _gather(plan, unit, purpose))
+        work: Work = "forward" if action.kind == "F" else "backward"
+        blocks: list[tuple[Work, Unit]] = [(work, unit) for unit in units if unit.name]
+        roots = [unit for unit in units if not unit.name]
+        enters: list[tuple[Work, Unit]] = [("enter", unit) for unit in roots if action.piece == 0]
+        leaves: list[tuple[Work, Unit]] = [("leave", unit) for unit in roots if action.piece == last]
+        forth = [*enters, *blocks, *leaves]
+        for work, unit in forth if action.kind == "F" else reversed(forth):
+            found.append(Computation(work, numbers[unit.name], back=action.kind != "F"))
+        if action.kind in ("B", "W"):
+            ended.update(unit.name for unit in units)
+            whole = [unit for unit in units if ended[unit.name] % uses[unit.name] == 0]
+            for unit in reduce_order(whole):
+                found += _reduce(plan, unit, last=False)
+        if place == len(actions) - 1:
+            for unit in reduce_order(list(plan.units)):
+                every = set(_reduce(plan, unit, last=False))
+                found += (call for call in _reduce(plan, unit, last=True) if call not in every)
+        yield action, found
 
 
 def backward_order(units: list[Unit]) -> list[Unit]:
@@ -196,24 +289,28 @@ def _over_ends(plan: Plan, unit: Unit) -> Iterator[Collective]:
             yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
 
 
-def _boundary(plan: Plan, units: list[Unit]) -> Iterator[Collective]:
+def _boundary(plan: Plan, units: list[Unit]) -> Iterator[Event]:
     """After the last micro-batch: the norm, then what the update sends."""
     trained = [(n, s) for unit in units for n, s in _segments(plan, unit) if s.trained]
     if trained and plan.mesh.shard > 1:
         yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
     if plan.mesh.pipeline > 1:
         yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "pipeline", DType.INT64, -1)
-    for number, segment in trained:
-        update, axis = segment.columns.update, segment.axis
-        if update is None or plan.slices(segment) == 1:
-            continue
-        if not update.axis:
+    sliced = [(number, segment) for number, segment in trained if plan.slices(segment) > 1]
+    for number, segment in sliced:
+        update = segment.columns.update
+        if update is not None and not update.axis:
             # Every rank updates the whole parameter, so the reduced gradient goes to every rank.
             dtype = update.accumulate.dtype
-            yield Collective("all_gather", "update", dtype, segment.padded, axis, None, number)
-        elif not segment.columns.storage.axis:
-            dtype = segment.columns.storage.dtype
-            yield Collective("all_gather", "update", dtype, segment.padded, axis, None, number)
+            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
+    if trained:
+        yield Computation("update", -1)
+    for number, segment in sliced:
+        update, storage = segment.columns.update, segment.columns.storage
+        if update is not None and update.axis and not storage.axis:
+            yield Collective(
+                "all_gather", "update", storage.dtype, segment.padded, segment.axis, None, number
+            )
 
 
 def _segments(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment]]:

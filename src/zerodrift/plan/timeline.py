@@ -47,10 +47,10 @@ class Timeline:
             for number, rank in enumerate(self.ranks):
                 while len(starts[number]) < len(rank):
                     action = rank[len(starts[number])]
-                    needs = [_end_of(ended, need) for need in _needs(action, last)]
-                    if any(end is None for end in needs):
+                    ends = [_end_of(ended, need) for need in needs(action, last)]
+                    if any(end is None for end in ends):
                         break
-                    begin = max([free[number], *(end for end in needs if end is not None)])
+                    begin = max([free[number], *(end for end in ends if end is not None)])
                     starts[number].append(begin)
                     free[number] = ended[action] = begin + TIME[action.kind]
                     moved = True
@@ -81,7 +81,7 @@ class Timeline:
         return tuple(_alive(rank) for rank in self.ranks)
 
 
-def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
+def needs(action: Action, last: int) -> list[tuple[Action, ...]]:
     """For each thing that an action waits for, the actions that may bring it."""
     piece, micro = action.piece, action.micro_batch
     if action.kind == "F":
