@@ -37,6 +37,7 @@ class _Format:
 class DType(enum.Enum):
     """One dtype; the value is its short name."""
 
+    __hash__ = object.__hash__  # members are alone; that of `Enum` is a call for each look into a table
     FP64 = "fp64"
     FP32 = "fp32"
     BF16 = "bf16"

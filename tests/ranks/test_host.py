@@ -22,6 +22,7 @@ from zerodrift import initialize
 from zerodrift.comm import collectives, mesh
 from zerodrift.mesh import MeshShape
 
+pytestmark = pytest.mark.fresh_ranks
 BLOCKS = 2
 
 
@@ -92,19 +93,59 @@ def calls_of_an_engine(ranks: int, stage: int, order: str) -> tuple[int, int]:
     return made, found
 
 
+def calls_of_a_step(blocks: int, layers: int) -> int:
+    """Beyond those of plain torch, of a step of so many units with so many layers each."""
+
+    def made() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))) for _ in range(blocks))
+        )
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=dist.HashStore())
+    config = {
+        "zero_optimization": {"stage": 3},
+        "sharding": {"units": [str(number) for number in range(blocks)]},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine, plain = initialize(made(), config=config, device="cpu", quiet=True), made()
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+
+    for _ in range(5):
+        step()
+    found = calls(step) - calls(lambda: plain(torch.ones(1, 8)).sum().backward())
+    engine.destroy()
+    dist.destroy_process_group()
+    return found
+
+
+def calls_of_sizes(sizes: list[tuple[int, int]]) -> list[int]:
+    dist.destroy_process_group()
+    like_gpus()
+    calls_of_a_step(1, 1)  # imports, and what is looked up once
+    return [calls_of_a_step(*size) for size in sizes]
+
+
+def test_a_parameter_and_a_unit_more_cost_few_calls() -> None:
+    """In Python alone: what is done for each parameter is done for all of a segment at once."""
+    ((small, more_layers, more_blocks),) = run_ranks(calls_of_sizes, 1, [(2, 1), (2, 11), (12, 1)])
+    assert (more_layers - small) / (2 * 10 * 2) <= 20
+    assert (more_blocks - small) / 10 <= 900
+
+
 def on_few_and_as_on_many() -> list[str]:
     few = runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)
     collectives.AT_ONCE, collectives.SEVERAL, collectives.FEW["pairs"] = 2, 1, 1
     return runs.same([few, runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)])
 
 
-@pytest.mark.fresh_ranks
 def test_training_has_the_same_bits_as_many_gloo_ranks_do_it() -> None:
     """Parts in one call between messages of pairs, objects by their hash, integers by gloo."""
     assert run_ranks(on_few_and_as_on_many, 3) == [[]] * 3
 
 
-@pytest.mark.fresh_ranks
 def test_the_host_makes_as_many_calls_on_1024_ranks_as_on_8() -> None:
     cases = [(3, "rank"), (0, "native"), (3, "tree")]
     (found,) = run_ranks(counted, 1, cases)

@@ -89,6 +89,11 @@ class Mesh:
         """Where this rank is among the collectives."""
         weakref.finalize(self, self.watch.stop)
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device goes on beside the host, which waits for it where it asks for a value."""
+        return self.device.type != "cpu"
+
     def axis(self, name: AxisName) -> Axis:
         axis = self._axes.get(name)
         if axis is None:

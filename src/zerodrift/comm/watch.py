@@ -39,7 +39,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -151,12 +151,30 @@ class WaitReport:
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
 
-@dataclass(frozen=True, slots=True)
 class _Wait:
-    turn: StartedCollective
-    since: float
-    thread: int
-    serial: int
+    """The context of `DeadlockWatch.at`: a class, because a step has hundreds."""
+
+    __slots__ = ("_before", "_watch", "serial", "since", "thread", "turn")
+
+    def __init__(self, watch: DeadlockWatch, turn: StartedCollective, serial: int) -> None:
+        self._watch, self.turn, self.serial = watch, turn, serial
+
+    def __enter__(self) -> None:
+        watch = self._watch
+        if watch.said:
+            raise RankError.relayed(watch.said)
+        self.since, self.thread = time.monotonic(), threading.get_ident()
+        self._before, watch._waits = watch._waits, self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        watch = self._watch
+        try:
+            if error is not None:
+                watch.explain(self.turn, error)
+        finally:
+            watch._waits = self._before
+        if error is None and watch.said:
+            raise RankError.relayed(watch.said)
 
 
 class DeadlockWatch:
@@ -190,26 +208,19 @@ class DeadlockWatch:
             )
             self._thread.start()
 
-    @contextlib.contextmanager
-    def at(self, turn: StartedCollective) -> Iterator[None]:
-        """This rank is in that collective. What ends it because ranks wait for ever, says so."""
-        if self.said:
-            raise RankError.relayed(self.said)
-        before = self._waits
-        self._waits = _Wait(turn, time.monotonic(), threading.get_ident(), next(self._serials))
-        try:
-            yield
-        except (RuntimeError, RankError) as error:
-            said = self._heard() or self._missed(turn)
-            if said and said != str(error):
-                raise RankError.relayed(said) from error
-            if isinstance(error, RankError) and not said:
-                self._tell(str(error))
-            raise
-        finally:
-            self._waits = before
-        if self.said:
-            raise RankError.relayed(self.said)
+    def at(self, turn: StartedCollective) -> _Wait:
+        """A context: this rank is in that collective. What ends it because ranks wait for ever, says so."""
+        return _Wait(self, turn, next(self._serials))
+
+    def explain(self, turn: StartedCollective, error: BaseException) -> None:
+        """Raise what is known of why a collective has ended with an error; where nothing is, tell others."""
+        if not isinstance(error, (RuntimeError, RankError)):
+            return
+        said = self._heard() or self._missed(turn)
+        if said and said != str(error):
+            raise RankError.relayed(said) from error
+        if isinstance(error, RankError) and not said:
+            self._tell(str(error))
 
     def stop(self) -> None:
         """This rank leaves: whoever waits for it is told, when it asks."""

@@ -15,6 +15,7 @@ engine was not given is trained by nobody, a known one in another module would b
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.segment import FlatSegment, are_nowhere, stand_ins
 from zerodrift.engine.trained import TrainedSegment
 from zerodrift.engine.ungathered import lost_error, mark_lost
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
@@ -63,17 +64,6 @@ class ParameterSlot:
     @property
     def current(self) -> torch.Tensor | None:
         return self.module._parameters.get(self.attribute)
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether there is no problem in the usual way: nothing is shown, and it is trained as planned."""
-        parameter = self.parameter
-        return (
-            self.module._parameters.get(self.attribute) is parameter
-            and not self.segment.is_full
-            and parameter.requires_grad is self.trained
-            and _is_view(parameter, self.segment.stubs[self.index])
-        )
 
     def problem(self, *, stepping: bool) -> Problem | None:
         now, trained = self.current, self.trained
@@ -197,17 +187,24 @@ class Tree:
     """Which modules hang where, and which parameters, as they were when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        dicts: list[dict[str, Any]] = []
-        for module in model.modules():
-            dicts += [module._modules, module._parameters]
-        self._held = [(held, tuple(held.values())) for held in dicts]
+        self._modules = list(model.modules())
+        self._lengths = list(map(len, self._dicts))
+        self._held = [held for each in self._dicts for held in each.values()]
+
+    @property
+    def _dicts(self) -> list[dict[str, Any]]:
+        return [*map(_CHILDREN, self._modules), *map(_PARAMETERS, self._modules)]
 
     def same(self) -> bool:
-        """Whether they still do: a comparison of identities, without a walk."""
-        for held, values in self._held:
-            if len(held) != len(values) or not all(map(operator.is_, held.values(), values)):
-                return False
-        return True
+        """Whether they still do: a comparison of identities, without a walk, in as many calls for many
+        modules as for few."""
+        dicts = self._dicts
+        held = itertools.chain.from_iterable(map(_VALUES, dicts))
+        return list(map(len, dicts)) == self._lengths and all(map(operator.is_, held, self._held))
+
+
+_CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+_VALUES = operator.methodcaller("values")
 
 
 Loading = Callable[[Mapping[str, Row], Mapping[str, Any]], contextlib.AbstractContextManager[None]]
@@ -217,7 +214,10 @@ Loading = Callable[[Mapping[str, Row], Mapping[str, Any]], contextlib.AbstractCo
 class AttachedParameters:
     """All places of a model."""
 
-    def __init__(self, model: nn.Module, segments: list[FlatSegment]) -> None:
+    def __init__(self, model: nn.Module, segments: list[FlatSegment], *, asynchronous: bool) -> None:
+        """`asynchronous`: see `Mesh.asynchronous`."""
+        self._asynchronous = asynchronous
+        self._absent = stand_ins([segment for segment in segments if segment.gathers])
         home = {id(p): (segment, n) for segment in segments for n, p in enumerate(segment.parameters)}
         self._places = [
             ParameterSlot(
@@ -254,25 +254,32 @@ class AttachedParameters:
         problems.raise_as(ModelError)
 
     def _look(self, problems: Problems, stepping: bool) -> None:
-        for place in self._places:
-            problem = None if place.is_as_it_was else place.problem(stepping=stepping)
+        same = self._tree.same()
+        shown = {segment.number for segment in self._segments if same and segment.is_shown}
+        for place in self._places if len(shown) < len(self._segments) else ():
+            problem = None if place.segment.number in shown else place.problem(stepping=stepping)
             if problem is not None:
                 problems.include(problem)
-        if not problems:
+        if not problems and not same:
             self._check_tree(problems)
+        absent = not self._asynchronous and any(not are_nowhere(held).all() for held in self._absent)
         for segment in self._segments:
             if segment.gathers and not self.is_open(segment):
                 written = segment.moved
-                if stepping or segment.storage.device.type == "cpu":  # elsewhere it is waited for
+                if absent:
                     written += [row for row in segment.written_while_absent() if row not in written]
                 for row in written:
                     problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
                 segment.know()
 
+    def look(self) -> torch.Tensor | None:
+        """Whether somebody has written an element that stands for what is not there, on the device; None
+        where `check` looks, which must not make the host wait."""
+        found = [(~are_nowhere(held)).any() for held in self._absent if self._asynchronous]
+        return torch.stack(found).any().long() if found else None
+
     def _check_tree(self, problems: Problems) -> None:
         """See [Note: modules]."""
-        if self._tree.same():
-            return
         for path, module in self._model.named_modules():
             if module not in self._owners and any(p is not None for p in module._parameters.values()):
                 at = f"{path}." if path else ""
@@ -439,8 +446,10 @@ def _is_view(tensor: torch.Tensor, home: torch.Tensor) -> bool:
 def settle(segment: FlatSegment, updater: Updater | None, *, cure: bool = False) -> None:
     """What was written to storage by others than the engine becomes the master's, on this rank; see
     [Note: writing] of `segment.py`."""
-    lost, problems = segment.written_while_gathered(), Problems()
-    for row in lost:
+    problems = Problems()
+    for row in segment.written_while_absent() if segment.gathers else ():
+        problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
+    for row in segment.written_while_gathered():
         problems.add(row.name, WRITE, got="a write to its values in a forward, through `.data`", do=GATHERED)
     problems.raise_as(ModelError)
     rows = segment.written

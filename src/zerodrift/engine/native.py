@@ -86,7 +86,7 @@ class NativeExecutor:
         self._handles: list[Any] = self._attach()
         self._handles.append(refuse_wrapper(model))
         self._handles += distribute_experts(self.part, model, comm)
-        self.attached = AttachedParameters(model, self.segments)
+        self.attached = AttachedParameters(model, self.segments, asynchronous=mesh.asynchronous)
         self._handles += self.attached.attach()
         if policy.mode is not Mode.FP32:
             pin(self.segments)
@@ -136,7 +136,7 @@ class NativeExecutor:
         to know; the step asks again."""
         if not torch.is_grad_enabled() or in_transform():
             return
-        first = self._progress.micro_batches == 0 and self.comm.mesh.device.type == "cpu"
+        first = self._progress.micro_batches == 0 and not self.comm.mesh.asynchronous
         for segment in self._trained:
             if segment.apart and (first or segment.moved):
                 settle(segment, self.updater)
@@ -202,8 +202,9 @@ class NativeExecutor:
 
     def _shown(self) -> VisibleWeights:
         mesh = self.comm.mesh
-        written = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        checksum = written.clone()
+        absent = self.attached.look()
+        written = torch.zeros((), dtype=torch.int64, device=mesh.device) if absent is None else absent
+        checksum = torch.zeros_like(written)
         for segment in self.segments:
             if segment.apart or segment.gathers or mesh.size("shard") > 1:
                 look = segment.look()

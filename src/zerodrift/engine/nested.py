@@ -42,6 +42,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(item, _CLOSED) or id(item) in seen:
             continue
         seen[id(item)] = item
+        kind = type(item)
+        if kind is tuple or kind is list or kind is dict:  # what is most often there, in few calls
+            queue.extend([(child, depth) for child in (item.values() if kind is dict else item)])
+            continue
         if isinstance(item, torch.Tensor):
             yield item
             continue

@@ -15,8 +15,9 @@ reached, or that keeps tensors its own way) holds the buffer's memory, and a seg
 from __future__ import annotations
 
 import functools
+import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerodrift.engine.segment import FlatSegment
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The node of a leaf, which saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,9 @@ def pack(
     # Parameters may be of classes that would be asked for each of their attributes.
     with torch._C.DisableTorchFunctionSubclass():
         buffers = [_Buffer.of(segment) for segment in segments]
-        for raw, tensor in _saved(outputs, after):
-            view = _view_of(tensor, buffers)
-            if view is not None:
-                raw.register_hooks(functools.partial(_place, view), functools.partial(_unpack, gather))
+        unpack = functools.partial(_unpack, gather)
+        for raw, view in _saved_views(outputs, after, buffers):
+            raw.register_hooks(functools.partial(_place, view), unpack)
 
 
 def _place(view: SavedView, saved: torch.Tensor) -> SavedView:
@@ -79,30 +83,49 @@ def _unpack(gather: Callable[[], None], view: SavedView) -> torch.Tensor:
     return view.tensor()
 
 
-def _saved(outputs: Iterable[torch.Tensor], after: int) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Where newer nodes have saved a tensor that nobody has packed, and that tensor."""
-    waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    visited = set()
-    while waiting:
-        node = waiting.pop()
-        if node in visited or node._sequence_nr() <= after:
+def _saved_views(
+    outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[_Buffer]
+) -> list[tuple[Any, SavedView]]:
+    """Where newer nodes have saved a view that nobody has packed, and that view. Every tensor of every node
+    comes by here, so what is none is told by its address alone."""
+    lowest = min([buffer.start for buffer in buffers], default=0)
+    highest = max([buffer.end for buffer in buffers], default=0)
+    visited: set[Any] = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+    nodes = list(visited)
+    found = []
+    for node in nodes:  # which grows meanwhile
+        if node._sequence_nr() <= after:
             continue
-        visited.add(node)
-        kind: Any = type(node)
-        for name in _names(kind):
-            saved = getattr(node, name)
-            for raw in saved if isinstance(saved, tuple) else (saved,):
-                if raw is not None and raw.unpack_hook is None:
-                    tensor = raw.data
-                    if tensor is not None:
-                        yield raw, tensor
-        waiting += [following for following, _ in node.next_functions if following is not None]
+        read = _reader(type(node))
+        for saved in () if read is None else read(node)[:-1]:
+            for raw in saved if type(saved) is tuple else (saved,):
+                if raw is None or raw.unpack_hook is not None:
+                    continue
+                tensor = raw.data
+                if tensor is None:
+                    continue
+                try:
+                    address = tensor.data_ptr()
+                except RuntimeError:
+                    continue  # it has none: another layout, or a tensor around tensors
+                if lowest <= address < highest:
+                    view = _view_of(tensor, address, buffers)
+                    if view is not None:
+                        found.append((raw, view))
+        for following, _ in node.next_functions:
+            if following is None or type(following) is _LEAF or following in visited:
+                continue
+            visited.add(following)
+            nodes.append(following)
+    return found
 
 
 @functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    """The attributes of a kind of node that hold what it has saved."""
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+def _reader(kind: Hashable) -> Callable[[Any], tuple[Any, ...]] | None:
+    """What gives all that a kind of node has saved, and its class, so that it is a tuple; None where a kind
+    saves nothing."""
+    names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    return operator.attrgetter(*names, "__class__") if names else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +137,31 @@ class _Buffer:
     end: int
     size: int
     """Of an element."""
+    is_complex: bool
 
     @classmethod
     def of(cls, segment: FlatSegment) -> _Buffer:
-        start, size = segment.full.data_ptr(), segment.full.element_size()
-        return cls(segment, start, start + segment.full.numel() * size, size)
+        full = segment.full
+        start, size = full.data_ptr(), full.itemsize
+        return cls(segment, start, start + full.numel() * size, size, full.dtype.is_complex)
 
 
-def _view_of(tensor: torch.Tensor, buffers: Sequence[_Buffer]) -> SavedView | None:
+def _view_of(tensor: torch.Tensor, address: int, buffers: Sequence[_Buffer]) -> SavedView | None:
     # Another layout keeps its bytes in its own way, as do tensors around tensors, of `torch.func` too.
     if (
-        (type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor))
+        (type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor))
         or tensor.layout is not torch.strided
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     ):
         return None
-    address = tensor.data_ptr()
     for buffer in buffers:
         if not buffer.start <= address < buffer.end:
             continue
-        if tensor.is_conj() or tensor.is_neg():  # a pending conjugation is no place
+        if buffer.is_complex and (tensor.is_conj() or tensor.is_neg()):  # a pending conjugation is no place
             return None
         segment = buffer.segment
         row = bisect_right(segment.starts, (address - buffer.start) // buffer.size) - 1
         place = int(tensor.storage_offset())
         version = segment.parameters[row]._version
-        return SavedView(segment, tuple(tensor.shape), tensor.stride(), place, tensor.dtype, row, version)
+        return SavedView(segment, tensor.shape, tensor.stride(), place, tensor.dtype, row, version)
     return None

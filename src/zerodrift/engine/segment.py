@@ -26,8 +26,9 @@ forward does so in all of them. In the same way ranks compare what is frozen and
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -94,6 +95,8 @@ class FlatSegment:
         """How many tensors of this segment share the memory of `full` while no parameter does."""
         self._counts: list[int] = []
         """How often each parameter is held while no graph has saved it."""
+        self._kinds: list[tuple[Any, ...]] = []
+        """(dtype, shape, whether it is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
         """Of each row, in elements."""
         self.lender: Callable[[], Callable[[], bool] | None] | None = None
@@ -131,16 +134,26 @@ class FlatSegment:
         if not self._resident:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
         self._views = self._views_of_full()
-        self._absent = self.full.new_full((len(self.rows),), _nowhere(self.full.dtype))
-        self.stubs = [one.expand(row.shape) for one, row in zip(self._absent, self.rows, strict=True)]
+        self.stand_in(self.full.new_full((len(self.rows),), nowhere(self.full.dtype)))
+        trained = self.spec.columns.trained
+        self._kinds = [(self.full.dtype, row.shape, trained) for row in self.rows]
         self._show(self._views)
         self._expect_gradients()
-        self._counts = [_uses(parameter) for parameter in self.parameters]
+        self._counts = _uses(self.parameters)
         if not self._resident:
             self._hide()
             self._own = _holders(self.full)
             self._stale = True  # there is nothing in it
             self._free()
+
+    def stand_in(self, absent: torch.Tensor) -> None:
+        """From now on parameters are these elements, one each, expanded, while they are not there."""
+        self._absent = absent
+        self.stubs = [one.expand(row.shape) for one, row in zip(absent, self.rows, strict=True)]
+        if not self.is_full and self._absences:
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, stub in zip(self.parameters, self.stubs, strict=True):
+                    parameter.data = stub
 
     def _expect_gradients(self) -> None:
         """Of parameters that are trained."""
@@ -153,8 +166,8 @@ class FlatSegment:
         return values.to(self.storage.dtype)
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
+        mark_gathered(self.parameters)
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            mark_gathered(parameter)
             parameter.data = tensor
 
     def _hide(self) -> None:
@@ -163,13 +176,19 @@ class FlatSegment:
             pairs = zip(self.parameters, self.rows, strict=True)
             borrow = _borrow(weakref.ref(self))
             self._absences = [ungathered_class(row.name, borrow) for parameter, row in pairs]
-        for parameter, kind in zip(self.parameters, self._absences, strict=True):
-            mark_ungathered(parameter, kind)
+        mark_ungathered(self.parameters, self._absences)
 
     @property
     def shown(self) -> list[torch.Tensor]:
         """What each parameter is a view of now."""
         return self._views if self.is_full else self.stubs
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether every parameter is such a view, and trained or frozen as planned."""
+        addresses = map(torch.Tensor.data_ptr, self.parameters)
+        expected = map(torch.Tensor.data_ptr, self.shown)
+        return all(map(operator.eq, addresses, expected)) and list(map(_KIND, self.parameters)) == self._kinds
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's equal slice of a `[padded]` buffer."""
@@ -194,17 +213,17 @@ class FlatSegment:
             self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
             self._views = self._views_of_full()
         self._allocate(self.full)
-        with torch.no_grad():
-            if not self.sharded:
+        if not self.sharded:
+            with torch.no_grad():
                 self.full.copy_(self.storage)
-                self._gathering = Handle()
-                return False
-            columns = self.spec.columns
-            target = self.full
-            if columns.gather is not columns.compute:
-                target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
-            self._gathering = self._comm.start_all_gather(target, self.storage, self.axis, self._of)
-            return True
+            self._gathering = Handle()
+            return False
+        columns = self.spec.columns
+        target = self.full
+        if columns.gather is not columns.compute:
+            target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
+        self._gathering = self._comm.start_all_gather(target, self.storage, self.axis, self._of)
+        return True
 
     def finish_gather(self) -> None:
         """The full form is there when this returns."""
@@ -238,7 +257,7 @@ class FlatSegment:
     @property
     def _is_saved(self) -> bool:
         """Whether a graph holds a parameter itself, and will take what it shows then for what it showed."""
-        return any(count != _uses(p) for p, count in zip(self.parameters, self._counts, strict=True))
+        return _uses(self.parameters) != self._counts
 
     def _free(self) -> None:
         if not self._stale and is_due(self._frees):
@@ -371,25 +390,26 @@ class FlatSegment:
             self._known = prints(self.storage)
 
     def _know_versions(self) -> None:
-        self._versions = [parameter._version for parameter in self.parameters]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = list(map(_VERSION, self.parameters))
 
     @property
     def moved(self) -> list[Row]:
         """The rows whose parameters were written in place, by their version counters."""
-        if not self._versions:
-            return []
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self._versions or list(map(_VERSION, self.parameters)) == self._versions:
+                return []
         versions = zip(self.rows, self.parameters, self._versions, strict=True)
         return [row for row, parameter, version in versions if parameter._version != version]
 
     def written_while_absent(self) -> list[Row]:
         """The rows of which somebody has written an element while they were not there: such a write reaches
         the one that stands for all. They are as before afterwards."""
-        nowhere = _nowhere(self.full.dtype)
-        absent = self._absent.isnan() if isinstance(nowhere, float) else self._absent == nowhere
-        if absent.all():
+        alike = are_nowhere(self._absent)
+        if alike.all():
             return []
-        self._absent.fill_(nowhere)
-        return [row for row, alike in zip(self.rows, absent.tolist(), strict=True) if not alike]
+        self._absent.fill_(nowhere(self.full.dtype))
+        return [row for row, same in zip(self.rows, alike.tolist(), strict=True) if not same]
 
     def look(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(Whether others than the engine have written to storage, a checksum of what all ranks hold alike),
@@ -452,13 +472,38 @@ def _holders(flat: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
-def _uses(parameter: Any) -> int:
-    """How often a tensor is held outside of Python; a relative figure. Private in torch (2.13 to 2.15)."""
-    return int(parameter._use_count())
+def _uses(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """How often tensors are held outside of Python; relative figures. Private in torch (2.13 to 2.15)."""
+    return list(map(torch.Tensor._use_count, parameters))  # type: ignore[attr-defined]
 
 
-def _nowhere(dtype: torch.dtype) -> float | int:
+_KIND = operator.attrgetter("dtype", "shape", "requires_grad")
+_VERSION = operator.attrgetter("_version")
+
+
+def nowhere(dtype: torch.dtype) -> float | int:
     """A value that cannot pass for one: NaN, or the least whole number; of truth values there is none."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def are_nowhere(elements: torch.Tensor) -> torch.Tensor:
+    """Which of them still are that value."""
+    value = nowhere(elements.dtype)
+    return elements.isnan() if isinstance(value, float) else elements == value
+
+
+def stand_ins(segments: Iterable[FlatSegment]) -> list[torch.Tensor]:
+    """The elements that parameters are while they are not there, of all segments: one tensor for each dtype,
+    so that it takes one look for many."""
+    together: dict[torch.dtype, list[FlatSegment]] = {}
+    for segment in segments:
+        together.setdefault(segment.full.dtype, []).append(segment)
+    shared = []
+    for dtype, alike in together.items():
+        counts = [len(segment.rows) for segment in alike]
+        shared.append(alike[0].full.new_full((sum(counts),), nowhere(dtype)))
+        for segment, absent in zip(alike, shared[-1].split(counts), strict=True):
+            segment.stand_in(absent)
+    return shared

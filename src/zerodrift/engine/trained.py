@@ -25,6 +25,7 @@ much again as the sum of two ranks' parts.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ from zerodrift.optim.split import round_away
 from zerodrift.optim.updater import Owned
 from zerodrift.plan.table import Row, Segment
 from zerodrift.policy.nouns import Master, Update
+
+_TRAINABLE = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +145,8 @@ class TrainedSegment(FlatSegment):
     @property
     def loose(self) -> str:
         """The first parameter with a gradient that was not collected; "" where there is none."""
-        given = self._given()
-        if not any(grad is not None for grad in given):
-            return ""
-        return next(row.name for row, grad in zip(self.rows, given, strict=True) if grad is not None)
+        pairs = zip(self.rows, self._given(), strict=True)
+        return next((row.name for row, grad in pairs if grad is not None), "")
 
     def _given(self) -> list[torch.Tensor | None]:
         """What is in `param.grad` of each, where that is not what the engine has."""
@@ -167,7 +168,7 @@ class TrainedSegment(FlatSegment):
         data did.
         """
         arrived = self._given()
-        self.arrived.update(number for number, grad in enumerate(arrived) if grad is not None)
+        self.arrived.update([number for number, grad in enumerate(arrived) if grad is not None])
         neighbour = self._sum.neighbour if self._sums_whole else None
         with torch.no_grad():
             if self.landing is None and neighbour is not None:
@@ -250,6 +251,8 @@ class TrainedSegment(FlatSegment):
         """The rows that a step has no gradient for because somebody wants it so: frozen for a while, or with
         a gradient that was taken away. As in plain torch, these are not updated."""
         with torch._C.DisableTorchFunctionSubclass():
+            if not self._gone and all(map(_TRAINABLE, self.parameters)):
+                return []
             wanted = [n in self._gone or not p.requires_grad for n, p in enumerate(self.parameters)]
         return [self.rows[n] for n, alone in enumerate(wanted) if alone and n not in self.arrived]
 
@@ -278,12 +281,18 @@ class TrainedSegment(FlatSegment):
         """Copy the first gradients into a buffer; zero what got none, and the gaps between parameters."""
         dtype = self.update.accumulate.dtype.torch
         landing = self._landing_pool.take(self.spec.padded, dtype, self.full.device)
-        self._grads = [self.view(landing, row) for row in self.rows]
-        pairs = list(zip(self._grads, arrived, strict=True))
-        here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
-        empty = [home for home, grad in pairs if grad is None] + [landing[gap] for gap in self._gaps]
-        if here:
-            self._copy([home for home, _ in here], [grad for _, grad in here])
+        pieces = landing.split(self._lengths)
+        homes = self._grads = [
+            piece.view(row.shape) for piece, row in zip(pieces[1::2], self.rows, strict=True)
+        ]
+        pairs = [(home, grad) for home, grad in zip(homes, arrived, strict=True) if grad is not None]
+        empty = [home for home, grad in zip(homes, arrived, strict=True) if grad is None]
+        empty += [gap for gap, length in zip(pieces[::2], self._lengths[::2], strict=True) if length]
+        if pairs:
+            self._copy(
+                [home for home, _ in pairs],
+                [grad.to_dense() if grad.is_sparse else grad for _, grad in pairs],
+            )
         if empty:
             torch._foreach_zero_(empty)
         self.landing = landing
@@ -307,19 +316,13 @@ class TrainedSegment(FlatSegment):
         self._sum.added()
 
     @functools.cached_property
-    def _gaps(self) -> list[slice]:
-        """What of the buffer belongs to no parameter."""
-        starts = [row.offset + row.numel for row in self.rows]
-        ends = [*(row.offset for row in self.rows[1:]), self.spec.padded]
-        return [
-            slice(start, end)
-            for start, end in zip([0, *starts], [self._first, *ends], strict=True)
-            if start < end
-        ]
-
-    @property
-    def _first(self) -> int:
-        return self.rows[0].offset if self.rows else 0
+    def _lengths(self) -> list[int]:
+        """Of the buffer: elements of no parameter and of one, in turn, to its end."""
+        lengths, end = [], 0
+        for row in self.rows:
+            lengths += [row.offset - end, row.numel]
+            end = row.offset + row.numel
+        return [*lengths, self.spec.padded - end]
 
     # --- the tree over micro-batches --------------------------------------------------------------------
 
@@ -383,11 +386,9 @@ class TrainedSegment(FlatSegment):
         # What arrives while this travels must not be added to what travels.
         self._grads = []
         flat, reduce = self.landing, self.update.reduce
-        with torch.no_grad():
-            if before != 1.0:
-                flat.div_(before)
-            if reduce.wire.torch is not flat.dtype:
-                flat = flat.to(reduce.wire.torch)
+        if before != 1.0 or reduce.wire.torch is not flat.dtype:
+            with torch.no_grad():
+                flat = (flat if before == 1.0 else flat.div_(before)).to(reduce.wire.torch)
         reduced = self._place_of_sum(flat, self.landing) if self.reduced is None else self.reduced
         how = Sum(reduce.sum.torch, add=self.reduced is not None, order=reduce.order)
         self.reduced = reduced

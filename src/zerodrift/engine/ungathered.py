@@ -16,7 +16,7 @@ Invariant: no number comes out of an absent parameter, and nothing that is writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -194,19 +194,22 @@ def ungathered_class(
     return type("UngatheredParameter", (UngatheredParameter,), members)
 
 
-def mark_ungathered(parameter: Any, absent: Any) -> None:
-    """Its values are not there from now on."""
-    kind = type(parameter)
-    if kind is not absent:
-        absent.kind = kind
-        parameter.__class__ = absent
+def mark_ungathered(parameters: Iterable[Any], absences: Iterable[Any]) -> None:
+    """Their values are not there from now on; of each, the class that it is of meanwhile."""
+    for parameter, absent in zip(parameters, absences, strict=True):
+        kind = type(parameter)
+        if kind is not absent:
+            if absent.kind is not kind:  # Python forgets what it knows of a class that is written to
+                absent.kind = kind
+            parameter.__class__ = absent
 
 
-def mark_gathered(parameter: Any) -> None:
-    """Its values are there again."""
-    kind = type(parameter)
-    if issubclass(kind, UngatheredParameter):
-        parameter.__class__ = kind.kind
+def mark_gathered(parameters: Iterable[Any]) -> None:
+    """Their values are there again."""
+    for parameter in parameters:
+        kind: Any = type(parameter)
+        if kind.__base__ is UngatheredParameter:
+            parameter.__class__ = kind.kind
 
 
 def mark_lost(parameter: Any) -> None:

@@ -390,6 +390,8 @@ _UNFINISHED = (Iterator, Awaitable, AsyncIterator)
 
 
 def _refuse_unfinished(path: str, output: Any) -> None:
+    if isinstance(output, torch.Tensor):
+        return
     items: Iterable[Any] = (output,)
     if isinstance(output, (tuple, list)):
         items = output

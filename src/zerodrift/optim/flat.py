@@ -153,6 +153,8 @@ class FlatUpdater:
 
     def _kept(self, number: int) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
         """Of a piece, what is put back after the update: (a tensor of it, where, the values there)."""
+        if not self._left_alone:
+            return []
         piece, of = self._owned[number], self._slices[number]
         spans = [piece.span(row) for row in piece.rows if row.name in self._left_alone]
         flats = [tensor for tensor in (of.storage, of.master, *of.moments) if tensor is not None]

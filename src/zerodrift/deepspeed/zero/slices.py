@@ -120,7 +120,7 @@ def hide(parameter: nn.Parameter, part: ParameterSlice) -> None:
     part.shown = torch.full((), value, dtype=dtype, device=part.flat.device)
     parameter.data = part.shown.expand(part.shape)
     if part.absent is not None:
-        mark_ungathered(parameter, part.absent)
+        mark_ungathered([parameter], [part.absent])
 
 
 def guard(module: nn.Module) -> None:
@@ -145,7 +145,7 @@ def _require_there(module: nn.Module, args: object) -> None:
 def show(parameter: nn.Parameter, part: ParameterSlice) -> None:
     """Put it together. Collective."""
     values = part.whole()
-    mark_gathered(parameter)
+    mark_gathered([parameter])
     parameter.data = values
 
 
@@ -178,7 +178,7 @@ def leave_in_pieces(engine: Engine) -> Callable[[], None]:
         for parameter, part in pieces:
             if not isinstance(parameter, UngatheredParameter):
                 continue  # it was gathered, and is an ordinary one now
-            mark_gathered(parameter)
+            mark_gathered([parameter])
             setattr(parameter, SLICE, part)
             setattr(parameter, ELSEWHERE, functools.partial(_taken, weakref.ref(parameter), part))
             mark(parameter, part.number)
@@ -191,7 +191,7 @@ def _taken(parameter: weakref.ref[nn.Parameter], part: ParameterSlice) -> torch.
     """The values, for an engine that makes the parameter its own."""
     held = parameter()
     if held is not None:
-        mark_gathered(held)
+        mark_gathered([held])
     return part.whole()
 
 
