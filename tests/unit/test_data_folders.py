@@ -94,6 +94,26 @@ def test_a_column_of_another_name_is_found_or_asked_for(
     assert LETTERS.decode(found[0]) == "x" * 16
 
 
+def test_what_is_in_a_folder_without_data_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ConfigError, match=r"files of a known kind; got '.*', with a\.zip"):
+        prepare(data(tmp_path), LETTERS, tmp_path / "cache")
+
+
+def test_splits_that_datasets_saved_are_those_of_its_list(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train_sft", "train_gen"]}')
+    for name in ("train_sft", "train_gen"):
+        (tmp_path / name).mkdir()
+        table = arrow.table({"text": [name] * 9})
+        with arrow.ipc.new_stream(str(tmp_path / name / "data-0.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(ConfigError, match=r"a split `train`; got .* with `train_gen`, `train_sft`"):
+        prepare(data(tmp_path), LETTERS, tmp_path / "cache")
+    found = prepare(data(tmp_path / "train_sft"), LETTERS, tmp_path / "cache")
+    assert found.sets[0].reading.train.documents == 9
+
+
 def test_splits_of_texts_are_told_apart_and_programs_are_not(tmp_path: Path) -> None:
     for name in ("wiki.train.txt", "wiki.test.txt", "wiki.valid.txt"):
         (tmp_path / "wiki").mkdir(exist_ok=True)

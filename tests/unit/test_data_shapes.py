@@ -73,6 +73,13 @@ def parquet(row: dict[str, Any]) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
+def twice() -> bytes:
+    arrow, written = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    sink = arrow.BufferOutputStream()
+    written.write_table(arrow.Table.from_arrays([arrow.array(["a"])] * 2, names=["text"] * 2), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
 def arrow_stream(row: dict[str, Any]) -> bytes:
     arrow = pytest.importorskip("pyarrow")
     table, sink = arrow.Table.from_pylist([row]), arrow.BufferOutputStream()
@@ -143,6 +150,10 @@ FILES: dict[str, Callable[[], File]] = {
         context="It was Ann.",
         response="Ann",
         category="qa",
+    ),
+    "a tool's name": lambda: shape(CALLED, messages=[*CALLED[:2], {**CALLED[2], "name": "f"}, CALLED[3]]),
+    "an answer of nothing": lambda: shape(
+        [HI, said("assistant", ""), HI, YO], learned="Yo;", messages=[HI, said("assistant", ""), HI, YO]
     ),
     "questions": lambda: shape([HI, YO], id=7, question="Hi", answer="Yo"),
     "OpenOrca": lambda: shape(TALK[:3], id="1", system_prompt="Be brief", question="Hi", response="Yo"),
@@ -285,6 +296,7 @@ REFUSED: dict[str, tuple[File, str]] = {
     "an image called text": (File("a.txt", b"\x89PNG\r\n", []), "got a PNG image"),
     "a table": (File("a.csv", b"PK\x03\x04\x14", []), "got a ZIP archive"),
     "cells too many": (File("a.csv", b"prompt,completion\na,b\nc,d,e\n", []), r"a\.csv:3.*must have 2 cells"),
+    "columns of parquet twice": (File("a.parquet", twice(), []), r"each column once; got `text` twice"),
     "columns twice": (File("a.csv", b"prompt,prompt\na,b\n", []), r"each column once; got `prompt` twice"),
     "an open quote": (File("a.csv", b'prompt,completion\na,"b\n', []), "must be CSV"),
     "Latin-1 in a CSV": (File("a.csv", b"prompt,completion\na,\xe9\n", []), "must be UTF-8"),

@@ -16,6 +16,7 @@ import pytest
 
 from tests.unit.test_train_data import TALK, TEXTS, data, jsonl, made, parts_of, stream
 from zerodrift.errors import ConfigError, ModelError
+from zerodrift.train import noted
 from zerodrift.train.blocks import Maps
 from zerodrift.train.model import check_positions
 from zerodrift.train.pack import Prepared
@@ -63,6 +64,38 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
     "input list": ("a.jsonl", row(instruction="Hi", input=["a"], output="b"), "input.*must be a text"),
     "parquet": ("a.parquet", b"PAR1" + bytes(100), "must be parquet"),
     "no parquet": ("a.parquet", b"", "must be parquet"),
+    "ORC": ("a.txt", b"ORC\x03", "got an ORC file"),
+    "marks of good and bad": (
+        "a.jsonl",
+        row(prompt="Hi", completion="Yo", label=False),
+        "preferences: `completion` with a `label`",
+    ),
+    "a text beside a question": (
+        "a.jsonl",
+        row(instruction="Hi", output="Yo", text="Hi Yo"),
+        r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`",
+    ),
+    "a line of an array": (
+        "a.jsonl",
+        '[{"text": "a"}]\n[{"text": "b"}]\n',
+        r"a\.jsonl:1.*object; got a list",
+    ),
+    "two objects in a line": ("a.jsonl", '{"text": "a"}{"text": "b"}\n', "more behind the first value"),
+    "an open text": ("a.jsonl", '{"text": "a', "Unterminated string starting at column 10"),
+    "what is said in another key": (
+        "a.jsonl",
+        talk(content=None, refusal="No"),
+        r"messages\[1\]: content.*got null beside `refusal`",
+    ),
+    "rows in a row": ("a.json", '{"data": [{"text": "a"}]}', "make a file of what is in `data`"),
+    "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*make a row of each"),
+    "numbers in rows": ("a.jsonl", row(input_ids=[1, 2]), "Token numbers are read from maps"),
+    "turns under another name": (
+        "a.jsonl",
+        row(dialog=[{"role": "user", "content": "Hi"}]),
+        "set `data.messages: dialog`",
+    ),
+    "a TSV with quotes": ("a.tsv", 'text, long\tn\n"a" b\t1\n', r"a\.tsv:2.*must be CSV"),
 }
 
 
@@ -113,6 +146,55 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
         "1 conversation without a turn of the assistant to learn",
         "1 block with nothing to learn",
     ]
+
+
+def test_keys_that_name_columns_name_those_of_the_rows(tmp_path: Path) -> None:
+    asked = {"prompt": "Hi", "completion": "Yo"}
+    file = jsonl(tmp_path / "a.jsonl", [asked, asked])
+    found = made(tmp_path, data(file, field="prompt"))
+    assert stream(found.train)[:6].tolist() == [*b"Hi", 256, *b"Hi", 256]
+    for keys, words in (
+        ({"field": "body"}, r"a\.jsonl:1.*must have a text in `body`; got `prompt`"),
+        ({"field": "prompt", "format": "chat"}, r"data\.field.*conversations"),
+        ({"messages": "dialog"}, "must have `dialog`, which `data.messages` names; got `prompt`"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            made(tmp_path, data(file, **keys))
+    half = jsonl(tmp_path / "b.jsonl", [asked, {"prompt": "Hi"}])
+    with pytest.raises(ConfigError, match=r"b\.jsonl:2.*must have a text in `completion`; got `prompt`"):
+        made(tmp_path, data(half, format="text"))
+    both = jsonl(tmp_path / "c.jsonl", [{"messages": TALK, "text": "Hi", "n": None}])
+    reading = made(tmp_path, data(both, block=64)).sets[0].reading
+    assert (reading.kind, reading.unread) == ("chat", ("text",)), "what is empty is not missed"
+    prose = tmp_path / "a.txt"
+    prose.write_text("hi" * 500)
+    with pytest.raises(ConfigError, match=r"a\.txt.*must be a map of token numbers"):
+        made(tmp_path, data(prose, format="tokens"))
+
+
+def test_what_may_not_be_meant_is_noted(tmp_path: Path) -> None:
+    silent = [*TALK[:-1], {"role": "assistant", "content": " \n"}]
+    chats = jsonl(tmp_path / "chats.jsonl", [{"messages": turns} for turns in (TALK, TALK, silent)])
+    once = jsonl(tmp_path / "held.jsonl", [{"messages": turns} for turns in (TALK, TALK[:3])])
+    found = made(tmp_path, data(chats, block=64, validation=str(once)))
+    plain = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
+    assert found.sets[0].reading.notes()[-1] == "1 conversation like another one"
+    assert "1 conversation with an answer of nothing, which is not learned" in found.sets[0].reading.notes()
+    assert found.sets[1].reading.notes() == [f"2 conversations {plain}", "1 conversation trained on as well"]
+    trained, held = (text for _, text in found.in_short())
+    assert "trained on as well" in held and "trained on as well" not in trained and "held out" not in trained
+    (tmp_path / "cache" / found.sets[1].key / noted.FILE).write_bytes(b"1234")
+    with pytest.raises(ConfigError, match="must hold the blocks that were written"):
+        made(tmp_path, data(chats, block=64, validation=str(once)))
+
+
+def test_one_file_is_read_once_by_whatever_path(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(TEXT)
+    (tmp_path / "b.txt").symlink_to(file)
+    found = made(tmp_path, data(Path("unused"), train=[str(file), f"{tmp_path}/../{tmp_path.name}/b.txt"]))
+    (reading,) = (each.reading for each in found.sets)
+    assert reading.files == 1 and "a.txt, which is " in reading.beside[0]
 
 
 # --- what is held out ---------------------------------------------------------------------------------
@@ -236,7 +318,9 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
     assert names == {
         "blocks.json",
         *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums")),
+        noted.FILE,
     }
+    names.remove(noted.FILE)  # which says nothing of blocks
     draw = np.random.default_rng(0)
     caught = 0
     for name in sorted(names):

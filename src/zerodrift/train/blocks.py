@@ -214,7 +214,7 @@ class Blocks:
         if self.sums is not None and self.counts is not None:
             held = np.full(self.length, LEARNED, _MARK) if marks is None else marks
             if _checksums(tokens, held, int(self.counts[index])) != tuple(self.sums[index].tolist()):
-                raise _damaged(part.file.parent, f"another block {index}")
+                raise damaged(part.file.parent, f"another block {index}")
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
             got = f"{tokens.min()} to {tokens.max()} in block {place}"
             raise ConfigError(str(part.file), _below(self.vocabulary), got=got, do=_TOKENIZER)
@@ -267,9 +267,9 @@ def read_index(folder: Path) -> dict[str, Any]:
             written = stream.read().decode()
         index = json.loads(written[: written.rstrip().rfind("\n")])
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(folder, first_line(error)) from None
+        raise damaged(folder, first_line(error)) from None
     if not isinstance(index, dict) or _sealed(index) != written:
-        raise _damaged(folder, "another index than was written")
+        raise damaged(folder, "another index than was written")
     return index
 
 
@@ -287,10 +287,10 @@ def open_blocks(folder: Path, part: str) -> Blocks:
         counts = _numbers(folder / f"{part}.counts", np.dtype(np.int32))
         sums = _numbers(folder / f"{part}.sums", np.dtype(np.uint32)).reshape(-1, 2)
     except (OSError, ValueError) as error:
-        raise _damaged(folder, first_line(error)) from None
+        raise damaged(folder, first_line(error)) from None
     rows = (tokens, counts, sums) if marks is None else (tokens, counts, sums, marks)
     if {len(part) for part in rows} != {count}:
-        raise _damaged(folder, f"files of other lengths than {count} blocks")
+        raise damaged(folder, f"files of other lengths than {count} blocks")
     return Blocks((tokens,), marks, counts, length, vocabulary, sums, index["apart"])
 
 
@@ -300,7 +300,8 @@ def _numbers(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
     return np.memmap(file, dtype, "r")
 
 
-def _damaged(folder: Path, got: str) -> ConfigError:
+def damaged(folder: Path, got: str) -> ConfigError:
+    """That a folder is not as it was written."""
     todo = "It is damaged: remove the folder, and start again; blocks are made anew and go on in their order."
     return ConfigError(str(folder), "must hold the blocks that were written", got=got, do=todo)
 

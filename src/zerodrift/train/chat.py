@@ -83,11 +83,25 @@ class Conversation:
     @property
     def answers(self) -> tuple[int, ...]:
         """The turns that are learned."""
-        return tuple(
+        return tuple(number for number in self._asked_for if not _is_silent(self.messages[number]))
+
+    @property
+    def silent(self) -> int:
+        """How many answers say nothing, and so are not learned."""
+        return len(self._asked_for) - len(self.answers)
+
+    @property
+    def _asked_for(self) -> list[int]:
+        return [
             number
             for number, turn in enumerate(self.messages)
             if turn["role"] == ASSISTANT and number >= self.given and number not in self.muted
-        )
+        ]
+
+
+def _is_silent(turn: Message) -> bool:
+    """Whether a turn has nothing but spaces and its role."""
+    return not (turn["content"] or "").strip() and turn.keys() == {"role", "content"}
 
 
 def talk(messages: Sequence[Message], where: str = "a conversation") -> Conversation:
@@ -97,10 +111,11 @@ def talk(messages: Sequence[Message], where: str = "a conversation") -> Conversa
 
 def is_conversation(row: Mapping[str, Any], key: str) -> bool:
     """Whether a row is meant as one."""
-    return any(column in row for column in (key, *_TURNS)) or _pair_columns(row) is not None
+    return any(column in row for column in (key, *_TURNS)) or pair_columns(row) is not None
 
 
-def _turns_column(row: Mapping[str, Any], key: str) -> str | None:
+def turns_column(row: Mapping[str, Any], key: str) -> str | None:
+    """The column of a row that has turns."""
     for column in (key, *_TURNS):
         value = row.get(column)
         if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
@@ -108,16 +123,20 @@ def _turns_column(row: Mapping[str, Any], key: str) -> str | None:
     return None
 
 
-def _pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
+def pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The columns of a row that have what is asked and what is answered."""
     return next((pair for pair in PAIRS if row.keys() >= set(pair)), None)
 
 
 def conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
     """The conversation of a row, in any of the forms that a row may have."""
-    column = _turns_column(row, key)
+    if key != _TURNS[0] and key not in row:
+        must, got = f"must have `{key}`, which `data.messages` names", ", ".join(f"`{name}`" for name in row)
+        raise ConfigError(where, must, got=got or "nothing")
+    column = turns_column(row, key)
     if column is None and (named := [name for name in (key, *_TURNS) if name in row]):
         column = named[0]
-    pair = _pair_columns(row)
+    pair = pair_columns(row)
     if column is not None:
         turns = _messages(_parsed(row[column], f"{where}: {column}"), f"{where}: {column}")
         given, columns, form = 0, {column}, f"`{column}`"
@@ -134,7 +153,7 @@ def conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
     muted = {number for number, turn in enumerate(turns) if not _is_learned(turn, f"{where}: turn {number}")}
     messages = tuple({key: turn[key] for key in turn if key not in _LEARNED} for turn in turns)
     tools = _tools(row, where)
-    if other := [name for name in _ELSEWHERE if name not in columns and _says(row.get(name))]:
+    if other := [name for name in _ELSEWHERE if name not in columns and says(row.get(name))]:
         raise ConfigError(
             where, "must be a conversation of text", got=", ".join(f"`{name}`" for name in other)
         )
@@ -173,7 +192,7 @@ def _pair(
 def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Earlier questions with their answers, as Alpaca's form has them."""
     earlier = _parsed(row.get("history"), f"{where}: history")
-    if not _says(earlier):
+    if not says(earlier):
         return []
     turns: list[dict[str, Any]] = []
     for number, pair in enumerate(earlier if isinstance(earlier, list) else [earlier]):
@@ -214,15 +233,21 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
         )
     made: dict[str, Any] = {"role": role if told == "content" else SPEAKERS[role]}
     calls = turn.get("tool_calls")
-    if turn.get(told) is None and _says(calls):
+    if turn.get(told) is None and says(calls):
         made["content"] = None  # as the one who wrote it said; a template is not given it
     else:
-        made["content"] = _content(turn.get(told), f"{where}: {told}")
+        made["content"] = _content(turn.get(told), f"{where}: {told}", _beside_it(turn, (speaker, told)))
     for key, held in turn.items():
-        if key in (speaker, told) or not _says(held):
+        if key in (speaker, told) or not says(held):
             continue
         made[key] = _beside(key, held, f"{where}: {key}")
     return made
+
+
+def _beside_it(turn: Mapping[str, Any], known: tuple[str, str]) -> str:
+    """What a turn has, where it may stand for what is said in it."""
+    more = [f"`{key}`" for key in turn if key not in (*known, *_LEARNED) and says(turn[key])]
+    return f" beside {', '.join(more)}" if more else ""
 
 
 def _beside(key: str, held: Any, where: str) -> Any:
@@ -236,12 +261,13 @@ def _beside(key: str, held: Any, where: str) -> Any:
     raise ConfigError(where, "must be a text, or not be there", got=kind(held), do="Leave it out.")
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: Any, where: str, beside: str) -> str:
     """What is said: a text, or texts in parts, which are joined."""
     if isinstance(value, str):
         return unicode(value, where)
     if not isinstance(value, list) or not value:
-        raise ConfigError(where, "must be a text, or a list of parts that are texts", got=kind(value))
+        must = "must be a text, or a list of parts that are texts"
+        raise ConfigError(where, must, got=kind(value) + beside)
     return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(value))
 
 
@@ -251,7 +277,7 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, Mapping):
         raise ConfigError(where, "must be a part that is a text", got=kind(part))
     named = part.get("type")
-    more = [key for key, held in part.items() if key not in ("type", "text") and _says(held)]
+    more = [key for key, held in part.items() if key not in ("type", "text") and says(held)]
     if named not in (None, "text", "input_text", "output_text") or more or "text" not in part:
         what = f"a part of the type {named!r}" if isinstance(named, str) else "a part"
         got = f"{what} with {', '.join(f'`{key}`' for key in part)}"
@@ -289,7 +315,7 @@ def _is_learned(turn: Mapping[str, Any], where: str) -> bool:
 
 def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...]:
     tools = _parsed(row.get("tools"), f"{where}: tools")
-    if not _says(tools):
+    if not says(tools):
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         must = "must be a list of descriptions of tools"
@@ -327,10 +353,10 @@ def _parsed(value: Any, where: str) -> Any:
         raise ConfigError(where, "must be JSON where it is a text", got=repr(value[:60])) from None
 
 
-def _says(value: Any) -> bool:
+def says(value: Any) -> bool:
     """Whether there is anything: numbers say something, 0 too."""
     return value is not None and value not in ("", [], {}, ())
 
 
 def _first(row: Mapping[str, Any], columns: Iterable[str]) -> str | None:
-    return next((name for name in columns if _says(row.get(name))), None)
+    return next((name for name in columns if says(row.get(name))), None)

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,12 @@ from zerodrift.train.json_rows import Row
 
 COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
 """What a column of texts is called where it is not `text`."""
+PIECE = 1 << 16
+"""Characters of a text at a time."""
 NO_ANSWER, EMPTY = "without a turn of the assistant to learn", "empty"
 """Why a document is left out."""
+SILENT = "with an answer of nothing, which is not learned"
+"""What is noted of a document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,34 @@ class Document:
     """Characters at the start of the text that are there to be continued, and not learned."""
     where: str = ""
     """Its file, and row."""
+    file: Path | None = None
+    """Of a text file, which may be larger than memory: its text is read where it is needed."""
 
     def share(self, seed: int) -> float:
         """A number in [0, 1) that depends on what is in it and on the seed."""
+        return self.number(seed) / 2**64
+
+    def number(self, seed: int) -> int:
+        """The same as 64 bits: documents of one number say the same."""
         digest = hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little"))
-        for part in (self.text, *(_part(turn[key]) for turn in self._turns for key in turn)):
+        for piece in self.pieces():
+            digest.update(piece.encode())
+        digest.update(b"\0")
+        for part in (_part(turn[key]) for turn in self._turns for key in turn):
             digest.update(part.encode() + b"\0")
-        return int.from_bytes(digest.digest(), "little") / 2**64
+        return int.from_bytes(digest.digest(), "little")
+
+    def pieces(self) -> Iterator[str]:
+        """Its text, a part of it at a time."""
+        if self.file is not None:
+            yield from formats.text(self.file)
+        for at in range(0, len(self.text), PIECE):
+            yield self.text[at : at + PIECE]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it but spaces."""
+        return self.talk is None and not any(piece.strip() for piece in self.pieces())
 
     @property
     def _turns(self) -> Sequence[Mapping[str, Any]]:
@@ -68,8 +93,13 @@ class Seen:
     """What documents were made of, in words, with how many."""
     left: Counter[str] = field(default_factory=Counter)
     """Reasons for which documents were left out, with how many."""
+    noted: Counter[str] = field(default_factory=Counter)
+    """What may not be as it was meant, with how many documents."""
     unread: dict[str, None] = field(default_factory=dict)
-    """Columns of rows that say nothing here."""
+    """Columns of rows that are not read, and not empty."""
+
+    def leave_unread(self, row: Row, read: Collection[str]) -> None:
+        self.unread |= dict.fromkeys(key for key in row if key not in read and chat.says(row[key]))
 
 
 def kind_of(files: Sequence[Path], data: Data) -> str:
@@ -88,23 +118,39 @@ def kind_of(files: Sequence[Path], data: Data) -> str:
         if kind == formats.TEXT:
             continue
         with contextlib.closing(formats.rows(file, kind)) as rows:
-            _, row = next(rows, (0, None))
+            number, row = next(rows, (0, None))
         if row is not None:
-            named = (data.field or "text") in row
-            return "chat" if chat.is_conversation(row, data.messages) and not named else "text"
+            return _kind_of_row(row, data, f"{file}:{number}")
     return "text"
+
+
+def _kind_of_row(row: Row, data: Data, where: str) -> str:
+    if data.field and (data.field in row or len(data.sets()) == 1):
+        return "text"
+    if not chat.is_conversation(row, data.messages):
+        return "text"
+    pair = chat.pair_columns(row)
+    if "text" in row and chat.turns_column(row, data.messages) is None:
+        if pair is None:
+            return "text"
+        must, got = "must be a text or a conversation", f"`text` beside `{pair[0]}` and `{pair[1]}`"
+        raise ConfigError(where, must, got=got, do="Set `data.format: text`, or `data.format: chat`.")
+    return "chat"
 
 
 def documents(files: Sequence[Path], data: Data, kind: str, seen: Seen) -> Iterator[Document]:
     """Every document, in order. What they are is added to `seen`."""
-    column = ""
+    if kind == "chat" and data.field and len(data.sets()) == 1:
+        must, todo = "must not be given where rows are conversations", "Name their column in `data.messages`."
+        raise ConfigError("data.field", must, got=repr(data.field), do=todo)
+    columns: tuple[str, ...] = ()
     for file in files:
         holds = formats.TEXT if data.format == "files" else formats.format_of(file)
         if holds == formats.TEXT:
             if kind == "chat":
                 must = "must be rows of conversations: JSON, JSON lines, CSV, parquet or Arrow"
                 raise ConfigError(str(file), must, got="a text")
-            found = Document(formats.text(file), where=str(file))
+            found = Document(where=str(file), file=file)
             yield from _counted(found, "a text per file", seen)
             continue
         for number, row in formats.rows(file, holds):
@@ -112,22 +158,25 @@ def documents(files: Sequence[Path], data: Data, kind: str, seen: Seen) -> Itera
             if kind == "chat":
                 yield from _conversation(row, data, where, seen)
                 continue
-            column = column or _column(row, data.field, where)
-            yield from _of_text(row, column, where, seen)
+            columns = columns or _columns(row, data.field, where)
+            yield from _of_text(row, columns, where, seen)
 
 
 def _counted(document: Document, form: str, seen: Seen) -> Iterator[Document]:
     seen.documents += 1
     seen.forms[form] += 1
-    if document.text.strip() or document.talk is not None:
-        yield document
-    else:
+    if document.is_empty:
         seen.left[EMPTY] += 1
+    else:
+        yield document
 
 
 def _conversation(row: Row, data: Data, where: str, seen: Seen) -> Iterator[Document]:
     talk = chat.conversation(row, data.messages, where)
-    seen.unread |= dict.fromkeys(key for key in row if key not in talk.columns)
+    _require_no_label(row, talk.columns, where)
+    seen.leave_unread(row, talk.columns)
+    if talk.silent:
+        seen.noted[SILENT] += 1
     if data.loss_on == "answers" and not talk.answers:
         seen.documents += 1
         seen.left[NO_ANSWER] += 1
@@ -137,42 +186,65 @@ def _conversation(row: Row, data: Data, where: str, seen: Seen) -> Iterator[Docu
 
 # --- texts of rows --------------------------------------------------------------------------------------
 
-CONTINUED = "prompt"
-"""What `_column` says of rows with a text to be continued and its continuation."""
+CONTINUED = ("prompt", "completion")
+"""Columns of a text to be continued, and of its continuation."""
 
 
-def _column(row: Row, field: str, where: str) -> str:
-    """The column of rows that has the text: the one that is named, `text`, or the only one."""
+def _columns(row: Row, field: str, where: str) -> tuple[str, ...]:
+    """The columns of rows that have the text: the one that is named, `text`, a text and its continuation, or
+    the only one."""
     if field:
-        return field
+        return (field,)
     if "text" in row:
-        return "text"
-    if row.keys() >= {"prompt", "completion"}:
+        return ("text",)
+    if row.keys() >= set(CONTINUED):
+        _require_no_label(row, CONTINUED, where)
         return CONTINUED
     if row.keys() >= {"chosen", "rejected"}:
-        must, todo = "must be texts or conversations", "TRL trains on preferences: see docs/migrating.md."
-        raise ConfigError(where, must, got="preferences: `chosen` and `rejected`", do=todo)
+        raise _preferences("`chosen` and `rejected`", where)
     texts = [key for key, held in row.items() if isinstance(held, str)]
     known = texts if len(texts) == 1 else [key for key in COLUMNS if key in texts]
     if len(known) != 1 or known[0] in chat.ASKED:
         got = ", ".join(f"`{key}`" for key in row) or "nothing"
-        todo = "Name the column in `data.field`."
-        raise ConfigError(where, "must have a text in `text`, or in one column", got=got, do=todo)
-    return known[0]
+        raise ConfigError(where, "must have a text in `text`, or in one column", got=got, do=_way_out(row))
+    return (known[0],)
 
 
-def _of_text(row: Row, column: str, where: str, seen: Seen) -> Iterator[Document]:
-    if column == CONTINUED and "completion" in row and "prompt" in row:
-        asked, answered = (chat.text_of(row, key, where) for key in ("prompt", "completion"))
-        seen.unread |= dict.fromkeys(key for key in row if key not in ("prompt", "completion"))
-        document = Document(asked + answered, given=len(asked), where=where)
-        yield from _counted(document, "`prompt` continued by `completion`", seen)
-        return
-    if not isinstance(row.get(column), str):
-        there = column in row
-        got = texts.kind(row[column]) if there else ", ".join(f"`{key}`" for key in row) or "nothing"
-        todo = "Name the column in `data.field`."
-        raise ConfigError(where, f"must have a text in `{column}`", got=got, do=todo)
-    seen.unread |= dict.fromkeys(key for key in row if key != column)
-    document = Document(chat.text_of(row, column, where), where=where)
-    yield from _counted(document, f"`{column}` of rows", seen)
+def _of_text(row: Row, columns: tuple[str, ...], where: str, seen: Seen) -> Iterator[Document]:
+    for column in columns:
+        if not isinstance(row.get(column), str):
+            there = column in row
+            got = texts.kind(row[column]) if there else ", ".join(f"`{key}`" for key in row) or "nothing"
+            raise ConfigError(where, f"must have a text in `{column}`", got=got, do=_way_out(row))
+    seen.leave_unread(row, columns)
+    parts = [chat.text_of(row, column, where) for column in columns]
+    given = len(parts[0]) if len(parts) > 1 else 0
+    form = "`prompt` continued by `completion`" if given else f"`{columns[-1]}` of rows"
+    yield from _counted(Document("".join(parts), given=given, where=where), form, seen)
+
+
+def _way_out(row: Row) -> str:
+    """What can be done about a row without a text, by what it has instead."""
+    for key, held in row.items():
+        first = held[0] if isinstance(held, list) and held else None
+        if isinstance(first, Mapping) and first.keys() & {"role", "from"}:
+            return f"If its conversation is in `{key}`, set `data.messages: {key}`."
+        if isinstance(first, Mapping):
+            return f"A row is an object by itself: make a file of what is in `{key}`."
+        if isinstance(first, int):
+            return "Token numbers are read from maps, `.npy` or `.bin`; a text is named by `data.field`."
+        if isinstance(first, str):
+            return "A row is an object by itself, with one text: make a row of each."
+    return "Name the column in `data.field`."
+
+
+def _require_no_label(row: Row, read: Collection[str], where: str) -> None:
+    """That a completion is not one of those that are marked as good or bad, as KTO's are."""
+    label = row.get("label")
+    if "completion" in read and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
+        raise _preferences("`completion` with a `label` of true or false", where)
+
+
+def _preferences(got: str, where: str) -> ConfigError:
+    must, todo = "must be texts or conversations", "TRL trains on preferences: see docs/migrating.md."
+    return ConfigError(where, must, got=f"preferences: {got}", do=todo)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import glob
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,7 +65,7 @@ class DataFiles:
     """The files of a key."""
 
     files: tuple[Path, ...]
-    """Sorted, each once."""
+    """Sorted, each once, whatever leads to it."""
     left: tuple[str, ...] = ()
     """What lies in the folders beside them and is not read, in words."""
 
@@ -83,11 +84,22 @@ def find(written: str | Sequence[str], data: Data, where: str, split: str = TRAI
         except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home that is not there
             found, must = DataFiles(()), f"must name files that are there ({first_line(error)[-80:]})"
         if not found.files:
-            problems.add(where, must, got=repr(text))
+            problems.add(where, must, got=_got(text, found.left))
         paths |= dict.fromkeys(found.files)
         left += found.left
     problems.raise_as(ConfigError)
-    return DataFiles(tuple(sorted(paths)), tuple(left))
+    once: dict[Path, Path] = {}
+    for path in sorted(paths):
+        if (first := once.setdefault(path.resolve(), path)) != path:
+            left.append(f"{path}, which is {first}")
+    return DataFiles(tuple(once.values()), tuple(left))
+
+
+def _got(text: str, beside: Sequence[str]) -> str:
+    """What was named, with what is there instead or where it was looked for."""
+    there = f", with {', '.join(beside)}" if beside else ""
+    here = not there and text[:1] not in ("/", "~")
+    return f"{text!r}{there}" + (f" (looked for in {Path.cwd()})" if here else "")
 
 
 def _named(text: str, data: Data, split: str, where: str) -> tuple[DataFiles, str]:
@@ -207,14 +219,29 @@ class _Folder:
         return (f"{len(files):,} other files ({', '.join(kind for kind, _ in kinds.most_common(5))})",)
 
     def _listed(self, split: str) -> _Taken | None:
-        """The files that a card names for a split; None where there is no card, or it names none."""
+        """The files that a card or a list names for a split; None where there is none, or it names none."""
+        of = self._of_card() or self._of_dict()
+        if len(of) < 2:
+            return _Taken(next(iter(of.values()))) if of else None
+        return self._chosen(of, split)
+
+    def _of_dict(self) -> dict[str, list[Path]]:
+        """The files of each split that `datasets` saved to disk, by the list that it leaves there."""
+        with contextlib.suppress(OSError, ValueError), opened(self._folder / "dataset_dict.json") as stream:
+            names = json.loads(stream.read())["splits"]
+            of = {SPLITS.get(name, name): sorted((self._folder / name).rglob("*.arrow")) for name in names}
+            return {name: files for name, files in of.items() if files}
+        return {}
+
+    def _of_card(self) -> dict[str, list[Path]]:
+        """The files of each split that a card names."""
         subsets = {
             str(block.get("config_name", "default")): block["data_files"]
             for block in _card(self._folder / "README.md")
             if isinstance(block, dict) and block.get("data_files")
         }
         if not subsets:
-            return None
+            return {}
         name = next(iter(subsets)) if len(subsets) == 1 else "default"
         if name not in subsets:
             raise ConfigError(
@@ -227,9 +254,7 @@ class _Folder:
         for key, globs in _by_split(subsets[name]).items():
             if files := _globbed(self._folder, globs):
                 of.setdefault(SPLITS.get(key.lower(), key), []).extend(files)
-        if len(of) < 2:
-            return _Taken(next(iter(of.values()))) if of else None
-        return self._chosen(of, split)
+        return of
 
 
 def split_of(path: Path) -> str:

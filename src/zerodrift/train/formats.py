@@ -20,26 +20,27 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerodrift.errors import ConfigError, first_line
+from zerodrift.errors import ConfigError, first_line, several
 from zerodrift.train import json_rows
 from zerodrift.train.json_rows import Row
-from zerodrift.train.texts import decoded, not_text, readable, without_zeros
+from zerodrift.train.texts import not_text, readable, without_zeros
 from zerodrift.train.unpacked import SUFFIXES, packed, unpacked
 
 TEXT, LINES, JSON, ARRAY = "text", "JSON lines", "JSON", "a JSON array"
 CSV, PARQUET, ARROW = "CSV", "parquet", "Arrow"
 
-OF_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv")
+OF_ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather", ".csv", ".tsv")
 """Suffixes of files that hold rows, whatever lies beside them."""
-_COLUMNS = {".parquet": PARQUET, ".arrow": ARROW}
+_COLUMNS = {".parquet": PARQUET, ".pq": PARQUET, ".arrow": ARROW, ".feather": ARROW}
 _TABLES = (".csv", ".tsv")
-_JSON = (".jsonl", ".ndjson", ".json")
+_LINES = (".jsonl", ".ndjson")
+_JSON = (*_LINES, ".json")
 _ANY = (".txt", ".text", "")
 """Suffixes that say nothing of what is in a file."""
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of an Arrow stream."""
-_HEAD = 1 << 16
+_HEAD = _PIECE = 1 << 16
 _FIELD = 1 << 30
 """Characters of a CSV field at most; Python's default is shorter than a document."""
 
@@ -60,10 +61,10 @@ def format_of(file: Path) -> str:
 def _format(file: Path, suffix: str, head: bytes) -> str:
     if head.startswith(b"PAR1"):
         return PARQUET
-    if head.startswith(b"ARROW1") or (head.startswith(b"\xff" * 4) and suffix in (".arrow", "")):
+    wanted = _COLUMNS.get(suffix)
+    if head.startswith(b"ARROW1") or (head.startswith(b"\xff" * 4) and (wanted == ARROW or not suffix)):
         return ARROW
     other = _other(head)
-    wanted = _COLUMNS.get(suffix)
     if wanted is not None:
         raise ConfigError(str(file), f"must be {wanted}", got=other or _looks(head))
     if other:
@@ -75,9 +76,9 @@ def _format(file: Path, suffix: str, head: bytes) -> str:
     if suffix in _TABLES:
         return CSV
     if suffix in _JSON or (suffix in _ANY and _is_rows(start)):
-        if start[:1] == b"[":
+        if start[:1] == b"[" and not (suffix in _LINES and _is_one_line(start, list)):
             return ARRAY
-        return LINES if suffix in (".jsonl", ".ndjson") or _is_one_line(start) else JSON
+        return LINES if suffix in _LINES or _is_one_line(start) else JSON
     return TEXT
 
 
@@ -89,13 +90,14 @@ def _is_rows(start: bytes) -> bool:
     return start[:1] == b"{" and start[1:].lstrip()[:1] == b'"' and _is_one_line(start)
 
 
-def _is_one_line(start: bytes) -> bool:
-    """Whether the first line is an object by itself; one that is longer than what is looked at may be."""
-    line, end, _ = start.partition(b"\n")
-    if not end and len(start) > _HEAD // 2:
+def _is_one_line(start: bytes, kind: type = dict) -> bool:
+    """Whether the first line is an object by itself, or an array that another line follows; an object that
+    is longer than what is looked at may be."""
+    line, end, rest = start.partition(b"\n")
+    if kind is dict and not end and len(start) > _HEAD // 2:
         return True
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(json.loads(line), kind) and (kind is dict or bool(rest.strip()))
     except (ValueError, RecursionError):
         return False
 
@@ -116,6 +118,9 @@ _OTHERS = (
     (b"{\\rtf", "an RTF document"),
     (b"\xd0\xcf\x11\xe0", "an Office document"),
     (b"SQLite format 3\0", "an SQLite database"),
+    (b"FEA1", "a Feather file of version 1"),
+    (b"ORC", "an ORC file"),
+    (b"Obj\x01", "an Avro file"),
     (b"\x89HDF", "an HDF5 file"),
     (b"\x93NUMPY", "a NumPy array"),
     (b"\x80\x02", "a pickle"),
@@ -168,11 +173,28 @@ def _looks(head: bytes) -> str:
 # --- text -----------------------------------------------------------------------------------------------
 
 
-def text(file: Path) -> str:
-    """A text file in full; the ends of its lines become those of Unix."""
+def text(file: Path) -> Iterator[str]:
+    """A text file, piece by piece; the ends of its lines become those of Unix."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    ends = io.IncrementalNewlineDecoder(None, translate=True)
+    read = told = 0
+    """Bytes and characters."""
     with readable(file), unpacked(file) as stream:
-        data = stream.read()
-    return without_zeros(decoded(data, str(file)), str(file)).replace("\r\n", "\n").replace("\r", "\n")
+        while True:
+            piece = stream.read(_PIECE)
+            waiting = len(decoder.getstate()[0])
+            start = read - waiting
+            read += len(piece)
+            try:
+                made = decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                raise not_text(error, str(file), start) from None
+            if not told:
+                made = made.removeprefix("\ufeff")
+            yield ends.decode(without_zeros(made, str(file), told), final=not piece)
+            told += len(made)
+            if not piece:
+                return
 
 
 # --- rows -----------------------------------------------------------------------------------------------
@@ -197,10 +219,8 @@ def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     try:
         first = lines.readline()
-        marks = [mark for mark in ("\t", ";", "|") if mark in first and "," not in first]
-        reader = csv.reader(
-            itertools.chain([first], lines), delimiter=marks[0] if marks else ",", strict=True
-        )
+        mark = _between(first, suffix_of(file))
+        reader = csv.reader(itertools.chain([first], lines), delimiter=mark, strict=True)
         names = next(reader, None)
         _require_names(names, file)
         for cells in reader:
@@ -208,7 +228,7 @@ def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
                 continue
             where = f"{file}:{reader.line_num}"
             if len(cells) != len(names or ()):
-                must = f"must have {len(names or ())} cells, as the first line has"
+                must = f"must have {several(len(names or ()), 'cell')}, as the first line has"
                 raise ConfigError(where, must, got=len(cells))
             yield (
                 reader.line_num,
@@ -217,19 +237,35 @@ def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
     except UnicodeDecodeError as error:
         raise not_text(error, str(file)) from None
     except csv.Error as error:
-        raise ConfigError(str(file), "must be CSV", got=first_line(error)) from None
+        where = f"{file}:{reader.line_num}"
+        raise ConfigError(where, "must be CSV", got=first_line(error), do=_QUOTES) from None
     finally:
         lines.detach()
+
+
+_QUOTES = "A cell stands in quotes if it holds one, which is doubled, a line's end, or what is between cells."
+
+
+def _between(first: str, suffix: str) -> str:
+    """What stands between the cells of a line, as its names show where they are not in quotes."""
+    plain = "".join(first.split('"')[::2])
+    if suffix == ".tsv" and "\t" in plain:
+        return "\t"
+    return next((mark for mark in (",", "\t", ";", "|") if mark in plain), ",")
 
 
 def _require_names(names: list[str] | None, file: Path) -> None:
     """That the first line can be names of columns."""
     if not names or not any(name.strip() for name in names):
         raise ConfigError(str(file), "must begin with a line of column names", got="nothing")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    _require_once(names, f"{file}:1")
+
+
+def _require_once(names: list[str], where: str) -> None:
+    """That a row has each column once: the last would hide the others."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         got = ", ".join(f"`{name}`" for name in twice) + " twice"
-        raise ConfigError(f"{file}:1", "must name each column once", got=got)
+        raise ConfigError(where, "must name each column once", got=got)
 
 
 def _columns(file: Path, kind: str) -> Iterator[Row]:
@@ -245,10 +281,12 @@ def _columns(file: Path, kind: str) -> Iterator[Row]:
                 # A file that is compressed as a whole has no places to go to.
                 whole = stream if stream.seekable() else io.BytesIO(stream.read())
                 with parquet.ParquetFile(whole, page_checksum_verification=True) as read:
+                    _require_once(read.schema_arrow.names, str(file))
                     for batch in read.iter_batches(batch_size=1024):
                         yield from map(_without_nothing, batch.to_pylist())
             else:
                 for batch in _record_batches(ipc, stream):
+                    _require_once(batch.schema.names, str(file))
                     for start in range(0, batch.num_rows, 1024):
                         yield from map(_without_nothing, batch.slice(start, 1024).to_pylist())
     except (ArrowException, UnicodeDecodeError) as error:

@@ -29,7 +29,7 @@ def lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
         try:
             value = json.loads(written, object_pairs_hook=_block)
         except json.JSONDecodeError as error:
-            raise _no_json(where, f"{error.msg} at column {error.colno}") from None
+            raise _no_json(where, _fault(error, f"column {error.colno:,}"), "A line is one object.") from None
         except (ValueError, RecursionError) as error:
             raise _odd_json(where, error) from None
         yield number, _object(value, where)
@@ -102,7 +102,7 @@ class _Characters:
             except json.JSONDecodeError as error:
                 # Whether more of it would mend this is not known before there is more.
                 if self._ended or not self._grow():
-                    raise _no_json(where, f"{error.msg} at character {error.pos - self._at:,}") from None
+                    raise _no_json(where, _fault(error, f"character {error.pos - self._at:,}")) from None
             except (ValueError, RecursionError) as error:
                 raise _odd_json(where, error) from None
             else:
@@ -131,8 +131,17 @@ def _object(value: Any, where: str) -> Row:
     return value
 
 
-def _no_json(where: str, got: str) -> ConfigError:
-    return ConfigError(where, "must be JSON", got=got)
+def _fault(error: json.JSONDecodeError, place: str) -> str:
+    more = error.msg == "Extra data"
+    return (
+        f"more behind the first value, from {place} on"
+        if more
+        else f"{error.msg.removesuffix(' at')} at {place}"
+    )
+
+
+def _no_json(where: str, got: str, do: str = "") -> ConfigError:
+    return ConfigError(where, "must be JSON", got=got, do=do)
 
 
 def _odd_json(where: str, error: BaseException) -> ConfigError:

@@ -24,9 +24,9 @@ import numpy as np
 
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.files import opened
-from zerodrift.train import documents, formats, rendering
+from zerodrift.train import documents, formats, long_texts, noted, rendering
 from zerodrift.train.blocks import Blocks, Maps, open_blocks, open_tokens, read_index
-from zerodrift.train.find import TRAIN, VALIDATION, DataFiles, find
+from zerodrift.train.find import TEXTS, TRAIN, VALIDATION, DataFiles, find
 from zerodrift.train.job import Data, Job
 from zerodrift.train.mixture import Mixture
 from zerodrift.train.packing import PartWriter, Way
@@ -34,7 +34,7 @@ from zerodrift.train.reading import PartRead, Reading, line, lines
 from zerodrift.train.texts import readable
 from zerodrift.train.tokens import Tokenizer, Tokens
 
-VERSION = 3
+VERSION = 4
 """Of what is written; another number finds nothing of this one's."""
 SAMPLES, SAMPLE = 1024, 4096
 """Places in a token map that its digest is of, and bytes of each: a map may have terabytes."""
@@ -56,7 +56,7 @@ class Prepared:
         if len(self.sets) == 1:
             return [("data", line(self.sets[0].reading))]
         trained = sum(each.weight or 0.0 for each in self.sets)
-        shares = [f"{each.weight / trained:.1%}, " if each.weight else "held out, " for each in self.sets]
+        shares = [f"{each.weight / trained:.1%}, " if each.weight else "" for each in self.sets]
         return [
             ("data", f"{each.name}: {share}{line(each.reading)}")
             for each, share in zip(self.sets, shares, strict=True)
@@ -123,7 +123,7 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
         if other.reading.kind not in [each.reading.kind for each in sets]:
             must = f"must be {sets[0].reading.kind}, as `data.train` is"
             raise ConfigError("data.validation", must, got=other.reading.kind)
-        held, sets = [other.train], [*sets, replace(other, name="validation")]
+        held, sets = [other.train], [*sets, replace(_with_shared(other, sets, cache), name="validation")]
     trained = [each for each in sets if each.name != "validation"]
     key = sets[0].key
     if len(sets) > 1:
@@ -134,6 +134,16 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
         train = Mixture(tuple(each.train for each in trained), tuple(each.weight or 1.0 for each in trained))
     validation = held[0] if len(held) == 1 else Mixture(tuple(held), (1.0,) * len(held)) if held else None
     return Prepared(train, validation, key, tuple(sets))
+
+
+def _with_shared(held: Set, sets: Sequence[Set], cache: Path) -> Set:
+    """Files to validate with, with a note of how many of their documents are trained on."""
+    if held.reading.kind == "tokens":
+        return held
+    trained = [(cache / each.key, each.reading.train.documents) for each in sets]
+    count = noted.shared((cache / held.key, held.reading.train.documents), trained)
+    notes = {**held.reading.noted, **({noted.TRAINED_ON: count} if count else {})}
+    return replace(held, reading=replace(held.reading, noted=notes))
 
 
 def _require_apart(train: Sequence[Path], held: Sequence[Path]) -> None:
@@ -167,7 +177,8 @@ def _set(
     train, held = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
     reading = replace(Reading.of(read_index(folder)["reading"]), beside=found.left)
     if not len(train):
-        raise _too_little(where, "; ".join((f"less than {data.block} tokens", *reading.reasons())))
+        got = "nothing to learn" if reading.left or reading.train.documents else "no documents"
+        raise _too_little(where, "; ".join((got, *reading.reasons())))
     if share and not len(held):
         # Too few documents for one of them to be chosen, a single text for example: its last blocks are.
         if len(train) == 1:
@@ -211,6 +222,13 @@ def _too_little(where: str, got: str) -> ConfigError:
 def _token_maps(
     found: DataFiles, data: Data, tokenizer: Tokenizer, share: float, weight: float | None, where: str
 ) -> Set:
+    problems = Problems()
+    for file in found.files:
+        if formats.suffix_of(file) in (*formats.OF_ROWS, *TEXTS, ".json"):
+            problems.add(
+                file, "must be a map of token numbers, `.npy` or `.bin`", got="text or rows by its name"
+            )
+    problems.raise_as(ConfigError)
     blocks = open_tokens(found.files, data.token_dtype, data.block, tokenizer.vocabulary)
     if not len(blocks):
         raise _too_little(where, f"less than {data.block} tokens")
@@ -326,9 +344,14 @@ def _make(
     try:
         writers = [PartWriter(maps, part, way(data, kind), tokenizer.end) for part in (TRAIN, VALIDATION)]
         seen = documents.Seen()
+        watch = noted.DocumentWatch(tokenizer, seen)
         for document in documents.documents(files, data, kind, seen):
-            held = bool(share) and document.share(data.seed) < share
-            writers[held].add(*tokens_of(document, data, tokenizer))
+            number = document.number(data.seed)
+            held = number / 2**64 < share
+            if not held:
+                watch.take(number)
+            writers[held].add(watch.watched(document, tokens_of(document, data, tokenizer)))
+        watch.close(beside)
         train, other = (writer.close() for writer in writers)
         reading = Reading(
             kind,
@@ -338,6 +361,7 @@ def _make(
             other,
             forms=dict(seen.forms),
             left=dict(seen.left),
+            noted=dict(seen.noted),
             cut=sum(writer.cut for writer in writers),
             cut_tokens=sum(writer.cut_tokens for writer in writers),
             empty_blocks=sum(writer.empty_blocks for writer in writers),
@@ -350,15 +374,21 @@ def _make(
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def tokens_of(document: documents.Document, data: Data, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
-    """Its tokens with the end, and which are learned."""
+def tokens_of(
+    document: documents.Document, data: Data, tokenizer: Tokenizer
+) -> Iterator[tuple[Tokens, Tokens]]:
+    """Its tokens with the end, and which are learned; piece by piece where it is a text."""
     everything = data.loss_on == "everything"
     if document.talk is not None:
-        return rendering.written(document.talk, tokenizer, everything)
-    text, given = document.text, 0 if everything else document.given
+        yield rendering.written(document.talk, tokenizer, everything)
+        return
+    given = 0 if everything else document.given
+    start = np.array(tokenizer.start, np.int64)
+    yield start, np.full(len(start), not given)
     if given:
-        tokens, learned = rendering.marked(text, [(given, len(text))], tokenizer, document.where)
+        span = (given, len(document.text))
+        yield rendering.marked(document.text, [span], tokenizer, document.where)
     else:
-        tokens = tokenizer.encode(text).astype(np.int64)
-        learned = np.ones(len(tokens), dtype=bool)
-    return np.append(tokens, tokenizer.end), np.append(learned, True)
+        for tokens in long_texts.encoded(document.pieces(), tokenizer):
+            yield tokens, np.ones(len(tokens), dtype=bool)
+    yield np.array([tokenizer.end]), np.array([True])

@@ -7,7 +7,7 @@ as left out because nothing in it is learned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -35,11 +35,27 @@ class MarkedTokens:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @staticmethod
+    def joined(pieces: Sequence[MarkedTokens]) -> MarkedTokens:
+        """One after the other."""
+        tokens, marks = [piece.tokens for piece in pieces], [piece.marks for piece in pieces]
+        return MarkedTokens(np.concatenate(tokens), np.concatenate(marks))
+
+
+def _marked(pieces: Iterable[tuple[Tokens, np.ndarray]]) -> Iterator[MarkedTokens]:
+    start = STARTS
+    for tokens, learned in pieces:
+        marks = learned.astype(np.uint8) * LEARNED
+        marks[:1] |= start
+        start = 0 if len(marks) else start
+        yield MarkedTokens(np.asarray(tokens, dtype=np.int64), marks)
+
 
 class Packer(Protocol):
     """A way to fill blocks."""
 
-    def add(self, piece: MarkedTokens) -> None: ...
+    def add(self, document: Iterable[MarkedTokens]) -> None:
+        """A document, in pieces."""
 
     def close(self) -> None: ...
 
@@ -65,26 +81,28 @@ class PartWriter:
         ways = {"stream": _Stream, "alone": _Alone, "whole": _Together}
         self._packer = ways[self.way](self)
 
-    def add(self, tokens: Tokens, learned: np.ndarray) -> None:
-        """A document."""
-        marks = learned.astype(np.uint8) * LEARNED
-        marks[:1] |= STARTS
+    def add(self, pieces: Iterable[tuple[Tokens, np.ndarray]]) -> None:
+        """A document: its tokens, and which of them are learned."""
         self.documents += 1
-        self._packer.add(MarkedTokens(np.asarray(tokens, dtype=np.int64), marks))
+        self._packer.add(_marked(pieces))
 
     def close(self) -> PartRead:
         self._packer.close()
         tokens, learned, blocks, padding = self._read
         return PartRead(self.documents, tokens, learned, blocks, padding)
 
-    def shortened(self, piece: MarkedTokens) -> MarkedTokens:
+    def shortened(self, document: Iterable[MarkedTokens]) -> MarkedTokens:
         """What of a document a block has room for."""
-        length = self.maps.length
-        if len(piece) <= length:
-            return piece
-        self.cut += 1
-        self.cut_tokens += len(piece) - length
-        return MarkedTokens(piece.tokens[:length], piece.marks[:length])
+        length, count = self.maps.length, 0
+        kept: list[MarkedTokens] = []
+        for piece in document:
+            if count < length:
+                kept.append(piece)
+            count += len(piece)
+        self.cut += count > length
+        self.cut_tokens += max(0, count - length)
+        whole = MarkedTokens.joined(kept)
+        return MarkedTokens(whole.tokens[:length], whole.marks[:length])
 
     def write(self, pieces: list[MarkedTokens]) -> None:
         """Blocks of which each is whole or is filled up."""
@@ -115,24 +133,27 @@ class _Stream:
         self._pieces: list[MarkedTokens] = []
         self._held = 0
 
-    def add(self, piece: MarkedTokens) -> None:
-        self._pieces.append(piece)
-        self._held += len(piece)
-        if self._held >= OPEN * self._writer.maps.length:
-            self._flush()
+    def add(self, document: Iterable[MarkedTokens]) -> None:
+        for piece in document:
+            self._pieces.append(piece)
+            self._held += len(piece)
+            if self._held >= OPEN * self._writer.maps.length:
+                self._flush()
 
     def _flush(self) -> None:
         """Write what is whole; the rest waits for more."""
         length = self._writer.maps.length
-        tokens = np.concatenate([piece.tokens for piece in self._pieces])
-        marks = np.concatenate([piece.marks for piece in self._pieces])
+        whole = MarkedTokens.joined(self._pieces)
+        tokens, marks = whole.tokens, whole.marks
         count = len(tokens) // length * length
-        self._writer.write(
-            [
-                MarkedTokens(tokens[at : at + length], marks[at : at + length])
-                for at in range(0, count, length)
-            ]
-        )
+        for first in range(0, count, OPEN * length):
+            last = min(first + OPEN * length, count)
+            self._writer.write(
+                [
+                    MarkedTokens(tokens[at : at + length], marks[at : at + length])
+                    for at in range(first, last, length)
+                ]
+            )
         self._pieces = [MarkedTokens(tokens[count:], marks[count:])] if count < len(tokens) else []
         self._held = len(tokens) - count
 
@@ -148,8 +169,8 @@ class _Alone:
     def __init__(self, writer: PartWriter) -> None:
         self._writer = writer
 
-    def add(self, piece: MarkedTokens) -> None:
-        self._writer.write([self._writer.shortened(piece)])
+    def add(self, document: Iterable[MarkedTokens]) -> None:
+        self._writer.write([self._writer.shortened(document)])
 
     def close(self) -> None:
         pass
@@ -163,8 +184,8 @@ class _Together:
         self._waiting: list[list[MarkedTokens]] = []
         self._rooms: list[int] = []
 
-    def add(self, piece: MarkedTokens) -> None:
-        piece = self._writer.shortened(piece)
+    def add(self, document: Iterable[MarkedTokens]) -> None:
+        piece = self._writer.shortened(document)
         fitting = [(room, at) for at, room in enumerate(self._rooms) if room >= len(piece)]
         if fitting:
             _, at = min(fitting)
@@ -180,8 +201,7 @@ class _Together:
     def _take(self, at: int) -> None:
         pieces = self._waiting.pop(at)
         self._rooms.pop(at)
-        tokens = np.concatenate([piece.tokens for piece in pieces])
-        self._writer.write([MarkedTokens(tokens, np.concatenate([piece.marks for piece in pieces]))])
+        self._writer.write([MarkedTokens.joined(pieces)])
 
     def close(self) -> None:
         while self._waiting:

@@ -46,10 +46,12 @@ class Reading:
     """Documents that were longer than a block."""
     cut_tokens: int = 0
     """That were behind the end of a block."""
+    noted: Mapping[str, int] = field(default_factory=dict)
+    """What may not be as it was meant, with how many documents."""
     empty_blocks: int = 0
     """Blocks that were left out because nothing in them is learned."""
     unread: tuple[str, ...] = ()
-    """Columns of rows that say nothing here."""
+    """Columns of rows that are not read, and not empty."""
     beside: tuple[str, ...] = ()
     """What lies in folders beside the files that were read."""
 
@@ -76,6 +78,10 @@ class Reading:
         empty = [f"{_several(self.empty_blocks, 'block')} {NOTHING}"] * bool(self.empty_blocks)
         return [*cut, *left, *empty]
 
+    def notes(self) -> list[str]:
+        """What somebody should look at."""
+        return [f"{_several(count, self.noun)} {what}" for what, count in self.noted.items()]
+
     def with_last_blocks_held(self, held: PartRead) -> Reading:
         """Where blocks are held out, and not documents."""
         kept = replace(
@@ -98,6 +104,8 @@ def lines(reading: Reading) -> list[tuple[str, str]]:
         told.append(("held out", _held(reading)))
     if reasons := [*reading.reasons(), *reading.beside]:
         told.append(("left out", "; ".join(reasons)))
+    if notes := reading.notes():
+        told.append(("look at", "; ".join(notes)))
     if reading.unread:
         told.append(("not read", "columns " + _few([f"`{name}`" for name in reading.unread])))
     return told
@@ -110,6 +118,8 @@ def line(reading: Reading) -> str:
         facts.append(f"held out {_held(reading)}")
     if reasons := [*reading.reasons(), *reading.beside]:
         facts.append(f"left out {', '.join(reasons)}")
+    if notes := reading.notes():
+        facts.append(f"look at {', '.join(notes)}")
     return "; ".join(facts)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from zerodrift.errors import ConfigError
 from zerodrift.train import calls
-from zerodrift.train.chat import ASSISTANT, Conversation, Message
+from zerodrift.train.chat import ASSISTANT, TOOL, Conversation, Message
 from zerodrift.train.tokens import Tokenizer, Tokens, TransformersTokenizer
 
 Render = Callable[..., str]
@@ -82,13 +82,13 @@ def _head(role: str) -> str:
 
 
 def _plain(talk: Conversation, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
-    more = sorted({key for turn in talk.messages for key in turn} - {"role", "content"} - _REFERENCES)
+    more = _beside(talk)
     if more or talk.tools:
         must = "must be `role` and `content` alone where the tokenizer has no chat template"
         got = ", ".join(f"`{key}`" for key in (*more, *(["tools"] if talk.tools else [])))
         raise ConfigError(talk.where, must, got=got, do="Leave it out, or use a tokenizer with one.")
-    parts: list[Tokens] = []
-    learned: list[Tokens] = []
+    parts: list[Tokens] = [np.array(tokenizer.start, np.int64)]
+    learned: list[Tokens] = [np.zeros(len(tokenizer.start), dtype=bool)]
     for number, turn in enumerate(talk.messages):
         head = tokenizer.encode(_head(turn["role"]))
         said = np.append(tokenizer.encode(turn["content"]).astype(np.int64), tokenizer.end)
@@ -216,11 +216,17 @@ def _require_written(talk: Conversation, text: str, render: Render, tokenizer: T
         if said and said not in text and is_left_out(_saying(talk.messages, number, "A" + said)):
             got = f"turn {number}, of the role {turn['role']!r}, which it leaves out"
             raise _left_out(talk, got, tokenizer)
-    for key in sorted({key for turn in talk.messages for key in turn} - {"role", "content"} - _REFERENCES):
+    for key in _beside(talk):
         if is_left_out(tuple({k: turn[k] for k in turn if k != key} for turn in talk.messages)):
             raise _left_out(talk, f"`{key}` of a turn, which it leaves out", tokenizer)
     if talk.tools and is_left_out(talk.messages, tools=()):
         raise _left_out(talk, "`tools`, which it leaves out", tokenizer)
+
+
+def _beside(talk: Conversation) -> list[str]:
+    """What turns have beside a role and what is said; the name of a tool only says whose answer it is."""
+    keys = {key for turn in talk.messages for key in turn if key != "name" or turn["role"] != TOOL}
+    return sorted(keys - {"role", "content"} - _REFERENCES)
 
 
 def _left_out(talk: Conversation, got: str, tokenizer: Tokenizer) -> ConfigError:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -54,7 +55,7 @@ class TextGenerator:
         if as_chat:
             given = rendering.prompt([{"role": "user", "content": prompt}], self._letters)
         else:
-            given = self._letters.encode(prompt)
+            given = np.append(self._letters.start, self._letters.encode(prompt)).astype(np.int64)
         tokens = [int(token) for token in given] or [self._letters.end]
         room = models.positions(self._model)
         if room is not None and len(tokens) >= room:

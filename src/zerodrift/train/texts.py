@@ -31,16 +31,16 @@ def decoded(data: bytes, where: str) -> str:
         raise not_text(error, where) from None
 
 
-def not_text(error: UnicodeDecodeError, where: str) -> ConfigError:
-    """That bytes are no UTF-8, and where."""
-    got = f"byte 0x{error.object[error.start]:02x} at offset {error.start:,}"
+def not_text(error: UnicodeDecodeError, where: str, before: int = 0) -> ConfigError:
+    """That bytes are no UTF-8, and where; `before` is how many came before these."""
+    got = f"byte 0x{error.object[error.start]:02x} at offset {before + error.start:,}"
     return ConfigError(where, "must be UTF-8 text", got=got, do="Leave it out, or save it as UTF-8.")
 
 
-def without_zeros(text: str, where: str) -> str:
-    """A text, where it is one: binary files are full of zeros."""
+def without_zeros(text: str, where: str, before: int = 0) -> str:
+    """A text, where it is one: binary files are full of zeros. `before` is the characters in front of it."""
     if "\0" in text:
-        got = f"a zero at character {text.index(chr(0)):,}"
+        got = f"a zero at character {before + text.index(chr(0)):,}"
         todo = "It is binary, or UTF-16: leave it out, or save it as UTF-8."
         raise ConfigError(where, "must be text", got=got, do=todo)
     return text

@@ -41,8 +41,14 @@ class Tokenizer(Protocol):
     name: str
     vocabulary: int
     """Every token is below it."""
+    start: tuple[int, ...]
+    """Begins a text, where its models are used to that: a tokenizer of Llama's puts `<s>` there."""
     end: int
     """Ends a document, and pads."""
+    marks: Mapping[str, int]
+    """What stands for something else than its text, an end say, by its spelling."""
+    has_template: bool
+    """Whether it says how a conversation is written."""
     fingerprint: str
 
     def encode(self, text: str) -> Tokens: ...
@@ -58,6 +64,9 @@ class ByteTokenizer:
 
     name = "bytes"
     vocabulary = 257
+    start: tuple[int, ...] = ()
+    marks: Mapping[str, int] = {}
+    has_template = False
     end = 256
     fingerprint = "bytes"
 
@@ -93,6 +102,18 @@ class TransformersTokenizer:
                 do="Name one in `tokenizer_config.json`.",
             )
         self.end = int(end)
+        self.start = self._put_in_front()
+        added = self.inner.added_tokens_decoder
+        self.marks: Mapping[str, int] = {
+            str(token): number for number, token in added.items() if token.special
+        }
+        self.has_template = bool(self.inner.chat_template)
+
+    def _put_in_front(self) -> tuple[int, ...]:
+        plain, whole = self.encode("a").tolist(), self.inner.encode("a")
+        if not plain or len(whole) == len(plain):
+            return ()
+        return tuple(whole[: next(n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)])
 
     def encode(self, text: str) -> Tokens:
         return np.asarray(self.inner.encode(text, add_special_tokens=False), dtype=np.int64)

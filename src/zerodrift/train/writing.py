@@ -21,7 +21,7 @@ MOST = 64
 
 def continuation(engine: Engine, letters: Tokenizer, prompt: str) -> str:
     """The likeliest token again and again, to the end of the text, of the model's positions, or to `MOST`."""
-    given = [int(token) for token in letters.encode(prompt)] or [letters.end]
+    given = [*letters.start, *map(int, letters.encode(prompt))] or [letters.end]
     room = positions(engine.module)
     written: list[int] = []
     engine.eval()
