@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,8 +45,9 @@ RECIPES = {
     named(text): section
     for section in sections("recipes.md")
     for language, text in section
-    if language == "yaml"
+    if language == "yaml" and "\nmodel:\n" in text
 }
+OF_TRL = next(section for section in sections("recipes.md") if any("-- trl" in text for _, text in section))
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +123,35 @@ def test_what_the_recipes_say_without_a_job_is_followed(
 ) -> None:
     monkeypatch.chdir(materials)
     (materials / "pretrain.yaml").write_text(next(text for _, text in RECIPES["pretrain.yaml"]))
-    others = [section for section in sections("recipes.md") if section not in RECIPES.values()]
+    others = [part for part in sections("recipes.md") if part not in (*RECIPES.values(), OF_TRL)]
     assert [line for section in others for line in follow(section, materials)]
     assert "512 ranks" in capfd.readouterr().out
+
+
+def test_recipes_of_trl_are_followed(materials: Path) -> None:
+    """On two ranks, as they are but for what a machine without GPUs and a tiny model need."""
+    pytest.importorskip("trl", reason="needs TRL, as `make doors` has it")
+    asked = [{"prompt": [{"role": "user", "content": f"What is {number}?"}]} for number in range(16)]
+    said = [{"role": "assistant", "content": word} for word in ("Fine.", "Bad.")]
+    pairs = [{**row, "chosen": said[:1], "rejected": said[1:]} for row in asked]
+    for name, rows in (("prompts", asked), ("preferences", pairs)):
+        (materials / name).mkdir()
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (materials / name / "train.jsonl").write_text(text)
+    more = ("--num_processes", "2", "--max_steps", "2", "--use_cpu", "--report_to", "none")
+    on_cpu = str(ROOT / "tests" / "doors" / "on_cpu")
+    paths = os.pathsep.join([on_cpu, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    for language, text in OF_TRL:
+        if language == "yaml":
+            (materials / named(text)).write_text(text.replace("256", "16"))
+            continue
+        command = [sys.executable, "-m", *shlex.split(text), *more]
+        ran = subprocess.run(command, cwd=materials, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+        assert "zerodrift plan" in ran.stdout + ran.stderr
+    assert (materials / "runs" / "dpo" / "model.safetensors").is_file()
+    assert (materials / "runs" / "grpo" / "model.safetensors").is_file()
 
 
 def test_keys_of_the_tables_are_keys() -> None:
