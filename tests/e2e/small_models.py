@@ -181,3 +181,11 @@ class Broken(Bigram):
 
 def broken() -> nn.Module:
     return Broken()
+
+
+def llama() -> nn.Module:
+    """A causal model of `transformers`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2))

@@ -107,6 +107,8 @@ class Data(Block):
     whose positions then start at 0."""
     loss_on: Literal["answers", "everything"] = "answers"
     """Which tokens of a conversation are learned: those of the assistant, or all."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0
+    """The share of each label that is spread over the vocabulary, in training and not in evaluations."""
     cache: str = ""
     """Folder for packed blocks, which are found again by their content. Default `cache` next to the run's
     folder."""

@@ -36,6 +36,7 @@ from zerodrift.train.feed import Feed, MicroBatch, validation_batches
 from zerodrift.train.flops import TRAINING, ForwardFlops
 from zerodrift.train.metrics import Metrics, StepMetrics, kind_of, memory
 from zerodrift.train.run import Session
+from zerodrift.train.smoothing import require_called
 from zerodrift.train.stopping import END, STEP, Stop
 from zerodrift.train.taken import take_step
 from zerodrift.train.writing import continuation
@@ -193,7 +194,11 @@ class Loop:
         """Step number `step`, counted from 0; returns how many have been tried."""
         before = clock.seconds
         digests = DigestsOfStep(self._engine) if _is_due(self._run.digest_every, step + 1) else None
+        first = self._first
         taken = take_step(self._session, step, self._watched(step + 1, digests), lambda: self._stop.asked)
+        if first:
+            model = type(self._engine.module).__name__
+            require_called(self._session.smoothed, self._engine.comm, model)
         if digests is not None:
             self._write("digest", digests.line(step + 1, taken.losses))
         result, loss = taken.result, taken.loss

@@ -52,6 +52,7 @@ from zerodrift.train.mixture import Mixture
 from zerodrift.train.pack import Prepared, prepare, require_validation
 from zerodrift.train.page import run_page
 from zerodrift.train.resuming import BASE, JOB, PLACE, STEP, Change, Resumed, beginning, load, packed
+from zerodrift.train.smoothing import SmoothedLoss, smooth
 from zerodrift.train.tokens import Tokenizer, tokenizer
 
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
@@ -82,6 +83,8 @@ class Session:
     """What a person typed."""
     base: str
     """Digest of what adapters are trained on; empty without adapters."""
+    smoothed: SmoothedLoss | None
+    """The model's loss where labels are smoothed."""
 
     @property
     def engine(self) -> Engine:
@@ -226,6 +229,7 @@ class Outline:
     steps: int
     source: models.ModelSource
     model: nn.Module
+    smoothed: SmoothedLoss | None
 
 
 def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
@@ -246,11 +250,12 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     models.check_causal(built, job.model.source)
     models.check_vocabulary(built, letters.vocabulary, letters.name)
     models.check_positions(built, job.data.block)
+    smoothed = smooth(built, job.data.label_smoothing)
     with display.doing("reading the data"), full_disk_named(cache):
         prepared = prepare(job.data, letters, cache)
     policy, steps = length_of(job, config, prepared, world)
     _require_decided(policy)
-    return Outline(folder, letters, prepared, steps, source, built)
+    return Outline(folder, letters, prepared, steps, source, built, smoothed)
 
 
 def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING) -> Session:
@@ -293,6 +298,7 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
             data_facts(prepared, letters, steps, engine.plan),
             asked.command,
             base,
+            made.smoothed,
         )
     except BaseException:
         engine.destroy()

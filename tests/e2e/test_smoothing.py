@@ -1,0 +1,125 @@
+"""Label smoothing, beside the `LabelSmoother` of transformers: alone, and over whole steps of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.jobs import ROOT, job, kinds, losses
+from tests.e2e.small_models import llama
+from tests.ranks.harness import run_ranks
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.smoothing import smoothed
+from zerodrift.train.start import run_here, train
+
+transformers = pytest.importorskip("transformers")
+SHARE, STEPS, LR = 0.15, 3, 0.5
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def theirs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    return LabelSmoother(SHARE)({"logits": logits}, labels, shift_labels=True)
+
+
+def test_a_micro_batch_has_the_loss_of_the_label_smoother() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 9, 31) * 4, torch.randint(0, 31, (3, 9))
+    labels[0, 3:] = labels[1, ::2] = labels[2, 0] = -100
+    assert abs(smoothed(logits, labels, SHARE) - theirs(logits, labels)) <= 2 * torch.finfo().eps * 4
+    own, other = (logits.clone().requires_grad_() for _ in range(2))
+    smoothed(own, labels, SHARE).backward()
+    theirs(other, labels.clone()).backward()
+    assert own.grad is not None and other.grad is not None
+    assert torch.allclose(own.grad, other.grad, rtol=1e-5, atol=1e-8)
+
+
+TALKS = [{"prompt": "abc" * (number % 9), "completion": "ij" * (1 + number % 4)} for number in range(1, 25)]
+
+
+def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1) -> str:
+    """A job whose micro-batches have very different numbers of learned tokens."""
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in TALKS))
+    data = {"train": str(rows), "block": 64, "pack": packed, "label_smoothing": SHARE}
+    config = {
+        "precision": {"mode": "fp32"},
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // ranks,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "scheduler": None,
+    }
+    run = {"evaluate_every": 1}
+    file = job(folder, model, STEPS, data={**data, "validation": 0.25}, run=run, config=config)
+    return str(file)
+
+
+def plain(folder: Path) -> tuple[list[float], float]:
+    """Losses of a plain loop over all learned tokens of a step at once, and of the labels after the last."""
+    from zerodrift.train.blocks import open_blocks
+    from zerodrift.train.sampler import BlockSampler
+
+    (cache,) = (path.parent for path in (folder / "cache").glob("*/train.tokens"))
+    blocks, found = open_blocks(cache, "train"), []
+    torch.manual_seed(0)
+    model = llama()
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        read = blocks.read(BlockSampler(len(blocks), 0).step(step, 8))
+        loss = theirs(model(torch.from_numpy(read.tokens)).logits, torch.from_numpy(read.labels))
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        found.append(loss.item())
+    held = open_blocks(cache, "validation")
+    every = held.read(np.arange(len(held)))
+    with torch.no_grad():
+        given = {"input_ids": torch.from_numpy(every.tokens), "labels": torch.from_numpy(every.labels)}
+        return found, model(**given).loss.item()
+
+
+def on_a_rank(path: str) -> None:
+    os.chdir(ROOT)
+    run_here(path, ["model.activation_checkpointing=false"])
+
+
+@pytest.mark.parametrize(("ranks", "packed"), [(1, False), (2, True)])
+def test_a_step_has_the_mean_over_all_its_learned_tokens(tmp_path: Path, ranks: int, packed: bool) -> None:
+    path = masked(tmp_path, packed, ranks=ranks)
+    if ranks == 1:
+        on_a_rank(path)
+    else:
+        run_ranks(on_a_rank, ranks, path)
+    expected, last = plain(tmp_path)
+    assert list(losses(tmp_path).values()) == pytest.approx(expected, rel=2e-6)
+    # Evaluations are of the labels as they are.
+    assert kinds(tmp_path, "evaluation")[-1]["validation_loss"] == pytest.approx(last, rel=2e-6)
+
+
+@pytest.mark.parametrize("model", ["plain"])
+def test_a_loss_of_its_own_is_refused(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ZerodriftError, match=r"`data\.label_smoothing`: must be 0 for a model whose loss"):
+        train(masked(tmp_path, False, model))
+
+
+def test_a_pipeline_smooths_too(tmp_path: Path) -> None:
+    path = masked(tmp_path, False)
+    on_a_rank(path)
+    (tmp_path / "cut").mkdir()
+    written = json.loads(Path(masked(tmp_path / "cut", False)).read_text())
+    written["config"] |= {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 0}}
+    Path(path).write_text(json.dumps(written))
+    run_ranks(on_a_rank, 2, path)
+    assert list(losses(tmp_path / "cut").values()) == pytest.approx(list(losses(tmp_path).values()), rel=2e-6)
