@@ -126,6 +126,7 @@ SURFACE = {
         "RUN",
     ],
     "support": ["--debug", "--help", "--json", "--markdown"],
+    "evaluate": ["--debug", "--help", "--nproc", "--set", "JOB"],
     "train": ["--debug", "--dry-run", "--help", "--nproc", "--plan", "--set", "JOB"],
 }
 """Verb -> its options and arguments. A new one is a decision: add it here and to the docs."""

@@ -71,6 +71,7 @@ for verb, line, text in (
     (files.inspect, "Show what is in a checkpoint, and whether it is complete.", texts.INSPECT),
     (files.convert, "Convert checkpoints, safetensors and DeepSpeed checkpoints.", texts.CONVERT),
     (training.train, "Train a model as a job file says.", texts.TRAIN),
+    (training.evaluate, "Evaluate a checkpoint of a job.", texts.EVALUATE),
     (training.data, "Show what a job is trained on.", texts.DATA),
     (training.replay, "Compute steps of a run again, and find where bits differ.", texts.REPLAY),
     (training.sample, "Continue a prompt with a trained model.", texts.SAMPLE),

@@ -172,6 +172,20 @@ Examples:
   torchrun --nproc-per-node=8 -m zerodrift train job.yaml
 """
 
+EVALUATE = """\
+Evaluate a checkpoint of a job on what it holds out, and train nothing.
+
+Prints the validation loss that training reports at the same checkpoint, its perplexity, and what the model
+writes after `run.samples`. It is the newest checkpoint, or the one that `run.resume` names; without one the
+model as it is before its first step. Other data to validate with can be named.
+
+\b
+Examples:
+  zerodrift evaluate job.yaml
+  zerodrift evaluate job.yaml --set run.resume=step-00000200
+  zerodrift evaluate job.yaml --set data.validation=path/to/other/text
+"""
+
 DATA = """\
 Show what a job is trained on, without training: files, documents and tokens, what was cut or left out and
 why, what is held out, and the first three blocks with what is learned marked.

@@ -1,4 +1,4 @@
-"""The verbs of the reference trainer: `train`, `data`, `replay`, `sample`.
+"""The verbs of the reference trainer: `train`, `evaluate`, `data`, `replay`, `sample`.
 
 Invariant: what a job does is the trainer's; here its exit code is passed on.
 """
@@ -31,6 +31,21 @@ def train(
             dry_run(job, tuple(set_ or ()), nproc, plan)
             return
         code = run(job, tuple(set_ or ()), nproc, debug, plan)
+    if code:
+        raise typer.Exit(code)
+
+
+def evaluate(
+    job: options.Job,
+    set_: options.SetInJob = None,
+    nproc: options.Nproc = None,
+    debug: options.Debug = False,
+) -> None:
+    """Evaluate a checkpoint of a job on what is held out, and train nothing."""
+    with streams.errors(debug):
+        from zerodrift.train.start import evaluate as run
+
+        code = run(job, tuple(set_ or ()), nproc, debug)
     if code:
         raise typer.Exit(code)
 

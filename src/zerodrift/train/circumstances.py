@@ -81,6 +81,16 @@ _DIGESTS = 8
 """The last ones are shown; the metrics have all."""
 
 
+def traces(lines: Lines) -> Markup:
+    """Where steps lie that were recorded."""
+    found = [line for line in lines if line["kind"] == "trace"]
+    if not found:
+        return Markup("")
+    facts = [(f"steps {line['first']} to {line['step']}", line["folder"]) for line in found]
+    words = "Of each rank, for Perfetto (ui.perfetto.dev) or chrome://tracing."
+    return section("Traces", tag("p", words, class_="quiet"), facts_list(facts), id="traces")
+
+
 def facts_list(facts: Iterable[tuple[str, str]]) -> Markup:
     return tag(
         "dl",

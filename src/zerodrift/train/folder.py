@@ -11,7 +11,9 @@
     runs/a/best/            it as it was at its best evaluation
     runs/a/bad/             batches whose loss or gradient was not finite
     runs/a/logs/            what ranks printed
+    runs/a/traces/          steps as torch's profiler recorded them
     runs/a/replay/          what a replay of its steps left
+    runs/a/evaluation/      what an evaluation of a checkpoint left
 
 Invariant: a path of a run is spelled here and nowhere else.
 """
@@ -86,6 +88,14 @@ class RunFolder:
         return self.path / "replay"
 
     @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation"
+
+    @property
     def events(self) -> Path:
         """TensorBoard's."""
         return self.path / "tensorboard"
@@ -101,7 +111,9 @@ class RunFolder:
 
     def save_job(self, job: Job) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self.job.write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+        self.job.write_text(
+            json.dumps(job.model_dump(mode="json", by_alias=True), indent=1) + "\n", encoding="utf-8"
+        )
 
     def save_environment(self, values: Mapping[str, str]) -> None:
         self.environment.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

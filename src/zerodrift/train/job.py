@@ -128,6 +128,19 @@ class Data(Block):
         return [(each, 1.0) if isinstance(each, str) else (each.path, each.weight) for each in self.train]
 
 
+class Profile(Block):
+    """Steps to record with torch's profiler."""
+
+    from_: Positive = Field(validation_alias="from", serialization_alias="from")
+    """The first of them, counted from 1."""
+    steps: Positive = 3
+    """How many."""
+
+    @property
+    def last(self) -> int:
+        return self.from_ + self.steps - 1
+
+
 class Run(Block):
     """How long to train, and what to write when."""
 
@@ -175,6 +188,8 @@ class Run(Block):
     max_skips: Natural = 5
     """How many steps in a row may be skipped because a loss or gradient is not finite. Overflows of a dynamic
     loss scale do not count."""
+    profile: Profile | None = None
+    """Record some steps, into `traces` of the folder: a Chrome trace of each rank."""
     check_precision: Flag = True
     """Compare the dtypes of the first step with the plan, and stop if they differ."""
     tensorboard: Flag = False

@@ -80,6 +80,8 @@ class Asked:
     """Print every parameter's dtypes before the first step."""
     launched: bool = False
     """Whether a launcher of ours has started the rank, and tells of signals that come before it listens."""
+    evaluation: bool = False
+    """Evaluate a checkpoint, and train nothing."""
 
 
 NOTHING = Asked()

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
@@ -32,9 +30,11 @@ from zerodrift.train.best import BestEvaluation
 from zerodrift.train.digests import DigestsOfStep
 from zerodrift.train.display import Display
 from zerodrift.train.drivers import inputs
-from zerodrift.train.feed import Feed, MicroBatch, validation_batches
+from zerodrift.train.evaluation import evaluated
+from zerodrift.train.feed import Feed, MicroBatch
 from zerodrift.train.flops import TRAINING, ForwardFlops
 from zerodrift.train.metrics import Metrics, StepMetrics, kind_of, memory
+from zerodrift.train.profiling import StepRecorder
 from zerodrift.train.run import Session
 from zerodrift.train.smoothing import require_called
 from zerodrift.train.stopping import END, STEP, Stop
@@ -95,6 +95,9 @@ class Loop:
         self._best = BestEvaluation(self._run.patience)
         self._done = 0
         """Steps tried."""
+        mesh = self._engine.mesh
+        traces = session.folder.traces
+        self._recorder = StepRecorder(self._run.profile, traces, mesh.rank(), mesh.device.type)
 
     @property
     def _leads(self) -> bool:
@@ -118,7 +121,8 @@ class Loop:
         if self._leads:
             if not ended:
                 self._write("start", {"step": step, **session.start_facts(resumed)})
-            for text in session.where_it_begins(resumed, self._why_early):
+            missed = "" if ended else self._recorder.missed(step)
+            for text in (*session.where_it_begins(resumed, self._why_early), *filter(None, [missed])):
                 self._display.say(legible(text))
         try:
             self._display.start(step, session.steps, self._micro_batches)
@@ -144,6 +148,8 @@ class Loop:
         while step < session.steps and not self._asked and not self._best.is_out_of_patience:
             step = self._done = self._step(step, clock)
             clock.pause()
+            if self._recorder.is_due(step):
+                self._write_trace()
             last = step == session.steps or bool(self._asked)
             if _is_due(run.evaluate_every, step) and not last:
                 self._evaluate(step)
@@ -169,6 +175,7 @@ class Loop:
     def _finish(self, step: int, saved: bool) -> None:
         """What is done after the last step; `saved` says whether its checkpoint is there already."""
         session = self._session
+        self._write_trace()
         if not self._asked and not self._has("evaluation", step):
             self._evaluate(step)
         if not self._asked and not self._has("sample", step):
@@ -195,7 +202,9 @@ class Loop:
         before = clock.seconds
         digests = DigestsOfStep(self._engine) if _is_due(self._run.digest_every, step + 1) else None
         first = self._first
-        taken = take_step(self._session, step, self._watched(step + 1, digests), lambda: self._stop.asked)
+        with self._recorder.around(step + 1):
+            watched = self._watched(step + 1, digests)
+            taken = take_step(self._session, step, watched, lambda: self._stop.asked)
         if first:
             model = type(self._engine.module).__name__
             require_called(self._session.smoothed, self._engine.comm, model)
@@ -309,6 +318,16 @@ class Loop:
         found = any(kind_of(line, kind) and line["step"] == step for line in self._lines)
         return bool(self._engine.comm.broadcast_object(found, 0))
 
+    def _write_trace(self) -> None:
+        """What was recorded, once; every rank writes its own."""
+        with self._display.doing("writing a trace"):
+            recorded = self._recorder.write()
+        if recorded is not None:
+            self._display.say(legible(str(recorded)))
+            if self._leads:
+                steps = {"step": recorded.last, "first": recorded.first}
+                self._write("trace", {**steps, "folder": str(recorded.folder)})
+
     def _write_samples(self, step: int) -> None:
         """What the model goes on with now."""
         for prompt in self._run.samples:
@@ -319,26 +338,17 @@ class Loop:
 
     def _evaluate(self, step: int) -> None:
         """The mean loss over the labels of the held-out blocks."""
-        session, engine = self._session, self._engine
-        if session.validation is None:
+        if self._session.validation is None:
             return
-        held = list(validation_batches(session.validation, self._feed.seat, self._run.evaluate_blocks))
         with self._display.doing("evaluating"):
-            losses = self._driver.losses([batch.batch for batch in held])
-        counts = torch.tensor([batch.labels for batch in held], device=losses.device)
-        # By the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their number.
-        seat = self._feed.seat
-        places = losses.new_zeros(len(held), seat.ranks, 2)
-        places[:, seat.rank, 0] = torch.where(counts > 0, losses * counts, 0.0)
-        places[:, seat.rank, 1] = counts.double()
-        every = engine.comm.all_reduce_sum(places.view(-1, 2), "data").tolist()
-        labels = sum(count for _, count in every)
-        loss = sum(total for total, _ in every) / labels
+            found = evaluated(self._session)
+        assert found is not None
+        loss = found.loss
         self._display.evaluation(step, loss)
         if self._leads:
-            self._write("evaluation", {"step": step, "validation_loss": loss, "labels": int(labels)})
+            self._write("evaluation", {"step": step, "validation_loss": loss, "labels": found.labels})
         if self._best.take(loss) and self._run.export_best:
-            self._export(session.folder.best)
+            self._export(self._session.folder.best)
 
     def _evaluated(self) -> list[float | None]:
         """The losses of the evaluations so far; the same on every rank."""

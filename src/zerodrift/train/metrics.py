@@ -2,8 +2,8 @@
 same numbers elsewhere.
 
 A line has a `kind`: `start`, `step`, `digest`, `evaluation`, `sample`, `checkpoint`, `skip`, `precision`,
-`flops`, `audit`, `end`. Times are seconds of training in this and earlier runs of the folder; what was
-written after the checkpoint that a run goes on from is taken out, so a step is there once.
+`flops`, `audit`, `trace`, `end`. Times are seconds of training in this and earlier runs of the folder; what
+was written after the checkpoint that a run goes on from is taken out, so a step is there once.
 
 Invariant: one process writes, and a line that is there is whole.
 """
@@ -140,6 +140,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "evaluation": {"step": int, "validation_loss": _NUMBER},
     "sample": {"step": int, "prompt": str, "text": str},
     "flops": {"step": int, "per_token": _NUMBER},
+    "trace": {"step": int, "first": int, "folder": str},
     "skip": {"step": int, "parameters": list, "places": str},
     "precision": {"line": str, "cells": list, "logits": list},
     "digest": {"step": int, "state": dict, "gradients": dict, "losses": list},

@@ -43,6 +43,7 @@ def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
         circumstances.data(lines),
         section("Precision, declared and observed", _precision(lines), id="precision"),
         _rounding(lines),
+        circumstances.traces(lines),
         circumstances.digests(lines),
         circumstances.environment(lines),
         section("Plan", circumstances.facts_list(summary.facts(plan)), id="plan"),

@@ -52,8 +52,7 @@ def _blocks(block: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseM
 
 def _table(block: type[BaseModel]) -> str:
     lines = ["| Key | Allowed | Default | What it is |", "| --- | --- | --- | --- |"]
-    for key, kind in fields.fields(block).items():
-        field = block.model_fields[key]
+    for (key, kind), field in zip(fields.fields(block).items(), block.model_fields.values(), strict=True):
         value = None if field.is_required() else field.get_default(call_default_factory=True)
         default = "required" if field.is_required() else _default(value)
         admitted = fields.admits(kind).replace("a block of arguments", "a block of keys")

@@ -151,7 +151,7 @@ def _saved_job(loaded: Loaded) -> Mapping[str, Any] | None:
 
 def packed(job: Job) -> str:
     """What a checkpoint keeps of its job."""
-    return json.dumps(job.model_dump(mode="json"), sort_keys=True)
+    return json.dumps(job.model_dump(mode="json", by_alias=True), sort_keys=True)
 
 
 def flattened(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

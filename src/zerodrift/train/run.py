@@ -51,6 +51,7 @@ from zerodrift.train.launch import NOTHING, Asked
 from zerodrift.train.mixture import Mixture
 from zerodrift.train.pack import Prepared, prepare, require_validation
 from zerodrift.train.page import run_page
+from zerodrift.train.profiling import require_inside
 from zerodrift.train.resuming import BASE, JOB, PLACE, STEP, Change, Resumed, beginning, load, packed
 from zerodrift.train.smoothing import SmoothedLoss, smooth
 from zerodrift.train.tokens import Tokenizer, tokenizer
@@ -97,32 +98,37 @@ class Session:
 
     def resume(self) -> Resumed:
         """Go on from the folder's newest checkpoint, or the named one."""
-        engine, wanted = self.engine, self.job.run.resume
+        wanted = self.job.run.resume
         if wanted == "never":
             self._require_none()
             return Resumed(0, None)
         path = self._on_one(lambda: beginning(wanted, self.folder))
         if path is None:
             return Resumed(0, None)
-        own = path.parent == self.folder.checkpoints
-        there = self.checkpoints if own else Checkpoints(engine, path.parent, quiet=True)
-        loaded, changes = load(there, path, self.job, engine)
-        self.checkpoints.run, self.checkpoints.digest = there.run, there.digest
-        client = loaded.client if isinstance(loaded.client, dict) else {}
-        if client.get(PLACE) != self.place:
-            keys = [change for change in changes if _is_of_data(change.what)]
+        resumed, place = self.load(path)
+        if place != self.place:
+            keys = [change for change in resumed.changes if _is_of_data(change.what)]
             got = "; ".join(map(_was_and_is, keys)) or "other files, or another `train_batch_size`"
             raise CheckpointError(
                 "run.resume",
                 "must go on with the data and the batch of the checkpoint",
-                got=f"{got} than in {loaded.path}",
+                got=f"{got} than in {resumed.checkpoint}",
                 do="Set them as they were, or use another `run.folder`.",
             )
+        return resumed
+
+    def load(self, path: Path) -> tuple[Resumed, Any]:
+        """The state of a checkpoint, and the place in the data that its step stands for."""
+        engine, own = self.engine, path.parent == self.folder.checkpoints
+        there = self.checkpoints if own else Checkpoints(engine, path.parent, quiet=True)
+        loaded, changes = load(there, path, self.job, engine)
+        self.checkpoints.run, self.checkpoints.digest = there.run, there.digest
+        client = loaded.client if isinstance(loaded.client, dict) else {}
         if self.base and client.get(BASE, self.base) != self.base:
             must, got = "must be the base that the adapters were trained on", "one with other values"
             todo = "Set `model.source`, `model.weights` and `model.seed` as they were."
             raise CheckpointError("model.source", must, got=f"{got} than {loaded.path} says", do=todo)
-        return Resumed(int(client[STEP]), loaded.path, changes)
+        return Resumed(int(client.get(STEP, loaded.step)), loaded.path, changes), client.get(PLACE)
 
     def is_own(self, resumed: Resumed) -> bool:
         """Whether it goes on from a checkpoint of its own folder."""
@@ -255,6 +261,7 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
         prepared = prepare(job.data, letters, cache)
     policy, steps = length_of(job, config, prepared, world)
     _require_decided(policy)
+    require_inside(job.run.profile, steps)
     return Outline(folder, letters, prepared, steps, source, built, smoothed)
 
 

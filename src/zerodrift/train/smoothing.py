@@ -55,7 +55,9 @@ def smooth(model: nn.Module, share: float) -> SmoothedLoss | None:
     """Make a model's loss a smoothed one; None where nothing is smoothed."""
     if not share:
         return None
-    inside: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inside: Any = model
+    if hasattr(inside, "get_base_model"):  # one with adapters
+        inside = inside.get_base_model()
     plain: Any = getattr(inside, "loss_function", None)
     if getattr(plain, "__name__", "") != "ForCausalLMLoss":
         raise _refused(type(inside).__name__)

@@ -45,7 +45,12 @@ def train(
     count = processes(job, nproc)
     if count == 1:
         return run_here(source, overrides, asked)
-    folder = RunFolder(Path(job.run.folder).expanduser())
+    return _launched(source, overrides, count, RunFolder(Path(job.run.folder).expanduser()), debug, asked)
+
+
+def _launched(
+    source: str, overrides: Sequence[str], count: int, folder: RunFolder, debug: bool, asked: Asked
+) -> int:
     require_writable("run.folder", folder.path)
     with full_disk_named(folder.path):
         launcher = Launcher(source, overrides, count, folder.logs, debug, asked=asked)
@@ -54,6 +59,25 @@ def train(
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def evaluate(
+    source: str, overrides: Sequence[str] = (), nproc: int | None = None, debug: bool = False
+) -> int:
+    """Say what training would of its newest checkpoint, or of the one that `run.resume` names; returns the
+    exit code. Nothing is trained, and the run is left as it is."""
+    from zerodrift.train.evaluation import apart
+
+    job, _ = read_job(source, overrides)
+    asked = Asked(_command(source, overrides, nproc, "evaluate"), evaluation=True)
+    joined = join()
+    with system(), worded_for_a_job():
+        overrides = apart(job, overrides)
+    count = 1 if joined else processes(job, nproc)
+    if joined or count == 1:
+        return run_here(source, overrides, asked)
+    folder = RunFolder(Path(job.run.folder).expanduser()).evaluation
+    return _launched(source, overrides, count, RunFolder(folder), debug, asked)
 
 
 def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
@@ -75,11 +99,11 @@ def processes(job: Job, nproc: int | None) -> int:
     return count
 
 
-def _command(source: str, overrides: Sequence[str], nproc: int | None) -> str:
+def _command(source: str, overrides: Sequence[str], nproc: int | None, verb: str = "train") -> str:
     """What a person types to start this again."""
     sets = [word for text in overrides for word in ("--set", text)]
     count = ["--nproc", str(nproc)] if nproc else []
-    return shlex.join(["zerodrift", "train", str(source), *sets, *count])
+    return shlex.join(["zerodrift", verb, str(source), *sets, *count])
 
 
 def _devices(device: str) -> int:
@@ -94,6 +118,7 @@ def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> i
     """One rank, from the job file to the last word; returns the exit code."""
     from zerodrift.comm.mesh import started
     from zerodrift.train import nonfinite
+    from zerodrift.train.evaluation import evaluate_here
     from zerodrift.train.loop import Loop
     from zerodrift.train.run import assemble
 
@@ -109,6 +134,9 @@ def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> i
             show.stop()
             raise
         try:
+            if asked.evaluation:
+                evaluate_here(job, session, show)
+                return 0
             outcome = Loop(session, show, stop).run()
         except Exception as error:
             if nonfinite.is_out_of_memory(error):
@@ -117,6 +145,7 @@ def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> i
                 ) from error
             raise
         finally:
+            show.stop()
             session.engine.destroy()
         show.say(f"report: {legible(str(session.folder.report))}")
         if session.folder.export.is_dir() and not outcome.stopped and job.run.export:

@@ -1,0 +1,58 @@
+"""`zerodrift evaluate`: what training reports of a checkpoint, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import commands
+from tests.e2e.jobs import ROOT, job, kinds
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.start import evaluate, train
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def written(folder: Path) -> str:
+    run = {"evaluate_every": 2, "checkpoint_every": 2, "keep": 3, "samples": ["It is"]}
+    return str(job(folder, steps=4, data={"validation": 0.3}, run=run))
+
+
+def test_it_says_what_training_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path)
+    train(path)
+    before = {file: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
+    found = {line["step"]: line["validation_loss"] for line in kinds(tmp_path, "evaluation")}
+    (_, text) = (line["text"] for line in kinds(tmp_path, "sample"))
+    capsys.readouterr()
+    assert evaluate(path) == 0
+    last = capsys.readouterr().out
+    assert f"validation loss {found[4]:.6f}  perplexity" in last and f"It is{text}".splitlines()[0] in last
+    assert evaluate(path, ["run.resume=step-00000002"]) == 0
+    out = capsys.readouterr().out
+    assert f"validation loss {found[2]:.6f}" in out and "after step 2, from" in out
+    assert evaluate(path, ["run.resume=never"]) == 0
+    assert "no checkpoint: tests.e2e.small_models:plain as it is" in capsys.readouterr().out
+    other = tmp_path / "other.txt"
+    other.write_text("Quite another text, of which nothing was seen. " * 9)
+    assert evaluate(path, [f"data.validation={other}"]) == 0
+    assert "data.validation: was 0.3, is" in capsys.readouterr().out
+    assert before == {file: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
+
+
+def test_two_ranks_say_the_same(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    train(path)
+    (_, last) = (line["validation_loss"] for line in kinds(tmp_path, "evaluation"))
+    done = commands.run("evaluate", path, "--nproc", "2")
+    assert done.returncode == 0 and f"validation loss {last:.6f}" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ZerodriftError, match=r"`data\.validation`: must say what to evaluate on"):
+        evaluate(str(job(tmp_path)))
+    assert not (tmp_path / "run").exists()
