@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.jobs import ROOT, job, kinds
 from zerodrift.errors import CheckpointError
+from zerodrift.io.lock import Lock
 from zerodrift.train.metrics import read
 from zerodrift.train.start import train
 
@@ -97,6 +98,31 @@ def test_a_path_is_where_a_run_begins_once(tmp_path: Path, capsys: pytest.Captur
         train(str(job(tmp_path, steps=3, run={"resume": "step-2"})))
 
 
+def test_each_difference_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(str(job(tmp_path, steps=1)))
+    capsys.readouterr()
+    latest = {"resume": "latest"}
+    train(str(job(tmp_path, steps=2, run=latest, config={"zero_optimization": {"stage": 0}})))
+    out = capsys.readouterr().out
+    told = [
+        line.split(":")[0].strip() for line in out.split("changed since")[1].splitlines() if ": was " in line
+    ]
+    assert "config.zero_optimization.stage" in told and "stage" not in told
+    assert len(told) == len(set(told)) and "and not from" not in out
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    other = Lock.take(folder)
+    with pytest.raises(CheckpointError, match=r"run\.folder.*one run at a time; got .*process \d+ on "):
+        train(str(job(tmp_path, steps=1)))
+    assert not (folder / "metrics.jsonl").exists()
+    other.release()
+    assert train(str(job(tmp_path, steps=1))) == 0
+    assert not list(folder.glob(".lock*"))
+
+
 def test_what_cannot_be_gone_on_with_is_told_in_the_jobs_keys(tmp_path: Path) -> None:
     train(str(job(tmp_path, steps=1)))
     with pytest.raises(CheckpointError, match=r"got `data.block` 8, which was 16"):
@@ -105,3 +131,5 @@ def test_what_cannot_be_gone_on_with_is_told_in_the_jobs_keys(tmp_path: Path) ->
         train(str(job(tmp_path, steps=2, config={"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}})))
     assert "Set `config.optimizer.type` as it was." in str(caught.value)
     assert not re.search(r"allow\s*=", str(caught.value))
+    with pytest.raises(CheckpointError, match=r"run\.resume.*got no name"):
+        train(str(job(tmp_path, steps=2, run={"resume": ""})))

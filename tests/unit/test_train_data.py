@@ -120,6 +120,15 @@ def test_of_one_text_the_last_blocks_are_held_out(tmp_path: Path) -> None:
     assert stream(parts.validation)[-1] == 256
 
 
+def test_few_documents_are_not_all_held_out(tmp_path: Path) -> None:
+    """Whatever the seed: of a single text its last blocks are held out, and never the whole."""
+    file = tmp_path / "a.txt"
+    file.write_text("one text alone " * 40)
+    for seed in range(12):
+        found = made(tmp_path, data(file, validation=0.4, seed=seed))
+        assert found.validation is not None and len(found.train) > len(found.validation) > 0
+
+
 def test_marks_and_counts_are_split_with_the_blocks(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "one.jsonl", [{"messages": TALK}] * 40)
     whole = made(tmp_path, data(file, block=64)).train

@@ -249,6 +249,8 @@ class Loop:
         )
         if self._metrics is not None:
             self._metrics.step(line)
+        if self._session.lock is not None:
+            self._session.lock.touch()
         self._display.step(line)
 
     # --- the first step ---------------------------------------------------------------------------------

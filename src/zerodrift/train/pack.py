@@ -176,6 +176,9 @@ def _set(
             _require_unchanged(before, _stamps(found.files), folder)
     train, held = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
     reading = replace(Reading.of(read_index(folder)["reading"]), beside=found.left)
+    if share and not len(train):
+        # Of very few documents all may have been chosen, a single text for example: then none is.
+        train, held, reading = held, train, replace(reading, train=reading.held, held=reading.train)
     if not len(train):
         got = "nothing to learn" if reading.left or reading.train.documents else "no documents"
         raise _too_little(where, "; ".join((got, *reading.reasons())))

@@ -322,7 +322,7 @@ def replay_here(source: str, overrides: Sequence[str], request: Request) -> None
             found = Found(first + 1, compared, difference, apart)
             Path(request.result).write_text(json.dumps(encode(found)), encoding="utf-8")
     finally:
-        session.engine.destroy()
+        session.close()
 
 
 def _compared(recorded: Mapping[str, Any], now: Mapping[str, Any], since: int) -> OtherBits | None:

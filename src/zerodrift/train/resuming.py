@@ -64,16 +64,20 @@ def beginning(wanted: str, folder: RunFolder) -> Path | None:
     if wanted == "auto":
         return own.newest()
     path = Path(wanted).expanduser()
+    if not wanted:
+        raise CheckpointError("run.resume", _RESUME, got="no name")
     if wanted in own.tags() or not (path.exists() or "/" in wanted):
         return own.find(wanted)
     if not path.exists():
         got = f"{wanted!r}, which is not there (looked for in {Path.cwd()})"
-        must = "must be `auto`, `never`, the tag of a checkpoint, or a path to a run or a checkpoint"
-        raise CheckpointError("run.resume", must, got=got)
+        raise CheckpointError("run.resume", _RESUME, got=got)
     there = _checkpoint_at(path)
     # Where a run begins is said once. Started again, by a launcher or by hand, it goes on with its own.
     newest = None if there.parent.resolve() == own.path.resolve() else own.newest()
     return there if newest is None else newest
+
+
+_RESUME = "must be `auto`, `never`, the tag of a checkpoint, or a path to a run or a checkpoint"
 
 
 def _checkpoint_at(path: Path) -> Path:
@@ -204,6 +208,7 @@ _OF_NO_EFFECT = ("random numbers", "client state", "plan")
 def _of_the_plan(loaded: Loaded, keys: Sequence[Change]) -> Iterator[Change]:
     """What has changed by something else than a key, or follows from one."""
     written = {change.what.removeprefix("config.") for change in keys}
+    written |= {change.what.rpartition(".")[2] for change in keys if change.what.startswith("config.")}
     if any(difference.what == "ranks" for difference in loaded.differences):
         written |= {"averaging", "batch"}  # they count ranks
     for difference in loaded.differences:
@@ -214,3 +219,4 @@ def _of_the_plan(loaded: Loaded, keys: Sequence[Change]) -> Iterator[Change]:
         if what in ("optimizer block", "scheduler block"):
             holds = "the job's holds"
         yield Change(what, difference.saved, difference.now, holds)
+        written.add(what)

@@ -24,7 +24,8 @@ from zerodrift.engine.digest import computed_by
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problems
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.checkpoint.folder import CheckpointFolder
+from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.io.lock import Lock
 from zerodrift.io.paths import full_disk_named
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
@@ -86,6 +87,14 @@ class Session:
     """Digest of what adapters are trained on; empty without adapters."""
     smoothed: SmoothedLoss | None
     """The model's loss where labels are smoothed."""
+    lock: Lock | None
+    """Of the folder, on the rank that writes there."""
+
+    def close(self) -> None:
+        """Leave the other ranks, and the folder to others."""
+        self.engine.destroy()
+        if self.lock is not None:
+            self.lock.release()
 
     @property
     def engine(self) -> Engine:
@@ -108,11 +117,11 @@ class Session:
         resumed, place = self.load(path)
         if place != self.place:
             keys = [change for change in resumed.changes if _is_of_data(change.what)]
-            got = "; ".join(map(_was_and_is, keys)) or "other files, or another `train_batch_size`"
+            got = "; ".join(map(_was_and_is, keys)) or "other data, or another `train_batch_size`"
             raise CheckpointError(
                 "run.resume",
                 "must go on with the data and the batch of the checkpoint",
-                got=f"{got} than in {resumed.checkpoint}",
+                got=f"{got}, than in {resumed.checkpoint}",
                 do="Set them as they were, or use another `run.folder`.",
             )
         return resumed
@@ -165,7 +174,7 @@ class Session:
         elif ended:
             lines = [f"nothing to train: {ended} after step {step} of {steps} ({where})"]
         wanted = self.job.run.resume
-        if wanted not in ("auto", "never", where.name) and self.is_own(resumed):
+        if wanted not in ("auto", "never", LATEST, where.name) and self.is_own(resumed):
             lines += [f"  and not from {wanted}, where it once began: {self.folder.path} is further"]
         return [*lines, *(["changed since it was saved:"] if resumed.changes else []), *_listed(resumed)]
 
@@ -222,7 +231,7 @@ def _is_of_data(key: str) -> bool:
 
 
 def _was_and_is(change: Change) -> str:
-    return f"`{change.what}` {change.now}, which was {change.was},"
+    return f"`{change.what}` {change.now}, which was {change.was}"
 
 
 @dataclass(frozen=True)
@@ -273,7 +282,9 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
     with display.doing("placing the model"):
         driver = _driver(job, config, made.model, made.source, numbers_of(job, config, steps))
     engine = driver.engine
+    lock = None
     try:
+        lock = _locked(folder, engine)
         models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
         if engine.mesh.rank() == 0:
             _write_head(folder, job, engine)
@@ -306,10 +317,26 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
             asked.command,
             base,
             made.smoothed,
+            lock,
         )
     except BaseException:
         engine.destroy()
+        if lock is not None:
+            lock.release()
         raise
+
+
+def _locked(folder: RunFolder, engine: Engine) -> Lock | None:
+    """The folder for this run alone: two that write metrics and checkpoints there would lose each other's."""
+    with raise_on_all_ranks(engine.comm):
+        if engine.mesh.rank() != 0:
+            return None
+        try:
+            return Lock.take(folder.path)
+        except CheckpointError as error:
+            must, todo = "must have one run at a time", "Wait for it, or use another `run.folder`."
+            got = f"{folder.path} with {error.got}"
+            raise CheckpointError("run.folder", must, got=got, do=todo) from error
 
 
 def _driver(

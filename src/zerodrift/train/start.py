@@ -146,7 +146,7 @@ def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> i
             raise
         finally:
             show.stop()
-            session.engine.destroy()
+            session.close()
         show.say(f"report: {legible(str(session.folder.report))}")
         if session.folder.export.is_dir() and not outcome.stopped and job.run.export:
             show.say(f"model: {legible(str(session.folder.export))}")
