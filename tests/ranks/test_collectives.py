@@ -64,7 +64,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def small_messages(chunk: int = 512, direct: int = 512) -> None:
     """Cut everything into many messages. Of this process, which ends with the test."""
-    pairs.CHUNK, collectives.DIRECT = chunk, direct
+    pairs.CHUNK, pairs.LEAST, collectives.DIRECT = chunk, 1, direct
 
 
 # Sums
@@ -92,7 +92,7 @@ def reduce_every_way(carrier: Carrier) -> list[str]:
 
 
 @pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carrier) -> None:
     assert run_ranks(reduce_every_way, world, carrier) == [[]] * world
@@ -159,7 +159,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
 
 
 def test_sums_by_the_tree_are_its_bits_on_every_carrier() -> None:
-    ways = [("pairs", 4), ("native", 4), ("pairs", 8), ("native", 8)]
+    ways = [(carrier, halving) for carrier in ("shared", "pairs", "native") for halving in (4, 8)]
     for world in (2, 3, 4):
         assert run_ranks(reduce_by_the_tree, world, ways) == [[]] * world
 
@@ -230,7 +230,7 @@ def reduce_all_every_way(carrier: Carrier) -> list[str]:
 
 
 @pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_reduce_has_the_same_bits_whole_or_in_two_phases(world: int, carrier: Carrier) -> None:
     assert run_ranks(reduce_all_every_way, world, carrier) == [[]] * world
@@ -311,7 +311,7 @@ def gather_every_way(carrier: Carrier) -> list[str]:
 
 
 @pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_gather_moves_every_dtype(world: int, carrier: Carrier) -> None:
     assert run_ranks(gather_every_way, world, carrier) == [[]] * world
@@ -391,14 +391,14 @@ def overlap(order: list[int], carrier: Carrier) -> list[bool]:
     return good
 
 
-@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
 def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int], carrier: Carrier) -> None:
     assert run_ranks(overlap, 3, order, carrier) == [[True] * 3] * 3
 
 
 def keep_scratch() -> tuple[int, int]:
-    comm = joined()
+    comm = joined("pairs")
     small_messages()
     for count in (10, 4000, 100, 4000, 10):
         comm.reduce_scatter(torch.empty(count), torch.ones(2 * count, dtype=BF16), "shard", Sum(FP32))
@@ -448,7 +448,7 @@ def rows_between(carrier: Carrier) -> list[str]:
 
 
 @pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rows_travel_to_where_they_are_sent(carrier: Carrier, world: int) -> None:
     assert run_ranks(rows_between, world, carrier) == [[]] * world
@@ -562,6 +562,7 @@ CALLS = {
 def miss(name: str, carrier: Carrier, timeout: float, how: str) -> tuple[str, float, bool]:
     """The last rank is killed, or sleeps beyond the timeout, before the second call."""
     comm = joined(carrier, timeout)
+    pairs.LEAST = 1
     call: Callable[[Collectives], None] = CALLS[name]
     call(comm)
     if comm.mesh.rank() == comm.mesh.size("world") - 1:
@@ -577,7 +578,7 @@ def miss(name: str, carrier: Carrier, timeout: float, how: str) -> tuple[str, fl
     raise AssertionError("nobody noticed")
 
 
-@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "halving"])
 def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) -> None:
     found = run_ranks(miss, 2, name, carrier, 30.0, "killed", dying={1})
@@ -588,7 +589,7 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
     assert "rank 1 must take part" in text
 
 
-@pytest.mark.parametrize("carrier", ["pairs", "native"])
+@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
 def test_a_rank_that_is_killed_is_named_by_those_that_swap_nothing_with_it(carrier: Carrier) -> None:
     """Rank 0 waits for rank 2, and rank 2 for the one that is gone; rank 1 for both."""
     for text, seconds, _ in run_ranks(miss, 4, "halving", carrier, 30.0, "killed", dying={3})[:3]:

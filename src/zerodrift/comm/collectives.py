@@ -36,13 +36,13 @@ from zerodrift.errors import RankError
 
 T = TypeVar("T")
 
-Carrier = Literal["pairs", "native"]
+Carrier = Literal["shared", "pairs", "native"]
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 
 DIRECT = 1 << 18
 """Bytes below which an all-reduce sends whole tensors to everybody: one round trip instead of two."""
 
-FEW: dict[Carrier, int] = {"pairs": 4, "native": 1}
+FEW: dict[Carrier, int] = {"shared": 4, "pairs": 4, "native": 1}
 """Ranks up to which integers are added as all else is; above, by the backend: their sum has no order."""
 
 AT_ONCE = 16
@@ -52,7 +52,7 @@ times the time of messages between pairs, which serve gathers better."""
 SEVERAL = 32
 """Ranks up to which objects are gathered at once; above, where all have the same, a hash tells."""
 
-HALVING: dict[Carrier, int] = {"pairs": 8, "native": 4}
+HALVING: dict[Carrier, int] = {"shared": 8, "pairs": 8, "native": 4}
 """Ranks from which on a sum by the tree travels by halves. On gloo two messages, one after the other, are no
 better than three at once: with 4 ranks 1.2 to 1.35 times the time, and 1.0 to 1.2 beside computation."""
 
@@ -91,15 +91,17 @@ class Handle:
 class Collectives:
     """The collectives of one mesh.
 
-    `carrier` is `pairs` (messages between pairs of ranks, what gloo does best) or `native` (the backend's
-    all-gather and all-to-all, what NCCL does best). The bits do not depend on it.
+    `carrier` is `pairs` (messages between pairs of ranks, what gloo does best), `shared` (the same, through
+    shared memory where ranks have some) or `native` (the backend's all-gather and all-to-all, what NCCL does
+    best). The bits do not depend on it.
     """
 
     def __init__(self, mesh: Mesh, carrier: Carrier | None = None) -> None:
         self.mesh = mesh
-        self.carrier: Carrier = carrier or ("pairs" if mesh.device.type == "cpu" else "native")
+        self.carrier: Carrier = carrier or ("shared" if mesh.device.type == "cpu" else "native")
         self._logs: list[list[Recorded]] = []
-        self._pairs = Pairs()
+        self._by_pairs = self.carrier != "native"
+        self._pairs = Pairs(mesh.shared if self.carrier == "shared" else None)
         self._side: torch.cuda.Stream | None = None
         """Where sums by halves are formed, on CUDA."""
         self._last: StartedCollective | None = None
@@ -136,7 +138,7 @@ class Collectives:
             _copy(place, shard)
             shard = place
         turn = self._turn("all_gather", line, of)
-        if self.carrier == "pairs":
+        if self._by_pairs:
             with self._at(turn):
                 finish = self._pairs.gather(turn, line, out, shard)
             _copy(place, shard)  # while the messages travel
@@ -168,11 +170,11 @@ class Collectives:
             return Handle()
         turn = self._turn("reduce_scatter", line, of)
         if self._goes_by_halves(line, full, how):
-            if self.carrier == "pairs":
+            if self._by_pairs:
                 with self._at(turn):
                     return self._under_way(turn, self._pairs.halve(turn, line, out, full, how))
             return self._halve(turn, line, out, full, how)
-        if self.carrier == "pairs" and line.size < AT_ONCE:
+        if self._by_pairs and line.size < AT_ONCE:
             slices = [line.slice(full, rank) for rank in range(line.size)]
             with self._at(turn):
                 finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
@@ -266,7 +268,7 @@ class Collectives:
     ) -> None:
         """Everything to everybody, and every rank forms the whole sum."""
         turn = self._turn("all_reduce", line, of)
-        if self.carrier == "pairs" and line.size < AT_ONCE:
+        if self._by_pairs and line.size < AT_ONCE:
             with self._at(turn):
                 self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False)()
             return
@@ -313,7 +315,7 @@ class Collectives:
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         going, coming = rows.split(list(send)), arrived.split(list(receive))
         turn = self._turn("all_to_all", line, "")
-        if self.carrier == "pairs":
+        if self._by_pairs:
             with self._at(turn):
                 self._pairs.swap(turn, line, coming, going)
         else:

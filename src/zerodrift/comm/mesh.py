@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zerodrift.comm.rendezvous import meet
+from zerodrift.comm.shared import SharedMemory, share
 from zerodrift.comm.watch import CollectiveLog, DeadlockWatch
 from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
@@ -78,16 +79,20 @@ class Mesh:
         device: torch.device,
         axes: Mapping[AxisName, Axis],
         created: tuple[dist.ProcessGroup, ...],
+        shared: SharedMemory | None,
     ) -> None:
         self.shape = shape
         self.device = device
         """Where buffers and collectives live."""
+        self.shared = shared
+        """Memory of ranks of this host that this one reads; None where there is none."""
         self._axes = axes
         self._created = created
         trails = {id(axis.trail): axis.trail for axis in axes.values() if axis.group is not None}
         self.watch = DeadlockWatch(axes["world"].rank, list(trails.values()), created, device.type)
         """Where this rank is among the collectives."""
         weakref.finalize(self, self.watch.stop)
+        self._unshare = weakref.finalize(self, shared.close) if shared is not None else None
 
     @property
     def asynchronous(self) -> bool:
@@ -119,6 +124,8 @@ class Mesh:
     def stop(self) -> None:
         """Destroy the process groups that this mesh created. Safe to call twice."""
         self.watch.stop()
+        if self._unshare is not None:
+            self._unshare()
         created, self._created = self._created, ()
         # Last made, first destroyed: destroying the default group takes the others with it.
         for group in reversed(created):
@@ -168,6 +175,9 @@ def start(
         created.append(_world_group(seat, place, timeout))
     try:
         axes = _axes(shape, seat.rank, created, timeout)
+        shared = None
+        if created and place.type == "cpu" and dist.get_backend(created[0]) == "gloo":
+            shared = share(created[0], seat.rank, seat.world)
     except RuntimeError as error:
         raise RankError(
             "mesh",
@@ -175,7 +185,7 @@ def start(
             got=repr(first_line(error)),
             do="Look at the output of the rank that failed first.",
         ) from error
-    return Mesh(shape, place, axes, tuple(created))
+    return Mesh(shape, place, axes, tuple(created), shared)
 
 
 def leave_slowly() -> None:

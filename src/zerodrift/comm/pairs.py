@@ -1,7 +1,8 @@
 """Collectives as messages between pairs of ranks: how they are carried on gloo.
 
 `collectives.py` says what moves, and checks and records it; here are the messages, their order, and the
-memory that they arrive in. What arrives is added by `fold`, or on the way by `halving`.
+memory that they arrive in. What arrives is added by `fold`, or on the way by `halving`. Between ranks that
+share memory (`shared.py`) large messages stay where they were written, and gloo brings their place.
 
 Invariant: which messages a rank sends and receives follows from the sizes and the axis alone, so ranks in
 the same collective always wait for each other's, and in no other.
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ import torch.distributed as dist
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.halving import Swap, room_for, swaps
 from zerodrift.comm.mesh import Axis
+from zerodrift.comm.shared import SharedMemory
 from zerodrift.comm.watch import StartedCollective
 from zerodrift.errors import RankError, first_line
 
@@ -45,6 +48,12 @@ WINDOW = 16 << 20
 """Bytes that a reduction receives ahead of its sums, at most."""
 DEPTH = 4
 """Chunks per peer in the window."""
+LEAST = 64 << 10
+"""Bytes from which on a message goes through shared memory, where there is some."""
+NOT_SHARED = -1
+"""Instead of a place: the values come by gloo after all, because the host has no memory left."""
+IN_PLACE = -1
+"""The batch of what is read in place."""
 _FIRST_TAG = 1 << 30
 _TAGS = 1 << 14
 """Collectives that a tag can number; above the number is a digest of as many values. gloo has 31 bits."""
@@ -53,17 +62,22 @@ _TAGS = 1 << 14
 class Pairs:
     """Carries collectives. What it returns is to be called once, to wait for the other ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedMemory | None) -> None:
+        """Through shared memory, unless that is None."""
         self._scratch = Scratch()
+        self._shared = shared
+
+    def _post(self, turn: StartedCollective, line: Axis, message: int, total: int) -> Post:
+        return Post(turn, line, message, total, self._shared)
 
     def gather(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
     ) -> Callable[[], None]:
         """Every other rank's slice into its place in `out`."""
-        post = Post(turn, line, shard.nbytes, shard.nbytes)
-        for to, source in post.turns:
+        post = self._post(turn, line, shard.nbytes, shard.nbytes)
+        for _, source in post.turns:
             post.receive(line.slice(out, source), source)
-            post.send(shard, to)
+        post.send(shard, [to for to, _ in post.turns])
         return post.finish
 
     def swap(
@@ -75,12 +89,12 @@ class Pairs:
     ) -> None:
         """`going[rank]` to every rank, what it sends us into `coming[rank]`. Both know the sizes."""
         width = going[0].shape[1] * going[0].itemsize
-        post = Post(turn, line, width, 0)
+        post = self._post(turn, line, width, 0)
         for to, source in post.turns:
             if coming[source].shape[0]:
                 post.receive(coming[source], source)
             if going[to].shape[0]:
-                post.send(going[to], to)
+                post.send(going[to], [to])
         coming[line.rank].copy_(going[line.rank])
         post.finish()
 
@@ -101,49 +115,62 @@ class Pairs:
         """
         own = outgoing[line.rank]
         chunk = _chunk(own, line)
-        post = Post(turn, line, chunk * own.itemsize, own.nbytes)
+        post = self._post(turn, line, chunk * own.itemsize, own.nbytes)
+        near = [rank for rank, _ in post.turns if post.shares(rank, own.nbytes)]
+        far_to = [to for to, _ in post.turns if to not in near]
+        far_from = [source for _, source in post.turns if source not in near]
         count = -(-own.numel() // chunk)
         depth = count if ahead else min(DEPTH, count)
-        arrivals, held = self._scratch.take(depth * (line.size - 1) * chunk, own.dtype)
-        rooms = arrivals.view(depth, line.size - 1, chunk)
+        arrivals, held = self._scratch.take(depth * len(far_from) * chunk, own.dtype)
+        rooms = arrivals.view(depth, len(far_from), chunk)
 
         def bounds(number: int) -> slice:
             return slice(number * chunk, min((number + 1) * chunk, own.numel()))
 
         def receive(number: int) -> None:
             span = bounds(number)
-            for room, (_, source) in zip(rooms[number % depth], post.turns, strict=True):
+            for room, source in zip(rooms[number % depth], far_from, strict=True):
                 post.receive(room[: span.stop - span.start], source, number)
 
         def finish() -> None:
             spare, held_spare = self._scratch.take(chunk, how.dtype)
+            read = dict(post.collect(IN_PLACE))
             for number in range(count):
                 # Our own chunk has left, too, before its sum may overwrite it.
                 parts = dict(post.collect(number))
+                parts |= {rank: values[bounds(number)] for rank, values in read.items()}
                 parts[line.rank] = own[bounds(number)]
                 fold(out[bounds(number)], [parts[rank] for rank in range(line.size)], how, spare)
                 if number + depth < count:
                     receive(number + depth)
+            post.give_back()
             # Not reached when a rank is missing: late messages may still be written to these buffers.
             self._scratch.give(held, held_spare)
 
+        for source in near:
+            post.borrow(own, source)
         for number in range(depth):
             receive(number)
+        if all(values is own for values in outgoing):
+            post.send(own, near, IN_PLACE)
+        else:
+            for to in near:
+                post.send(outgoing[to], [to], IN_PLACE)
         for number in range(count):
-            for to, _ in post.turns:
-                post.send(outgoing[to][bounds(number)], to, number)
+            for to in far_to:
+                post.send(outgoing[to][bounds(number)], [to], number)
         return finish
 
     def halve(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
     ) -> Callable[[], None]:
         """The same sum by halves: see [Note: by halves]."""
-        post = Post(turn, line, full.nbytes // 2, full.nbytes)
+        post = self._post(turn, line, full.nbytes // 2, full.nbytes)
         room, held = self._scratch.take(room_for(full), full.dtype)
 
         def begin(swap: Swap) -> Swap:
             post.receive(swap.coming, swap.partner)
-            post.send(swap.going, swap.partner)
+            post.send(swap.going, [swap.partner])
             return swap
 
         others = swaps(full, line.rank, line.size, room)
@@ -163,12 +190,29 @@ class Pairs:
     def release(self) -> None:
         """Let go of the memory that is kept between reductions."""
         self._scratch.drop()
+        if self._shared is not None:
+            self._shared.own.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One under way."""
+
+    work: dist.Work
+    peer: int
+    into: torch.Tensor | None
+    """Where it goes, or what it is like if it is read in place; None for what was sent."""
+    start: torch.Tensor | None
+    """Of one in shared memory: where it lies, which is what gloo brings."""
+    in_place: bool
 
 
 class Post:
     """The messages of one collective between this rank and the others of its axis."""
 
-    def __init__(self, turn: StartedCollective, line: Axis, message: int, total: int) -> None:
+    def __init__(
+        self, turn: StartedCollective, line: Axis, message: int, total: int, shared: SharedMemory | None
+    ) -> None:
         """`message` bytes at a time, `total` to each rank."""
         self._op, self.line = turn.op, line
         digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS
@@ -176,37 +220,106 @@ class Post:
         size, rank = line.size, line.rank
         self.turns = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
         """(to, from): in each turn every rank sends one message and receives one."""
-        self._posted: dict[int, list[tuple[dist.Work, int, torch.Tensor | None]]] = {}
-        """Batch -> what was posted in it; the tensor is None for what was sent."""
+        self._posted: dict[int, list[_Message]] = {}
+        """Batch -> what was posted in it."""
+        self._shared = shared
+        self._borrowed: list[tuple[int, int]] = []
+        """(rank, place) of what is read in place."""
 
-    def send(self, tensor: torch.Tensor, to: int, batch: int = 0) -> None:
+    def shares(self, rank: int, size: int) -> bool:
+        """Whether messages of that size, to and from that rank, go through shared memory."""
+        return size >= LEAST and self._shared is not None and self.line.ranks[rank] in self._shared.peers
+
+    def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0) -> None:
+        """The same to each of several."""
+        near = [rank for rank in to if self.shares(rank, tensor.nbytes)]
+        start = self._write(tensor, near) if near else NOT_SHARED
+        for rank in to:
+            if rank in near:
+                self._send(torch.tensor(start), rank, batch)
+            if rank not in near or start == NOT_SHARED:
+                self._send(tensor, rank, batch)
+
+    def _write(self, tensor: torch.Tensor, readers: Sequence[int]) -> int:
+        assert self._shared is not None
+        try:
+            return self._shared.own.write(tensor.view(-1), readers, self.line.size)
+        except OSError:
+            return NOT_SHARED
+
+    def _send(self, tensor: torch.Tensor, to: int, batch: int) -> None:
         try:
             work = dist.isend(tensor, group=self.line.group, tag=self._tag, group_dst=to)
         except RuntimeError as error:
             raise missing(self._op, self.line, error, to) from error
-        self._add(work, to, None, batch)
+        self._posted.setdefault(batch, []).append(_Message(self._member(work), to, None, None, False))
 
     def receive(self, tensor: torch.Tensor, source: int, batch: int = 0) -> None:
+        start = torch.tensor(NOT_SHARED) if self.shares(source, tensor.nbytes) else None
+        self._receive(tensor, source, batch, start, in_place=False)
+
+    def borrow(self, like: torch.Tensor, source: int) -> None:
+        """A message of that size and dtype is read in shared memory, until `give_back`."""
+        self._receive(like, source, IN_PLACE, torch.tensor(NOT_SHARED), in_place=True)
+
+    def _receive(
+        self, into: torch.Tensor, source: int, batch: int, start: torch.Tensor | None, *, in_place: bool
+    ) -> None:
+        work = self._irecv(into if start is None else start, source)
+        self._posted.setdefault(batch, []).append(_Message(work, source, into, start, in_place))
+
+    def _irecv(self, tensor: torch.Tensor, source: int) -> dist.Work:
         try:
             work = dist.irecv(tensor, group=self.line.group, tag=self._tag, group_src=source)
         except RuntimeError as error:
             raise missing(self._op, self.line, error, source) from error
-        self._add(work, source, tensor, batch)
+        return self._member(work)
 
-    def _add(self, work: dist.Work | None, peer: int, tensor: torch.Tensor | None, batch: int) -> None:
+    def _member(self, work: dist.Work | None) -> dist.Work:
         if work is None:
             raise AssertionError(f"rank {self.line.rank} is not in the group of axis {self.line.name!r}")
-        self._posted.setdefault(batch, []).append((work, peer, tensor))
+        return work
 
     def collect(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Wait for a batch; (source, tensor) of what arrived."""
-        for work, peer, tensor in self._posted.pop(batch, []):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise missing(self._op, self.line, error, peer) from error
-            if tensor is not None:
-                yield peer, tensor
+        for message in self._posted.pop(batch, []):
+            self._wait(message.work, message.peer)
+            if message.into is not None:
+                start = NOT_SHARED if message.start is None else int(message.start)
+                yield message.peer, self._arrived(message, message.into, start)
+
+    def _wait(self, work: dist.Work, peer: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise missing(self._op, self.line, error, peer) from error
+
+    @torch.no_grad()
+    def _arrived(self, message: _Message, into: torch.Tensor, start: int) -> torch.Tensor:
+        if message.start is None:
+            return into
+        if start == NOT_SHARED or self._shared is None:
+            into = torch.empty_like(into) if message.in_place else into
+            self._wait(self._irecv(into, message.peer), message.peer)
+            return into
+        memory = self._shared.peers[self.line.ranks[message.peer]]
+        try:
+            values = memory.read(start, into.nbytes, self.line.size).view(into.dtype)
+        except OSError as error:
+            raise missing(self._op, self.line, RuntimeError(str(error)), message.peer) from error
+        if message.in_place:
+            self._borrowed.append((message.peer, start))
+            return values
+        into.copy_(values.view(into.shape))
+        memory.done(start, self.line.rank)
+        return into
+
+    def give_back(self) -> None:
+        """What was borrowed is not read any more."""
+        for peer, start in self._borrowed:
+            assert self._shared is not None
+            self._shared.peers[self.line.ranks[peer]].done(start, self.line.rank)
+        self._borrowed.clear()
 
     def finish(self) -> None:
         for batch in list(self._posted):

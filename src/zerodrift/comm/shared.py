@@ -1,0 +1,281 @@
+"""Memory of this rank that others of its host can read: how large messages travel between them.
+
+`pairs.py` says what is sent to whom; here it is written once and read in place, without the sockets that gloo
+copies it through. Ranks that cannot read each other's memory (another host, container or user; a system
+without memfd) are found out when the mesh starts, and get messages by gloo.
+
+Invariant: a span is written only while nobody has it to read, and a rank that dies, however it dies, leaves
+nothing behind: the memory has no name, and goes with the last process that holds it.
+
+[Note: shared memory] Each rank has one memfd, which is not of /dev/shm and has none of its limits. Others
+open it at /proc/PID/fd/FD, which Linux grants where they may see the process: those of the same user, if they
+are in the same PID namespace. A message is a span of that memory: a line of flags, one byte for each rank of
+the axis, then the values. The sender takes the lowest gap that is large enough, writes, and sends the place
+by gloo, which arrives after the values because that goes through the kernel. A reader sets its byte when it
+is done. The sender waits for nobody: it looks at the bytes when it needs room again. So gloo is what all wait
+with, and a rank that is gone, late, or in another collective is missed as it is without shared memory.
+
+Memory that was read stays, because fresh pages cost several times the copy: as much as was ever on its way at
+once, and at most KEPT between steps. What a rank has read of another's is counted as its own, too, by what
+counts the pages that it has mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import mmap
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+LINE = 64
+"""Bytes that spans are aligned to."""
+FIRST = mmap.PAGESIZE
+"""Where the first span begins: before it is what tells the memory from any other."""
+GROWTH = 1 << 20
+"""Bytes by which the memory grows, at least."""
+KEPT = 64 << 20
+"""Bytes that are kept between steps."""
+_NAME = "zerodrift"
+_TOKEN = slice(0, 16)
+"""Where the random bytes lie by which a rank's memory is known."""
+
+_log = logging.getLogger("zerodrift")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a rank's memory is; as words, so that it can be sent."""
+
+    host: int
+    """Of the running system and its PID namespace: elsewhere a PID is another process."""
+    process: int
+    """0 where there is no memory that others could read."""
+    descriptor: int
+    token: tuple[int, int]
+
+    def words(self) -> torch.Tensor:
+        return torch.tensor([self.host, self.process, self.descriptor, *self.token])
+
+    @classmethod
+    def of(cls, words: torch.Tensor) -> Address:
+        host, process, descriptor, *token = words.tolist()
+        return cls(host, process, descriptor, (token[0], token[1]))
+
+
+NOWHERE = Address(0, 0, 0, (0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What was sent, and may not have been read."""
+
+    start: int
+    stop: int
+    flags: torch.Tensor
+    """One byte for each rank of the axis: whether it is done."""
+
+
+class OwnMemory:
+    """This rank's, which others read."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self._size = 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._spans: list[_Span] = []
+        """In the order of their places."""
+
+    def address(self) -> Address:
+        """Makes the memory, if need be. `NOWHERE` where the system has none of this kind."""
+        host = _host()
+        if not host:
+            return NOWHERE
+        if self._descriptor < 0:
+            try:
+                self._descriptor = os.memfd_create(_NAME)
+                self._grow(FIRST)
+            except OSError:
+                self.close()
+                return NOWHERE
+            self._bytes[_TOKEN] = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
+        return Address(host, os.getpid(), self._descriptor, _token(self._bytes))
+
+    @torch.no_grad()
+    def write(self, values: torch.Tensor, readers: Collection[int], ranks: int) -> int:
+        """A copy of flat `values` for these of so many ranks to read; returns where it lies. OSError where
+        there is no room for it."""
+        head = _up(ranks, LINE)
+        start = self._gap(head + values.nbytes)
+        stop = start + head + values.nbytes
+        if stop > self._size:
+            self._grow(_up(max(stop, self._size + GROWTH), mmap.PAGESIZE))
+        flags = self._bytes[start : start + ranks]
+        flags.fill_(1)
+        flags[list(readers)] = 0
+        self._bytes[start + head : stop].view(values.dtype).copy_(values)
+        self._spans.append(_Span(start, stop, flags))
+        self._spans.sort(key=lambda span: span.start)
+        return start
+
+    def _gap(self, size: int) -> int:
+        """The lowest place with so much room, among what others may still read."""
+        self._forget_what_was_read()
+        start = FIRST
+        for span in self._spans:
+            if span.start - start >= size:
+                break
+            start = _up(span.stop, LINE)
+        return start
+
+    def _forget_what_was_read(self) -> None:
+        self._spans = [span for span in self._spans if not span.flags.all()]
+
+    def _grow(self, size: int) -> None:
+        # With its pages: one that cannot be had later ends the process.
+        os.posix_fallocate(self._descriptor, self._size, size - self._size)
+        self._bytes, self._size = _mapped(self._descriptor, size), size
+
+    def release(self) -> None:
+        """Let go of what is beyond KEPT and nobody has to read."""
+        if self._size <= FIRST + KEPT:
+            return
+        self._forget_what_was_read()
+        size = _up(max([FIRST + KEPT, *(span.stop for span in self._spans)]), mmap.PAGESIZE)
+        if size < self._size:
+            # Others have it mapped as long as it was, and do not look behind its end.
+            os.ftruncate(self._descriptor, size)
+            self._bytes, self._size = _mapped(self._descriptor, size), size
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        self._bytes, self._spans, self._size = torch.empty(0, dtype=torch.uint8), [], 0
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class PeerMemory:
+    """Another rank's, which this one reads."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._bytes = _mapped(descriptor, FIRST)
+        self.token = _token(self._bytes)
+
+    def read(self, start: int, size: int, ranks: int) -> torch.Tensor:
+        """The bytes of a message of that size, in place."""
+        first = start + _up(ranks, LINE)
+        if first + size > self._bytes.numel():
+            self._bytes = _mapped(self._descriptor, os.fstat(self._descriptor).st_size)
+        return self._bytes[first : first + size]
+
+    def done(self, start: int, reader: int) -> None:
+        """The message may be overwritten."""
+        self._bytes[start + reader] = 1
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class SharedMemory:
+    """The memory of this rank and of those that it shares it with, by their world ranks."""
+
+    def __init__(self, own: OwnMemory, peers: Mapping[int, PeerMemory]) -> None:
+        self.own = own
+        self.peers = dict(peers)
+
+    def close(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
+        self.peers.clear()
+        self.own.close()
+
+
+def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | None:
+    """Find out who can read whose memory; all ranks of the group call it. Two share where both can, and None
+    is where this rank shares with nobody."""
+    own = OwnMemory()
+    mine = own.address()
+    addresses = [Address.of(words) for words in _from_all(mine.words(), ranks, group)]
+    found = {
+        other: memory
+        for other, address in enumerate(addresses)
+        if other != rank and address != mine and (memory := reach(address)) is not None
+    }
+    seen = torch.zeros(ranks, dtype=torch.uint8)
+    seen[list(found)] = 1
+    seen_by = [bool(sees[rank]) for sees in _from_all(seen, ranks, group)]
+    peers = {other: memory for other, memory in found.items() if seen_by[other]}
+    for other in found.keys() - peers.keys():
+        found[other].close()
+    here = [other for other, address in enumerate(addresses) if address.host == mine.host and other != rank]
+    apart = [other for other in here if other not in peers] if mine != NOWHERE else []
+    if apart:
+        _log.warning(
+            "zerodrift: rank %d and rank %d of one machine cannot read each other's memory: they exchange "
+            "through sockets, with the same bits, slower",
+            rank,
+            apart[0],
+        )
+    if not peers:
+        own.close()
+        return None
+    return SharedMemory(own, peers)
+
+
+def _from_all(values: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    everybody = [torch.zeros_like(values) for _ in range(ranks)]
+    dist.all_gather(everybody, values, group=group)
+    return everybody
+
+
+def reach(address: Address) -> PeerMemory | None:
+    """The memory of another process; None where it cannot be read from here."""
+    if not address.process or address.host != _host():
+        return None
+    place = f"/proc/{address.process}/fd/{address.descriptor}"
+    with contextlib.suppress(OSError):
+        # Nothing else is opened: that can have effects.
+        if os.readlink(place).startswith(f"/memfd:{_NAME}"):
+            memory = PeerMemory(os.open(place, os.O_RDWR | os.O_CLOEXEC))
+            if memory.token == address.token:
+                return memory
+            memory.close()
+    return None
+
+
+@functools.cache
+def _host() -> int:
+    """Of the running system and the PID namespace; 0 where this is not Linux, or not all of it."""
+    if not hasattr(os, "memfd_create"):
+        return 0
+    try:
+        system = Path("/proc/sys/kernel/random/boot_id").read_text()
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return 0
+    digest = hashlib.sha256(f"{system} {processes}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _token(flat: torch.Tensor) -> tuple[int, int]:
+    first, second = flat[_TOKEN].view(torch.int64).tolist()
+    return first, second
+
+
+def _mapped(descriptor: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to

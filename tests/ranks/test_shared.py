@@ -1,0 +1,256 @@
+"""Memory that ranks read from each other: where messages lie, who shares with whom, and what is left behind.
+
+That what travels through it has the bits of all other carriers, and that a rank that dies is missed, is in
+`test_collectives.py`. Functions whose name has no `test_` run on the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zerodrift as zd
+from tests.ranks.harness import run_ranks
+from tests.ranks.test_collectives import joined, values_of
+from zerodrift.comm import pairs, shared
+from zerodrift.comm.collectives import Carrier, Collectives
+from zerodrift.comm.fold import Sum
+from zerodrift.comm.mesh import AxisName
+from zerodrift.comm.shared import FIRST, NOWHERE, Address, OwnMemory, PeerMemory, reach
+
+BOTH: tuple[Carrier, ...] = ("shared", "pairs")
+
+linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
+
+
+def both() -> tuple[OwnMemory, PeerMemory]:
+    own = OwnMemory()
+    peer = reach(own.address())
+    assert peer is not None
+    return own, peer
+
+
+def numbers(count: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + count, dtype=torch.int64)
+
+
+# Where messages lie
+
+
+@linux
+def test_what_is_written_is_read_in_place() -> None:
+    own, peer = both()
+    values = numbers(1000)
+    start = own.write(values, [1], 2)
+    values.zero_()
+    found = peer.read(start, values.nbytes, 2).view(torch.int64)
+    assert torch.equal(found, numbers(1000))
+
+
+@linux
+def test_a_message_lies_where_no_reader_is_left() -> None:
+    own, peer = both()
+    first = own.write(numbers(100), [1, 2], 3)
+    second = own.write(numbers(100, 100), [1], 3)
+    assert first == FIRST and second >= first + 800
+    assert peer.read(first, 800, 3).numel() == 800
+    peer.done(first, 1)
+    third = own.write(numbers(100, 200), [1], 3)
+    assert third > second  # rank 2 has not read the first
+    peer.done(first, 2)
+    assert own.write(numbers(120, 300), [2], 3) > third  # the gap is too small
+    assert own.write(numbers(100, 400), [2], 3) == first
+    for start, begin in ((second, 100), (third, 200), (first, 400)):
+        assert torch.equal(peer.read(start, 800, 3).view(torch.int64), numbers(100, begin))
+
+
+@linux
+def test_memory_that_grows_is_mapped_again_and_goes_when_it_was_read() -> None:
+    own, peer = both()
+    large = numbers(shared.KEPT // 8 + 1)
+    places = [own.write(numbers(10, 7), [1], 2), own.write(large, [1], 2)]
+    assert torch.equal(peer.read(places[1], large.nbytes, 2).view(torch.int64), large)
+    own.release()
+    assert own._size > shared.KEPT + FIRST  # somebody has to read it
+    peer.done(places[0], 1)
+    peer.done(places[1], 1)
+    own.release()
+    assert own._size == shared.KEPT + FIRST
+    again = own.write(large, [1], 2)
+    assert torch.equal(peer.read(again, large.nbytes, 2).view(torch.int64), large)
+
+
+# Whose memory it is
+
+
+@linux
+def test_memory_of_others_is_not_taken_for_a_ranks_own(tmp_path: Path) -> None:
+    own = OwnMemory()
+    address = own.address()
+    pipe = os.memfd_create("other")
+    wrong = [
+        NOWHERE,
+        Address(address.host + 1, address.process, address.descriptor, address.token),
+        Address(address.host, address.process, address.descriptor, (1, 2)),
+        Address(address.host, address.process, pipe, address.token),
+        Address(address.host, address.process, 10**6, address.token),
+        Address(address.host, 2**22 + 1, address.descriptor, address.token),
+    ]
+    assert [reach(one) for one in wrong] == [None] * len(wrong)
+    found = reach(address)
+    assert found is not None
+    os.close(pipe)
+
+
+def test_a_system_without_such_memory_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(38, "not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    assert OwnMemory().address() == NOWHERE
+    monkeypatch.setattr(shared, "_host", lambda: 0)
+    assert OwnMemory().address() == NOWHERE
+
+
+def peers_and_sums(elsewhere: int) -> tuple[list[int], list[bool]]:
+    """Who is shared with, and what comes out, where one rank is on another host."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == elsewhere:
+            patch.setattr(shared, "_host", lambda: 12345)
+        ways = [joined(carrier) for carrier in BOTH]
+    mine = ways[0].mesh.shared
+    return [] if mine is None else sorted(mine.peers), alike(ways, ["shard"])
+
+
+def alike(ways: list[Collectives], axes: list[AxisName]) -> list[bool]:
+    """Of each axis: whether two carriers bring the same, with two collectives under way at once."""
+    pairs.LEAST = 1
+    found = []
+    for axis in axes:
+        results = []
+        for comm in ways:
+            full = values_of(comm.mesh.rank(), 1536, torch.float32)
+            out, whole = torch.empty(1536 // comm.mesh.size(axis)), torch.empty(1536)
+            reduction = comm.start_reduce_scatter(out, full, axis, Sum(torch.float32))
+            gather = comm.start_all_gather(whole, full[: out.numel()].clone(), axis)
+            gather.wait()
+            reduction.wait()
+            total = full.clone()
+            comm.all_reduce(total, total, axis, Sum(torch.float32))
+            results.append(torch.cat([out, whole, total]))
+        found.append(torch.equal(results[0], results[1]))
+    return found
+
+
+@linux
+def test_ranks_of_one_host_share_and_talk_to_the_others() -> None:
+    assert run_ranks(peers_and_sums, 3, 1) == [([2], [True]), ([], [True]), ([0], [True])]
+
+
+def without_room() -> list[bool]:
+    """Rank 0 gets no memory any more, after the ranks have met."""
+
+    def grow(self: OwnMemory, size: int) -> None:
+        if size > FIRST:
+            raise OSError(12, "Cannot allocate memory")
+        grow_as_ever(self, size)
+
+    grow_as_ever = OwnMemory._grow
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 0:
+            patch.setattr(OwnMemory, "_grow", grow)
+        return alike([joined(carrier) for carrier in BOTH], ["shard"])
+
+
+@linux
+def test_a_host_without_memory_left_sends_by_gloo() -> None:
+    assert run_ranks(without_room, 2) == [[True]] * 2
+
+
+def was_shared() -> bool:
+    comm = joined("shared")
+    assert comm.mesh.shared is not None
+    pairs.LEAST = 1
+    comm.reduce_scatter(torch.empty(50), torch.ones(100), "shard", Sum(torch.float32))
+    return comm.mesh.shared.own._size > FIRST
+
+
+@linux
+def test_a_message_that_is_large_enough_goes_through_it() -> None:
+    assert run_ranks(was_shared, 2) == [True] * 2
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def come_and_go() -> list[int]:
+    counts = []
+    for _ in range(3):
+        comm = joined("shared")
+        pairs.LEAST = 1
+        comm.reduce_scatter(torch.empty(500), torch.ones(1000), "shard", Sum(torch.float32))
+        during = descriptors()
+        comm.mesh.stop()
+        counts.append(during - descriptors())
+    return counts
+
+
+@linux
+def test_a_mesh_that_stops_leaves_no_descriptor() -> None:
+    for closed in run_ranks(come_and_go, 2):
+        assert min(closed) >= 2  # this rank's memory and the other's
+        assert len(set(closed[1:])) == 1
+
+
+# On axes, and under an engine
+
+
+def sums_on_axes() -> list[bool]:
+    ways = [joined(carrier, shard=2, replicate=2) for carrier in BOTH]
+    return alike(ways, ["shard", "replicate", "data"])
+
+
+@linux
+def test_axes_share_memory_side_by_side() -> None:
+    assert run_ranks(sums_on_axes, 4) == [[True] * 3] * 4
+
+
+def trained(stage: int, mode: str, least: int) -> torch.Tensor:
+    pairs.LEAST = least
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.LayerNorm(40), nn.Linear(40, 1))
+    config = {
+        "precision": {"mode": mode},
+        "zero_optimization": {"stage": stage},
+        "sharding": {"units": ["0", "3"]},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    engine = zd.initialize(model, config=config, device="cpu", quiet=True)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(4):
+        loss = engine(torch.randn(6, 24, generator=generator)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    with engine.gathered():
+        values = torch.cat([p.detach().float().reshape(-1) for p in engine.module.parameters()]).clone()
+    engine.destroy()
+    return values
+
+
+def trained_both_ways() -> list[str]:
+    wrong = []
+    for stage, mode in ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")):
+        through, by_gloo = trained(stage, mode, 1), trained(stage, mode, 1 << 40)
+        if not torch.equal(through, by_gloo):
+            wrong.append(f"stage {stage}, {mode}")
+    return wrong
+
+
+@linux
+def test_training_has_the_same_bits_with_and_without() -> None:
+    assert run_ranks(trained_both_ways, 2) == [[]] * 2
