@@ -106,6 +106,7 @@ def claims(results: Results) -> Iterator[Claim]:
     yield from _watching(results)
     loop = results.one("trainer", "loop to engine", "trainer's loop")
     yield Claim("The trainer's loop", "A step of the trainer's loop, in the engine's", loop, {}, Limit(1.03))
+    yield from _long_run(results)
     yield from _audit(results)
 
 
@@ -221,6 +222,14 @@ def _watching(results: Results) -> Iterator[Claim]:
             )
             what = f"A watched step of {alone} ms{ranks}, {kind}, in steps alone"
             yield Claim("Watching", what, watched, {"a step after it": ended}, Limit(1.10), kind != "fp32")
+
+
+def _long_run(results: Results) -> Iterator[Claim]:
+    columns = {"memory": 1.02, "files": 1.0, "threads": 1.0}
+    for column, most in columns.items():
+        figure = results.one("soak", column, "last to second")
+        what = f"{results['soak'].title}: {column} at the end, in those of its second tenth"
+        yield Claim("A long run", what, figure, {}, Limit(most), column == "memory")
 
 
 def _audit(results: Results) -> Iterator[Claim]:

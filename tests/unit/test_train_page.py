@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import re
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict
 from html.parser import HTMLParser
@@ -32,7 +33,8 @@ from zerodrift.train.display import LineDisplay, Pace, clock
 from zerodrift.train.flops import ForwardFlops, peak, readable
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job, Run
-from zerodrift.train.metrics import Metrics, StepMetrics, read
+from zerodrift.train.lines import RunLines, StepMetrics
+from zerodrift.train.metrics import Metrics, read
 from zerodrift.train.page import run_page
 
 
@@ -105,7 +107,7 @@ class Balanced(HTMLParser):
 def page(lines: list[dict[str, Any]], **run: Any) -> str:
     job = Job(model={"source": "m"}, data={"train": "<text>"}, run={"folder": "runs/<a>", **run})
     plan = make_plan({"precision": {"mode": "bf16"}}, moe(), world_size=2)
-    return run_page(job, plan, lines, steps=3)
+    return run_page(job, plan, RunLines(lines), steps=3)
 
 
 CELLS = [
@@ -223,6 +225,17 @@ def test_a_smoothed_curve_stays_among_its_values_and_on_a_line() -> None:
     assert smoothed([3.0] * 9, 4) == pytest.approx([3.0] * 9)
 
 
+def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:
+    tracemalloc.start()
+    lines, line = RunLines(), {"kind": "step", **asdict(step(1))}
+    for number in range(10_000):
+        lines.add({**line, "step": number, "loss": None if number == 7 else 0.5})
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 100 * 10_000 * 1.15, "arrays grow by an eighth"
+    assert len(lines.steps("loss")) == 9_999 and lines.last("step") == 9_999.0
+
+
 def test_a_run_without_a_step_has_a_page() -> None:
     assert "nothing yet" in page([{"kind": "start", "step": 0}])
 
@@ -268,7 +281,7 @@ def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -
     again.close()
     assert again.lost == 1 and again.seconds == 1.0
     assert [line["step"] for line in read(folder.metrics)] == [1, 2]
-    assert page(again.lines)
+    assert page(read(folder.metrics))
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])

@@ -96,7 +96,8 @@ def _saved_views(
     for node in nodes:  # which grows meanwhile
         if node._sequence_nr() <= after:
             continue
-        read = _reader(type(node))
+        kind: Any = type(node)
+        read = _reader(kind)
         for saved in () if read is None else read(node)[:-1]:
             for raw in saved if type(saved) is tuple else (saved,):
                 if raw is None or raw.unpack_hook is not None:

@@ -12,25 +12,21 @@ from typing import Any
 from zerodrift.report.figures import elements, significant, size
 from zerodrift.report.markup import Markup, tag
 from zerodrift.train.curves import Chart, Mark, Point, Series, chart, smoothing
-
-Lines = Sequence[Mapping[str, Any]]
-"""Those of `metrics.jsonl`."""
+from zerodrift.train.lines import RunLines
 
 
-def points(lines: Lines, kind: str, key: str) -> list[Point]:
-    return [
-        (float(line["step"]), float(line[key]))
-        for line in lines
-        if line["kind"] == kind and line.get(key) is not None
-    ]
+def held_out(lines: RunLines) -> list[Point]:
+    """The losses of evaluations."""
+    found = [line for line in lines if line["kind"] == "evaluation" and line["validation_loss"] is not None]
+    return [(float(line["step"]), float(line["validation_loss"])) for line in found]
 
 
-def resumes(lines: Lines) -> list[Mapping[str, Any]]:
+def resumes(lines: RunLines) -> list[Mapping[str, Any]]:
     """Where a run was gone on with."""
     return [line for line in lines if line["kind"] == "start" and line["step"] > 0]
 
 
-def charts(lines: Lines) -> Markup:
+def charts(lines: RunLines) -> Markup:
     """All of them, with what their marks mean."""
     marks = (*_skips(lines), *_resumes(lines))
     tokens = _tokens_of_a_step(lines)
@@ -38,11 +34,11 @@ def charts(lines: Lines) -> Markup:
     return tag("div", tag("div", drawn, class_="charts"), _legend(lines, marks))
 
 
-def _specs(lines: Lines) -> list[Chart]:
+def _specs(lines: RunLines) -> list[Chart]:
     def of(key: str, label: str, color: str, smooth: bool = False) -> Series:
-        return Series(label, color, tuple(points(lines, "step", key)), smooth=smooth)
+        return Series(label, color, tuple(lines.steps(key)), smooth=smooth)
 
-    held = Series("held out", "gradient", tuple(points(lines, "evaluation", "validation_loss")), dots=True)
+    held = Series("held out", "gradient", tuple(held_out(lines)), dots=True)
     loss = of("loss", "training", "storage", smooth=True)
     losses = (loss, held) if held.points else (loss,)
     norms, rates = of("grad_norm", "gradient norm", "master"), of("lr", "learning rate", "state")
@@ -80,21 +76,21 @@ def _spread(*lines: Series) -> float:
     return max(values) / min(values) if values else 1.0
 
 
-def _tokens_of_a_step(lines: Lines) -> float:
+def _tokens_of_a_step(lines: RunLines) -> float:
     """0 where no step was taken."""
-    last = next((line for line in reversed(lines) if line["kind"] == "step" and line["step"]), None)
-    return float(last["tokens"] or 0) / float(last["step"]) if last is not None else 0.0
+    step, tokens = lines.last("step"), lines.last("tokens")
+    return (tokens or 0.0) / step if step else 0.0
 
 
 # --- marks --------------------------------------------------------------------------------------------
 
 
-def _skips(lines: Lines) -> list[Mark]:
-    steps = sorted({line["step"] for line in lines if line["kind"] == "step" and line.get("skipped")})
-    return [Mark(float(step), "skip", f"step {step} was skipped") for step in steps]
+def _skips(lines: RunLines) -> list[Mark]:
+    steps = sorted({step for step, skipped in lines.steps("skipped") if skipped})
+    return [Mark(step, "skip", f"step {step:.0f} was skipped") for step in steps]
 
 
-def _resumes(lines: Lines) -> list[Mark]:
+def _resumes(lines: RunLines) -> list[Mark]:
     found = []
     for line in resumes(lines):
         changed = ", ".join(change[0] for change in line.get("changed", ()))
@@ -103,8 +99,8 @@ def _resumes(lines: Lines) -> list[Mark]:
     return found
 
 
-def _legend(lines: Lines, marks: Sequence[Mark]) -> Markup:
-    steps = len(points(lines, "step", "loss"))
+def _legend(lines: RunLines, marks: Sequence[Mark]) -> Markup:
+    steps = len(lines.steps("loss"))
     kinds = {mark.kind for mark in marks}
     words: list[Markup] = []
     if steps > 1:

@@ -10,21 +10,22 @@ from typing import Any
 
 from zerodrift.report.markup import Markup, tag
 from zerodrift.report.page import section
-from zerodrift.train.charts import Lines, resumes
+from zerodrift.train.charts import resumes
+from zerodrift.train.lines import RunLines
 
 
-def last_start(lines: Lines) -> Mapping[str, Any]:
+def last_start(lines: RunLines) -> Mapping[str, Any]:
     """Of the run as it was begun or gone on with last; empty where it never was."""
     return next((line for line in reversed(lines) if line["kind"] == "start"), {})
 
 
-def data(lines: Lines) -> Markup:
+def data(lines: RunLines) -> Markup:
     """What was read."""
     facts = last_start(lines).get("data", ())
     return section("Data", facts_list(facts), id="data") if facts else Markup("")
 
 
-def samples(lines: Lines) -> Markup:
+def samples(lines: RunLines) -> Markup:
     """What the model wrote while it was trained."""
     found = [line for line in lines if line["kind"] == "sample"]
     shown = [
@@ -38,7 +39,7 @@ def _written(line: Mapping[str, Any]) -> Markup:
     return tag("pre", tag("b", str(line.get("prompt", ""))), str(line.get("text", "")))
 
 
-def environment(lines: Lines) -> Markup:
+def environment(lines: RunLines) -> Markup:
     """Where it ran, with which command and versions."""
     here: Mapping[str, str] = last_start(lines).get("environment", {})
     if not here:
@@ -48,7 +49,7 @@ def environment(lines: Lines) -> Markup:
     return section("Environment", facts_list(first), facts_list(rest), id="environment")
 
 
-def gone_on_with(lines: Lines) -> Markup:
+def gone_on_with(lines: RunLines) -> Markup:
     """Each time, and what was other than before."""
     found = resumes(lines)
     if not found:
@@ -64,7 +65,7 @@ def gone_on_with(lines: Lines) -> Markup:
     return section("Resumed", table(heads, rows), id="resumed")
 
 
-def digests(lines: Lines) -> Markup:
+def digests(lines: RunLines) -> Markup:
     """Of the state, where it was taken: two runs that have the same computed the same bits."""
     found = [line for line in lines if line["kind"] in ("digest", "checkpoint") and line.get("digest")]
     rows = [
@@ -81,7 +82,7 @@ _DIGESTS = 8
 """The last ones are shown; the metrics have all."""
 
 
-def traces(lines: Lines) -> Markup:
+def traces(lines: RunLines) -> Markup:
     """Where steps lie that were recorded."""
     found = [line for line in lines if line["kind"] == "trace"]
     if not found:

@@ -16,7 +16,7 @@ from typing import Protocol
 from zerodrift.legible import encodable
 from zerodrift.report.figures import elements, significant, size
 from zerodrift.report.frame import WIDTH
-from zerodrift.train.metrics import StepMetrics
+from zerodrift.train.lines import StepMetrics
 
 
 class Display(Protocol):

@@ -23,7 +23,7 @@ from rich.text import Text
 from zerodrift.legible import legible
 from zerodrift.report.figures import elements, size
 from zerodrift.train.display import Display, LineDisplay, Pace, SilentDisplay, clock, number
-from zerodrift.train.metrics import StepMetrics
+from zerodrift.train.lines import StepMetrics
 
 
 def display(rank: int, every: int) -> Display:

@@ -33,7 +33,8 @@ from zerodrift.train.drivers import inputs
 from zerodrift.train.evaluation import evaluated
 from zerodrift.train.feed import Feed, MicroBatch
 from zerodrift.train.flops import TRAINING, ForwardFlops
-from zerodrift.train.metrics import Metrics, StepMetrics, kind_of, memory
+from zerodrift.train.lines import RunLines, StepMetrics
+from zerodrift.train.metrics import Metrics, kind_of, memory
 from zerodrift.train.profiling import StepRecorder
 from zerodrift.train.run import Session
 from zerodrift.train.smoothing import require_called
@@ -355,7 +356,7 @@ class Loop:
     def _evaluated(self) -> list[float | None]:
         """The losses of the evaluations so far; the same on every rank."""
         lines = [line for line in self._lines if kind_of(line, "evaluation")]
-        found: list[float | None] = [line["validation_loss"] for line in lines]  # type: ignore[misc]
+        found: list[float | None] = [line["validation_loss"] for line in lines]
         return list(self._engine.comm.broadcast_object(found, 0))
 
     def _export(self, folder: Path) -> None:
@@ -376,8 +377,8 @@ class Loop:
             self._metrics.write(kind, values)
 
     @property
-    def _lines(self) -> list[dict[str, object]]:
-        return self._metrics.lines if self._metrics is not None else []
+    def _lines(self) -> RunLines:
+        return self._metrics.lines if self._metrics is not None else RunLines()
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -16,7 +16,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,33 +25,10 @@ from zerodrift.files import opened
 from zerodrift.train.boards import boards
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run
+from zerodrift.train.lines import RunLines, StepMetrics
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """One optimizer step."""
-
-    step: int
-    """Counted from 1, skipped ones too."""
-    loss: float
-    """Mean over the step's labels, before the update."""
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    """Of the first parameter group."""
-    loss_scale: float
-    tokens: int
-    """Seen so far."""
-    epoch: float
-    seconds: float
-    """So far, in training steps."""
-    tokens_per_second: float
-    memory: int
-    """Bytes: of the process on a CPU, at peak on a GPU."""
-    skipped: bool = False
 
 
 def kind_of(line: Mapping[str, Any], kind: str) -> bool:
@@ -66,10 +43,11 @@ class Metrics:
         lines = _read(folder.metrics)
         self.lost = lines.count(None)
         """Lines of the file that cannot be read, and were left out."""
-        self.lines = [line for line in lines if line is not None and _is_before(line, after)]
+        kept = [line for line in lines if line is not None and _is_before(line, after)]
+        self.lines = RunLines(kept)
         folder.metrics.parent.mkdir(parents=True, exist_ok=True)
         beside = folder.metrics.with_suffix(".new")
-        beside.write_text("".join(_text(line) for line in self.lines), encoding="utf-8")
+        beside.write_text("".join(_text(line) for line in kept), encoding="utf-8")
         beside.replace(folder.metrics)
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._boards = boards(folder, run, after)
@@ -77,15 +55,14 @@ class Metrics:
     @property
     def seconds(self) -> float:
         """Of training so far."""
-        steps = [line for line in self.lines if kind_of(line, "step")]
-        return float(steps[-1]["seconds"] or 0.0) if steps else 0.0
+        return self.lines.last("seconds") or 0.0
 
     def step(self, step: StepMetrics) -> None:
         self.write("step", asdict(step))
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = {"kind": kind, **values}
-        self.lines.append(line)
+        self.lines.add(line)
         self._file.write(_text(line))
         self._file.flush()
         numbers = {key: value for key, value in values.items() if _is_number(value) and key != "step"}

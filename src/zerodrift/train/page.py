@@ -23,13 +23,14 @@ from zerodrift.report.markup import Markup, join, tag
 from zerodrift.report.page import breaking, document, plan_sections, section, tint
 from zerodrift.report.rows import grouped
 from zerodrift.train import circumstances
-from zerodrift.train.charts import MOST, Lines, charts, perplexity, points
+from zerodrift.train.charts import MOST, charts, held_out, perplexity
 from zerodrift.train.display import clock
 from zerodrift.train.flops import dtype_of_products, peak, readable
 from zerodrift.train.job import Job
+from zerodrift.train.lines import RunLines
 
 
-def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
+def run_page(job: Job, plan: Plan, lines: RunLines, steps: int) -> str:
     """The whole page."""
     plan = plan.noted(_found(lines).get("notes", ()))
     body = [
@@ -56,7 +57,7 @@ def run_page(job: Job, plan: Plan, lines: Lines, steps: int) -> str:
 # --- head ---------------------------------------------------------------------------------------------
 
 
-def _head(job: Job, plan: Plan, lines: Lines, steps: int) -> Markup:
+def _head(job: Job, plan: Plan, lines: RunLines, steps: int) -> Markup:
     kind, words = _state(lines, steps)
     return tag(
         "header",
@@ -71,14 +72,14 @@ def _named(paths: str | tuple[str, ...]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _end(lines: Lines) -> Mapping[str, Any]:
+def _end(lines: RunLines) -> Mapping[str, Any]:
     """How it ended; empty while it runs."""
     return next((line for line in reversed(lines) if line["kind"] == "end"), {})
 
 
-def _state(lines: Lines, steps: int) -> tuple[str, str]:
+def _state(lines: RunLines, steps: int) -> tuple[str, str]:
     """A class of the style, and words."""
-    end, done = _end(lines), _last(lines, "step", "step") or 0
+    end, done = _end(lines), round(lines.last("step") or 0)
     if not end:
         return "running", f"running, step {done} of {steps}"
     if end.get("error"):
@@ -90,7 +91,7 @@ def _state(lines: Lines, steps: int) -> tuple[str, str]:
     return "done", f"done, {done} steps"
 
 
-def _banner(lines: Lines, steps: int) -> Markup:
+def _banner(lines: RunLines, steps: int) -> Markup:
     """Why it failed, before anything else."""
     error = _end(lines).get("error")
     if not error:
@@ -99,20 +100,14 @@ def _banner(lines: Lines, steps: int) -> Markup:
     return tag("div", heading, tag("pre", str(error)), class_="banner", role="alert")
 
 
-def _last(lines: Lines, kind: str, key: str) -> Any:
-    return next(
-        (line[key] for line in reversed(lines) if line["kind"] == kind and line.get(key) is not None), None
-    )
-
-
-def _tiles(plan: Plan, lines: Lines) -> Markup:
-    losses = points(lines, "step", "loss")
-    speeds = [value for _, value in points(lines, "step", "tokens_per_second")]
+def _tiles(plan: Plan, lines: RunLines) -> Markup:
+    losses = lines.steps("loss")
+    speeds = [value for _, value in lines.steps("tokens_per_second")]
     tiles: list[tuple[str, str, str]] = []
     if losses:
         first, last = losses[0][1], losses[-1][1]
         tiles.append(("loss", f"{last:.4f}", f"from {first:.4f} at step {losses[0][0]:g}"))
-    held = points(lines, "evaluation", "validation_loss")
+    held = held_out(lines)
     if held:
         best, step = min((value, step) for step, value in held)
         tiles.append(("validation loss", f"{held[-1][1]:.4f}", f"best {best:.4f} at step {step:g}"))
@@ -120,19 +115,19 @@ def _tiles(plan: Plan, lines: Lines) -> Markup:
         value = perplexity(held[-1][1] if held else losses[-1][1])
         shown = significant(value) if math.isfinite(value) else f"above {elements(int(MOST))}"
         tiles.append(("perplexity", shown, "of the held-out data" if held else "of the last step"))
-    tokens = _last(lines, "step", "tokens")
+    tokens = round(lines.last("tokens") or 0)
     if tokens:
-        tiles.append(("tokens", elements(tokens), f"{_last(lines, 'step', 'epoch'):.2f} epochs"))
+        tiles.append(("tokens", elements(tokens), f"{lines.last('epoch') or 0:.2f} epochs"))
     if speeds:
         middle = sorted(speeds)[len(speeds) // 2]
         tiles.append(("tokens per second", elements(round(middle)), "median of the steps"))
         tiles.append(_utilisation(plan, lines, middle))
-    seconds = _last(lines, "step", "seconds")
+    seconds = lines.last("seconds")
     if seconds is not None:
         tiles.append(("training time", clock(seconds), "without evaluation and saving"))
-    memory = _last(lines, "step", "memory")
+    memory = lines.last("memory")
     if memory:
-        most = max(value for _, value in points(lines, "step", "memory"))
+        most = max(value for _, value in lines.steps("memory"))
         tiles.append(("memory of rank 0", size(round(most)), "most, with the program itself"))
     parts = [
         tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="quiet"))
@@ -141,9 +136,10 @@ def _tiles(plan: Plan, lines: Lines) -> Markup:
     return tag("dl", parts, class_="tiles")
 
 
-def _utilisation(plan: Plan, lines: Lines, speed: float) -> tuple[str, str, str]:
+def _utilisation(plan: Plan, lines: RunLines, speed: float) -> tuple[str, str, str]:
     """Model FLOPs utilisation with the peak it is of; without one what is computed per second, and why."""
-    per_token = _last(lines, "flops", "per_token")
+    counted = next((line for line in reversed(lines) if line["kind"] == "flops"), {})
+    per_token = counted.get("per_token")
     if not per_token:
         return "MFU", "-", "not counted: the first step was not watched, or is compiled or in a pipeline"
     reached = per_token * speed / plan.mesh.world
@@ -168,12 +164,12 @@ def _products(plan: Plan) -> str:
 # --- precision ----------------------------------------------------------------------------------------
 
 
-def _found(lines: Lines) -> Mapping[str, Any]:
+def _found(lines: RunLines) -> Mapping[str, Any]:
     """What was observed in the first step; empty where nobody looked."""
     return next((line for line in reversed(lines) if line["kind"] == "precision"), {})
 
 
-def _precision(lines: Lines) -> Markup:
+def _precision(lines: RunLines) -> Markup:
     last = _found(lines)
     if not last:
         return tag("p", "Not compared: no step was taken, or `run.check_precision` is false.", class_="quiet")
@@ -202,7 +198,7 @@ def _precision(lines: Lines) -> Markup:
     return join([tag("p", note, class_="quiet"), tag("div", table, class_="scroll")])
 
 
-def _rounding(lines: Lines) -> Markup:
+def _rounding(lines: RunLines) -> Markup:
     """What dtypes were estimated to cost while it trained; nothing where nobody looked."""
     looks = [line for line in lines if line["kind"] == "audit"]
     if not looks:
@@ -238,7 +234,7 @@ def _rounded(name: str, cell: str, values: Sequence[float | None]) -> Markup:
     return tag("tr", tag("td", breaking(name), class_="name"), tag("td", cell, class_="cell"), shown)
 
 
-def _skips(lines: Lines) -> Markup:
+def _skips(lines: RunLines) -> Markup:
     skipped = [line for line in lines if line["kind"] == "skip"]
     if not skipped:
         return Markup("")

@@ -49,6 +49,7 @@ from zerodrift.train.feed import BatchLayout, Feed
 from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.job import Job
 from zerodrift.train.launch import NOTHING, Asked
+from zerodrift.train.lines import RunLines
 from zerodrift.train.mixture import Mixture
 from zerodrift.train.pack import Prepared, prepare, require_validation
 from zerodrift.train.page import run_page
@@ -214,7 +215,7 @@ class Session:
 
         export(self.engine, folder, self.job, self.tokenizer, self.base)
 
-    def report(self, lines: list[dict[str, Any]]) -> None:
+    def report(self, lines: RunLines) -> None:
         """Write the page that a person looks at. On one rank."""
         text = run_page(self.job, self.engine.plan, lines, self.steps)
         beside = self.folder.report.with_suffix(".new")
