@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from torch import nn
 import zerodrift.deepspeed as deepspeed
 from tests.ranks.harness import run_ranks
 from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
+from zerodrift.deepspeed.zero.init import LENT
 from zerodrift.deepspeed.zero.slices import slice_of
+from zerodrift.engine.ungathered import UngatheredParameter
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -85,11 +89,12 @@ def in_pieces() -> None:
     for parameter in model.parameters():
         piece = slice_of(parameter)
         assert piece is not None and piece.flat.numel() == -(-parameter.numel() // 2)
-        assert parameter.shape == parameter.ds_shape and parameter.isnan().all()
+        assert parameter.shape == parameter.ds_shape
         assert parameter.untyped_storage().nbytes() <= 8
     assert model.third.item() == plain.third.item()
-    with pytest.raises(RuntimeError):
-        model.head.weight.data.copy_(torch.zeros(3, 16))  # nobody would see it
+    for ask in (model.head.weight.data.zero_, model.head.weight.sum, lambda: bytes_of(model.state_dict())):
+        with pytest.raises(ModelError, match=r"`(Linear|Model)\.\w+`: must be gathered when its values are"):
+            ask()
     with deepspeed.zero.GatheredParameters(model.parameters()):
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine, theirs)  # rank 0's, bit for bit
@@ -105,6 +110,50 @@ def in_pieces() -> None:
 
 def test_a_model_in_pieces_trains_as_one_that_was_whole() -> None:
     run_ranks(in_pieces, 2)
+
+
+def bytes_of(state: Any) -> bytes:
+    torch.save(state, file := io.BytesIO())
+    return file.getvalue()
+
+
+class LoopsOfItsOwn(nn.Module):
+    """Initialises what is below it in the ways that models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24) for _ in range(2))
+        self.tied = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.bias.data.uniform_(-1, 1)
+                nn.init.orthogonal_(module.weight)
+        with torch.no_grad():
+            self.tied[0].weight.copy_(self.tied[1].weight)
+            self.layers[0].linear1.weight[0] = 3.0
+            self.layers[1].linear1.weight.mul_(0.5)
+        self.layers[1].self_attn.bfloat16()
+
+
+def loops_of_its_own() -> None:
+    torch.manual_seed(0)
+    plain = LoopsOfItsOwn()
+    torch.manual_seed(0)
+    with deepspeed.zero.Init():
+        model = LoopsOfItsOwn()
+        assert sum(slice_of(p).lent is not None for p in model.parameters()) <= LENT  # type: ignore[union-attr]
+    assert all(p.untyped_storage().nbytes() <= 8 for p in model.parameters())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs), name
+    make(3, model).destroy()
+
+
+def test_an_init_may_initialise_what_is_below_it() -> None:
+    run_ranks(loops_of_its_own, 2)
 
 
 def apply_outside() -> None:
@@ -171,7 +220,8 @@ def test_it_holds_where_parameters_are_sharded() -> None:
 def outside() -> None:
     with deepspeed.zero.Init():
         linear = nn.Linear(4, 4)
-    nn.init.zeros_(linear.weight)  # torch lets this pass
+    assert linear.to("cpu").weight is linear.weight
+    linear.weight.data = torch.zeros(4, 4)  # torch lets this pass
     with pytest.raises(ModelError, match="while it is in pieces"):
         deepspeed.zero.GatheredParameters(linear.weight).__enter__()
     linear = nn.Linear(4, 4)
@@ -186,9 +236,9 @@ def outside() -> None:
     gathered = deepspeed.zero.GatheredParameters(linear.weight, modifier_rank=0)
     with pytest.raises(ValueError, match="stop"), gathered:
         raise ValueError("stop")
-    assert linear.weight.isnan().all()
-    with deepspeed.zero.GatheredParameters(linear.weight, modifier_rank=0, enabled=False):
-        assert linear.weight.isnan().all()
+    for enabled in (True, False):
+        with deepspeed.zero.GatheredParameters(linear.weight, modifier_rank=0, enabled=enabled):
+            assert isinstance(linear.weight, UngatheredParameter) is not enabled
 
 
 def test_parameters_without_an_engine() -> None:
@@ -398,3 +448,52 @@ def saved(folder: str, stage: int, other: int) -> None:
 def test_checkpoints_load_at_another_stage_and_in_part() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(saved, 2, folder, 3, 1)
+
+
+def taken_between_uses() -> None:
+    """A rank that saves nothing does with a state dict what the saving one does; no number comes of it."""
+    from safetensors.torch import save_file, save_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+    tied = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
+    engine = make(3, LlamaForCausalLM(tied))
+    module, name = engine.module, "model.norm.weight"
+    entries = module.state_dict()
+    assert {n: (v.shape, v.dtype) for n, v in entries.items()} == {
+        n: (v.shape, v.dtype) for n, v in LlamaForCausalLM(tied).state_dict().items()
+    }
+    value = entries[name]
+    with tempfile.TemporaryDirectory() as folder:
+        module.save_pretrained(folder, is_main_process=False)
+        assert not list(Path(folder).iterdir())
+        assert value.cpu().clone().half().view(2, 8)[1].shape == (8,) and copy.deepcopy(entries).keys()
+        assert torch.stack([value, torch.zeros(16)]).dtype == torch.float32
+        file, there, plain = Path(folder) / "file", torch.zeros(16), nn.Parameter(torch.zeros(16))
+        asked = {
+            "item": lambda: value.sum().item(),
+            "tolist": value.tolist,
+            "__bool__": lambda: bool(value[0] == value[0]),
+            "mul_": lambda: value.mul_(2),
+            "copy_": lambda: there.copy_(value),
+            "__setitem__": lambda: there.__setitem__(0, value[0]),
+            "pickle": lambda: torch.save(entries, file),
+            "is_contiguous": lambda: save_file({name: value}, file),
+            "clone": lambda: module.get_parameter(name).clone(),
+        }
+        for what, ask in asked.items():
+            with pytest.raises(ModelError, match=rf"`{name}`.*got `{what}`|`pickle` of") as error:
+                ask()
+            assert "zero.GatheredParameters" in str(error.value)
+        with pytest.raises(ModelError, match="must be gathered"):
+            save_model(module, str(file))
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            plain.data = value
+        assert not plain.any() and not there.any()
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        assert module.state_dict()[name].eq(1).all()
+    engine.destroy()
+
+
+def test_what_a_state_dict_takes_between_uses_has_no_values() -> None:
+    run_ranks(taken_between_uses, 2)

@@ -18,11 +18,16 @@ from torch import nn
 
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
-from zerodrift.engine.ungathered import STAYS
+from zerodrift.engine.ungathered import STAYS, UngatheredParameter
 from zerodrift.errors import ModelError, UnsupportedError
 
 ENGINE_PARAMETER = "_zerodrift_owner"
 """The attribute of a parameter that an engine runs."""
+
+GATHER = (
+    "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or in a forward of its "
+    "module. `engine.module_state_dict()` and `accelerator.get_state_dict(model)` are whole."
+)
 
 
 class ZeroParamType(enum.Enum):
@@ -69,6 +74,8 @@ def mark_parameters(engine: Engine) -> None:
                 parameter.comm_dtype = wire  # type: ignore[attr-defined]
         if segments[row.segment].sharded:
             mark(parameter, number)
+            if isinstance(parameter, UngatheredParameter):
+                type(parameter).advice = GATHER
             setattr(parameter, STAYS, True)  # as with DeepSpeed, whose pieces stay where they are too
     native(engine.executor).attached.show_names()  # Lightning takes a state dict, and drops it
     if any(segment.sharded for segment in segments):

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerodrift.engine.segment import FlatSegment, are_nowhere, stand_ins
 from zerodrift.engine.trained import TrainedSegment
-from zerodrift.engine.ungathered import lost_error, mark_lost
+from zerodrift.engine.ungathered import UngatheredParameter, UngatheredValue, lost_error, mark_lost
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.kernels.prints import BYTES
 from zerodrift.optim.updater import Updater
@@ -181,6 +181,18 @@ def _require_there(places: Iterable[ParameterSlot]) -> None:
                 got="a copy or `state_dict` outside of it",
                 do="Or save with `zerodrift.Checkpoints` or `zerodrift.export`.",
             )
+
+
+def _enter(places: list[ParameterSlot]) -> Any:
+    """What a state dict has of parameters that are not there."""
+
+    def enter(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for place in places:
+            key, parameter = prefix + place.attribute, place.parameter
+            if isinstance(parameter, UngatheredParameter) and state.get(key, parameter) is not parameter:
+                state[key] = UngatheredValue.of(parameter)
+
+    return enter
 
 
 class Tree:
@@ -369,7 +381,7 @@ class AttachedParameters:
             self._names_only = before
 
     def show_names(self) -> None:
-        """From now on a state dict holds what is not there as the model does: whoever reads it is told."""
+        """From now on a state dict may be taken while values are not there: whoever reads one is told."""
         self._names_only = True
 
     def attach(self) -> list[Any]:
@@ -386,7 +398,7 @@ class AttachedParameters:
             if away:
                 handle = module.register_state_dict_pre_hook(self._saves(away))
                 own([handle], lambda away=away: _require_there(away))  # type: ignore[misc]
-                handles.append(handle)
+                handles += [handle, module.register_state_dict_post_hook(_enter(away))]
         return handles
 
     def _saves(self, places: list[ParameterSlot]) -> Any:

@@ -11,6 +11,11 @@ what is there is a `CollectedGradient`, which has a shape and no values either, 
 be seen: then it becomes a plain tensor when it is asked for them. What is added to it is what the engine adds
 when it is set.
 
+Where a state dict may be taken while values are not there, as with DeepSpeed, it may be of no use to whoever
+takes it: ranks that save nothing copy, cast and cut their entries just as the rank does that saves them. So
+these are `UngatheredValue`s, which have no memory at all: one can be taken for no other, and given to no
+other tensor.
+
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
 """
 
@@ -48,6 +53,10 @@ _ASKED = frozenset((
 ))  # fmt: skip
 """Methods that need no values."""
 
+_GIVES = ("is_contiguous", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+"""What is asked by those who are about to read a value's memory, or write it, beside what torch names with an
+underscore at its end. Addresses are asked for to find out what is shared."""
+
 
 class UngatheredParameter(nn.Parameter):
     """What an ordinary parameter is while its values are elsewhere. Each has a class of its own, so that
@@ -65,8 +74,8 @@ class UngatheredParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, asks = _what(func)
-        if asks and not cls.lost and cls.borrow():
-            return func(*args, **(kwargs or {}))  # with the classes that the arguments are of now
+        if asks and not cls.lost and cls.borrow() and next(_of_class(cls, (args, kwargs)), None) is None:
+            return func(*args, **(kwargs or {}))  # none was detached while it was not there
         # What torch's page on subclasses writes, and in `torch._C` for all that (2.13 to 2.15).
         with torch._C.DisableTorchFunctionSubclass():
             if not asks:
@@ -76,7 +85,11 @@ class UngatheredParameter(nn.Parameter):
                 same = func(*args, **(kwargs or {}))
                 same.__class__ = type(parameter)  # and no node of a graph, as `as_subclass` would leave
                 return same
-            if name in _MOVES and STAYS in vars(parameter) and not _other_dtype(parameter, args, kwargs):
+            if (
+                name in _MOVES
+                and STAYS in vars(parameter)
+                and _wanted_dtype(args, kwargs or {}) in (None, parameter.dtype)
+            ):
                 return parameter
         raise _refusal(parameter, name)
 
@@ -147,13 +160,82 @@ class CollectedGradient(torch.Tensor):
         return f"Gradient({list(self.shape)}, {self.dtype}, collected: see `engine.parameter`)"
 
 
-def _other_dtype(parameter: torch.Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether a move is also a cast."""
-    wanted = [*args[1:], *(kwargs or {}).values()]
-    dtypes = {
-        getattr(value, "dtype", value) for value in wanted if isinstance(value, (torch.dtype, torch.Tensor))
-    }
-    return bool(dtypes - {parameter.dtype})
+class UngatheredValue(torch.Tensor):
+    """A state dict's entry for an absent parameter, and what is made of that: a tensor on torch's device
+    without memory, with a shape, a dtype and a name. Whatever reads a number out of it, or writes one into
+    it, or into a tensor or a file from it, is an error."""
+
+    absent: type[UngatheredParameter]
+    """The parameter's class, which knows its name."""
+
+    @classmethod
+    def of(cls, parameter: UngatheredParameter) -> UngatheredValue:
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(cls)
+        value.absent = type(parameter)
+        return value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = getattr(func, "__name__", str(func)), kwargs or {}
+        first = next(_of_class(cls, (args, given)))
+        if name == "__deepcopy__":
+            return first
+        if name in _GIVES or "out" in given or _writes(name):
+            raise first.refusal(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _MOVES:
+                return _like(first, torch.Tensor.to(first, _wanted_dtype(args, given) or first.dtype))
+            try:
+                return _like(first, func(*_without_memory(args), **_without_memory(given)))
+            except Exception as error:  # whatever torch raises where there are no numbers
+                raise first.refusal(name) from error
+
+    def refusal(self, what: str) -> ModelError:
+        return ModelError(
+            self.absent.path,
+            "must be gathered when its values are taken",
+            got=f"`{what}` of what was taken between its uses",
+            do=self.absent.advice,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.refusal("pickle")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Value({list(self.shape)}, {self.dtype}, of `{self.absent.path}`, not gathered)"
+
+
+def _writes(name: str) -> bool:
+    """Whether a function writes into its first argument, by torch's way to name those."""
+    return name.endswith("_") and not name.endswith("__") and name not in _ASKED
+
+
+def _without_memory(value: Any) -> Any:
+    """Tensors in lists, tuples and dicts as those of no memory."""
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(map(_without_memory, value))
+    if isinstance(value, dict):
+        return {key: _without_memory(item) for key, item in value.items()}
+    return value
+
+
+def _like(first: UngatheredValue, made: Any) -> Any:
+    """What was made of a value is one, also in what holds several."""
+    if isinstance(made, torch.Tensor):
+        value = made.as_subclass(UngatheredValue)
+        value.absent = first.absent
+        return value
+    if isinstance(made, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in made):
+        return type(made)([_like(first, item) for item in made])
+    return made
+
+
+def _wanted_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
+    """What a move casts to."""
+    wanted = (getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values()))
+    return next((value for value in wanted if isinstance(value, torch.dtype)), None)
 
 
 def lost_error(path: str, asked: str = "") -> ModelError:

@@ -2,8 +2,9 @@
 
 Modules are made as usual, on every rank, and taken apart as soon as nobody's `__init__` is likely to touch
 them again: a module's children go when the module itself is handed to its parent, the rest at the end of the
-context. So a block's `__init__` may initialise its own layers, and at most one block and the root's own
-layers are whole at a time. `Module.apply` inside the context puts each module's parameters together.
+context. So at most one block and the root's own layers are whole at a time. An `__init__` may initialise what
+is below it, by `Module.apply` or with a loop of its own: inside the context a parameter in pieces is lent to
+whoever asks for its values, on all ranks alike, and the oldest of these goes back where they are many.
 
 What differs from DeepSpeed: values keep the dtype and the bits that the model made, unless `dtype` is
 given, so that masters start exact; buffers, and tensors that are no parameters, are not touched.
@@ -13,7 +14,10 @@ Invariant: all ranks take the same parameters apart in the same order.
 
 from __future__ import annotations
 
+import functools
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +27,7 @@ from torch.nn.modules import module as registration
 
 from zerodrift.deepspeed import comm
 from zerodrift.deepspeed.zero.gathered import GatheredParameters
-from zerodrift.deepspeed.zero.slices import guard, slice_of, take_apart
+from zerodrift.deepspeed.zero.slices import ParameterSlice, guard, show, slice_of, take_apart
 from zerodrift.errors import Problems, UnsupportedError
 
 REFUSED = {
@@ -35,6 +39,9 @@ REFUSED = {
     "param_swapper": "Nothing is offloaded to NVMe. Leave it out.",
 }
 """Arguments that would place or change parameters in a way that is not here."""
+
+LENT = 32
+"""So many parameters at a time: more than one operation takes."""
 
 
 class Init:
@@ -81,6 +88,8 @@ class Init:
         self._number = 0
         self._whole: dict[int, nn.Module] = {}
         """Modules with parameters of their own that are still whole."""
+        self._lent: deque[ParameterSlice] = deque()
+        self._inside = False
         self._handles: list[Any] = []
         self._apply: Callable[..., Any] | None = None
         if not enabled:
@@ -103,6 +112,7 @@ class Init:
     def __enter__(self) -> Init:  # noqa: PYI034 (Self is of Python 3.11)
         if not self._enabled:
             return self
+        self._inside = True
         # torch's own hooks: a child that is set on its parent, a parameter that is set on its module.
         self._handles = [
             registration.register_module_module_registration_hook(self._registered),
@@ -120,7 +130,10 @@ class Init:
         if self._apply is not None:
             nn.Module.apply = self._apply  # type: ignore[method-assign]
         left, self._whole = list(self._whole.values()), {}
+        lent, self._lent, self._inside = self._lent, deque(), False
         if kind is None:  # after an exception the other ranks may not come this far
+            for part in lent:
+                part.take_back()
             for module in left:
                 self._take(module)
 
@@ -136,12 +149,27 @@ class Init:
 
     def _take(self, module: nn.Module) -> None:
         self._whole.pop(id(module), None)
-        for parameter in module._parameters.values():
+        for name, parameter in module._parameters.items():
             if parameter is not None and slice_of(parameter) is None:
-                take_apart(parameter, self._number, self._dtype)
+                path = f"{type(module).__name__}.{name}"
+                lend = functools.partial(self._lend, weakref.ref(parameter))
+                take_apart(parameter, self._number, self._dtype, path, lend)
                 self._number += 1
                 if slice_of(parameter) is not None:
                     guard(module)
+
+    def _lend(self, reference: weakref.ref[nn.Parameter]) -> bool:
+        """Put a parameter together for an `__init__` that asks for its values; whether it is there."""
+        parameter = reference()
+        part = None if parameter is None else slice_of(parameter)
+        if parameter is None or part is None or not self._inside:
+            return False
+        if len(self._lent) == LENT:
+            self._lent.popleft().take_back()
+        show(parameter, part)
+        part.lent = parameter
+        self._lent.append(part)
+        return True
 
 
 def _gathering(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
 """Parameters that are in pieces before there is an engine: what `zero.Init` leaves.
 
-Each rank holds an equal part of a parameter, in the dtype in which the model made it, and the parameter
-shows a value that cannot pass for one, in its full shape. Whoever needs the values puts the parts together
-(`GatheredParameters`, or the engine when it takes them over, one at a time).
+Each rank holds an equal part of a parameter, in the dtype in which the model made it, and the parameter has
+its shape and no values; see `engine/ungathered.py`. Whoever needs the values puts the parts together
+(`GatheredParameters`, or the engine when it takes them over, one at a time). While a model is being made they
+are lent to whoever asks for them.
 
 Invariant: the parts together are rank 0's values, bit for bit, until a `GatheredParameters` with a
 `modifier_rank` replaces them.
@@ -25,6 +26,7 @@ from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
 from zerodrift.engine.place import ELSEWHERE
 from zerodrift.engine.ungathered import (
+    STAYS,
     UngatheredParameter,
     mark_gathered,
     mark_ungathered,
@@ -45,22 +47,26 @@ class ParameterSlice:
     shape: torch.Size
     flat: torch.Tensor
     """`[ceil(numel / ranks)]`; the last ones are padded."""
-    shown: torch.Tensor | None = None
-    """What the parameter shows instead of its values: one element."""
+    absent: type[UngatheredParameter]
+    """The class of the parameter while it is in pieces, which says so."""
     spans: tuple[slice, ...] = ()
     """Of each rank, what it holds, where that is not an equal part; several may hold the same."""
-    absent: type | None = None
-    """The class of the parameter while it is in pieces, which says so; None where it shows NaN only."""
+    shown: torch.Tensor | None = None
+    """What the parameter shows instead of its values: one element."""
+    lent: nn.Parameter | None = None
+    """The parameter, while it is whole for whoever asked."""
+
+    def take_back(self) -> None:
+        """What was lent is rank 0's from now on, and in pieces. Collective."""
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            values = lent.detach().contiguous()
+            comm.broadcast(values, 0)
+            self.flat = self.part_of(values)
+            hide(lent, self)
 
     def whole(self) -> torch.Tensor:
         """The parameter's values. Collective."""
-        if self.shown is not None and self.shown.dtype.is_floating_point and not self.shown.isnan():
-            raise ModelError(
-                "parameter",
-                f"of shape {list(self.shape)} must be written inside "
-                "`zero.GatheredParameters(parameter, modifier_rank=0)` while it is in pieces",
-                got=f"{self.shown.item():g} outside of it",
-            )
         if self.spans:
             return self._joined()
         flat = self.flat.new_empty(self.flat.numel() * comm.get_world_size())
@@ -95,7 +101,9 @@ def slice_of(parameter: torch.Tensor) -> ParameterSlice | None:
     return getattr(parameter, SLICE, None)
 
 
-def take_apart(parameter: nn.Parameter, number: int, dtype: torch.dtype | None) -> None:
+def take_apart(
+    parameter: nn.Parameter, number: int, dtype: torch.dtype | None, path: str, lend: Callable[[], bool]
+) -> None:
     """Leave this rank's part of rank 0's values. Collective."""
     if slice_of(parameter) is not None or parameter.is_meta or comm.get_world_size() == 1:
         return
@@ -105,11 +113,13 @@ def take_apart(parameter: nn.Parameter, number: int, dtype: torch.dtype | None) 
     values = values.contiguous()
     comm.broadcast(values, 0)
     count = -(-values.numel() // comm.get_world_size())
-    part = ParameterSlice(number, values.shape, values.new_empty(count))
+    absent = ungathered_class(path, lend, BEFORE)
+    part = ParameterSlice(number, values.shape, values.new_empty(count), absent)
     part.replace(values)
     setattr(parameter, SLICE, part)
-    setattr(parameter, ELSEWHERE, part.whole)
+    setattr(parameter, ELSEWHERE, functools.partial(_taken, weakref.ref(parameter), part))
     mark(parameter, number)
+    setattr(parameter, STAYS, True)
     hide(parameter, part)
 
 
@@ -118,9 +128,9 @@ def hide(parameter: nn.Parameter, part: ParameterSlice) -> None:
     dtype = part.flat.dtype
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
     part.shown = torch.full((), value, dtype=dtype, device=part.flat.device)
+    mark_gathered([parameter])
     parameter.data = part.shown.expand(part.shape)
-    if part.absent is not None:
-        mark_ungathered([parameter], [part.absent])
+    mark_ungathered([parameter], [part.absent])
 
 
 def guard(module: nn.Module) -> None:
@@ -144,9 +154,22 @@ def _require_there(module: nn.Module, args: object) -> None:
 
 def show(parameter: nn.Parameter, part: ParameterSlice) -> None:
     """Put it together. Collective."""
-    values = part.whole()
+    values = _values(parameter, part)
     mark_gathered([parameter])
-    parameter.data = values
+    parameter.data, part.shown = values, None
+
+
+def _values(parameter: nn.Parameter, part: ParameterSlice) -> torch.Tensor:
+    """What it is when it is put together. Collective."""
+    part.take_back()
+    if part.shown is not None and parameter.data_ptr() != part.shown.data_ptr():
+        raise ModelError(
+            part.absent.path,
+            "must be written inside `zero.GatheredParameters` while it is in pieces",
+            got="another tensor in its place",
+            do="Pass `modifier_rank=0`, and write into it there.",
+        )
+    return part.whole()
 
 
 def leave_in_pieces(engine: Engine) -> Callable[[], None]:
@@ -170,15 +193,13 @@ def leave_in_pieces(engine: Engine) -> Callable[[], None]:
             flat = segment.storage[first : first + mine.stop - mine.start] if mine.stop > mine.start else None
             flat = segment.storage[:0] if flat is None else flat
             absent = ungathered_class(row.name, lambda: False, IN_PIECES)
-            pieces.append(
-                (parameter, ParameterSlice(len(pieces), parameter.shape, flat, None, tuple(spans), absent))
-            )
+            part = ParameterSlice(len(pieces), parameter.shape, flat, absent, tuple(spans))
+            pieces.append((parameter, part))
 
     def leave() -> None:
         for parameter, part in pieces:
             if not isinstance(parameter, UngatheredParameter):
                 continue  # it was gathered, and is an ordinary one now
-            mark_gathered([parameter])
             setattr(parameter, SLICE, part)
             setattr(parameter, ELSEWHERE, functools.partial(_taken, weakref.ref(parameter), part))
             mark(parameter, part.number)
@@ -190,11 +211,17 @@ def leave_in_pieces(engine: Engine) -> Callable[[], None]:
 def _taken(parameter: weakref.ref[nn.Parameter], part: ParameterSlice) -> torch.Tensor:
     """The values, for an engine that makes the parameter its own."""
     held = parameter()
-    if held is not None:
-        mark_gathered([held])
-    return part.whole()
+    if held is None:
+        return part.whole()
+    values = _values(held, part)
+    mark_gathered([held])
+    return values
 
 
+BEFORE = (
+    "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or give the model to "
+    "`initialize` first."
+)
 IN_PIECES = (
     "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or call `initialize` "
     "again, for its engine was destroyed."
