@@ -5,6 +5,7 @@ python tests/doors/tiny.py FOLDER
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -40,7 +41,16 @@ def main() -> None:
     numbers = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    LlamaForCausalLM(LlamaConfig(**numbers, **heads, **ids)).save_pretrained(folder / "model")
+    model = LlamaForCausalLM(LlamaConfig(**numbers, **heads, **ids))
+    model.save_pretrained(folder / "model")
+    with contextlib.suppress(ImportError):  # where a tool has adapters
+        from peft import LoraConfig, get_peft_model
+
+        names = ["q_proj", "v_proj"]
+        adapted = get_peft_model(
+            model, LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
+        )
+        adapted.save_pretrained(folder / "adapter")
 
     triples = list(zip(PROMPTS, GOOD, BAD, strict=True))
     write(folder, "text", ({"text": f"{p} {g}"} for p, g, _ in triples))
