@@ -51,7 +51,7 @@ def job_to_audit(job: Job, config: Config, count: int) -> JobToAudit:
     plan = make_plan(config, built, world, auto=numbers_of(job, config, steps))
     batch, numbers = plan.policy.batch, dealt(plan, rank)
     seat = BatchLayout(rank, plan.mesh.data, max(1, batch.micro), numbers, torch.device("cpu"))
-    feed = Feed(prepared.train, job.data.seed, seat)
+    feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
     taken = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
     subject = Subject(make, models.streamed(job.model, source))
     return JobToAudit(plan, subject, [inputs(each) for each in taken])

@@ -66,7 +66,7 @@ def _said(job: Job, config: Config, ranks: int, whole_plan: bool, show: Display)
                 place.rmdir()
     plan = make_plan(config, made.model, ranks, auto=numbers_of(job, config, made.steps))
     show.say(head_text(plan, show, whole_plan))
-    show.say(data_text(made.prepared, made.steps, plan, show))
+    show.say(data_text(job, made.prepared, made.steps, plan, show))
     there = None if job.run.resume == "never" else beginning(job.run.resume, made.folder)
     begins = "would begin anew" if there is None else f"would go on from {there}"
     show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))

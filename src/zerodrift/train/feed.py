@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from zerodrift.train.blocks import IGNORED, Blocks
+from zerodrift.train.grouping import GroupedSampler, lengths_of
 from zerodrift.train.mixture import Mixture, sampler_of
 from zerodrift.train.sampler import blocks_of
 
@@ -62,10 +63,13 @@ class MicroBatch:
 class Feed:
     """The training data as one rank sees it."""
 
-    def __init__(self, blocks: Blocks | Mixture, seed: int, seat: BatchLayout) -> None:
+    def __init__(self, blocks: Blocks | Mixture, seed: int, seat: BatchLayout, grouped: bool = False) -> None:
+        """`grouped`: blocks of like length share a micro-batch, which is cut to the longest."""
         self.blocks = blocks
         self.seat = seat
-        self._sampler = sampler_of(blocks, seed)
+        order = sampler_of(blocks, seed)
+        self.groups = GroupedSampler(order, lengths_of(blocks), seed) if grouped else None
+        self._sampler = self.groups or order
 
     def step(self, number: int) -> Iterator[MicroBatch]:
         """The micro-batches of an optimizer step, counted from 0."""
@@ -73,7 +77,19 @@ class Feed:
         chosen = self._sampler.step(number, seat.samples)
         mean = self.blocks.labels(chosen).sum() / (seat.ranks * seat.accumulation)
         for place in seat.numbers:
-            yield micro_batch(self.blocks, blocks_of(chosen, place, seat.micro), mean, seat.device)
+            own = blocks_of(chosen, place, seat.micro)
+            batch = micro_batch(self.blocks, own, mean, seat.device)
+            yield batch if self.groups is None else cut(batch, self._length(own))
+
+    def tokens(self, number: int) -> list[int]:
+        """Of each micro-batch of a step over all ranks, with padding."""
+        seat, chosen = self.seat, self._sampler.step(number, self.seat.samples)
+        places = range(seat.ranks * seat.accumulation)
+        return [seat.micro * self._length(blocks_of(chosen, place, seat.micro)) for place in places]
+
+    def _length(self, chosen: np.ndarray) -> int:
+        most = self.blocks.length
+        return most if self.groups is None else self.groups.padded(chosen, most)
 
     def labels(self, number: int) -> int:
         """Labels of a step, over all ranks."""
@@ -98,6 +114,17 @@ def micro_batch(
         weight=float(blocks.labels(chosen).sum() / mean),
         blocks=chosen,
         positions=None if places is None else torch.from_numpy(places).to(device, non_blocking=True),
+    )
+
+
+def cut(batch: MicroBatch, length: int) -> MicroBatch:
+    """Without the tokens from `length` on."""
+    tokens, places = batch.tokens[:, :length].contiguous(), batch.positions
+    return replace(
+        batch,
+        tokens=tokens,
+        labels=tokens if batch.labels is batch.tokens else batch.labels[:, :length].contiguous(),
+        positions=None if places is None else places[:, :length].contiguous(),
     )
 
 

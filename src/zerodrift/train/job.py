@@ -102,6 +102,9 @@ class Data(Block):
     pack: Flag | None = None
     """Put several documents into a block: texts are concatenated and cut, conversations stay whole. Otherwise
     each document is a block, cut or padded. Default true for text, false for chat."""
+    group_by_length: Flag = False
+    """Blocks of like length share a micro-batch, which is cut to the longest, so that little padding is
+    computed. Every block still comes once in an epoch."""
     attend: Literal["block", "document"] = "block"
     """What a token of a packed block sees: all that is before it in the block, or only its own document,
     whose positions then start at 0."""

@@ -29,7 +29,7 @@ class StepMetrics:
     """Of the first parameter group."""
     loss_scale: float
     tokens: int
-    """Seen so far."""
+    """Seen so far, with padding."""
     epoch: float
     seconds: float
     """So far, in training steps."""

@@ -92,6 +92,8 @@ class Loop:
         """In a row."""
         self._metrics: Metrics | None = None
         self._loss: float | None = None
+        self._tokens = 0
+        """In all steps so far, with padding."""
         self._asked = ""
         self._best = BestEvaluation(self._run.patience)
         self._done = 0
@@ -114,6 +116,7 @@ class Loop:
         step = self._done = resumed.step
         if self._leads:
             self._metrics = Metrics(session.folder, self._run, step)
+            self._tokens = self._metrics.tokens(step, self._feed.seat.samples * self._feed.blocks.length)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
                 self._display.say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
@@ -234,14 +237,15 @@ class Loop:
 
     def _tell(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
         feed = self._feed
-        tokens = feed.seat.samples * feed.blocks.length
+        tokens = sum(feed.tokens(step - 1))
+        self._tokens += tokens
         line = StepMetrics(
             step=step,
             loss=loss,
             grad_norm=math.nan if result.grad_norm is None else result.grad_norm,
             lr=result.lr[0] if result.lr else 0.0,
             loss_scale=result.loss_scale,
-            tokens=step * tokens,
+            tokens=self._tokens,
             epoch=feed.epoch(step),
             seconds=seconds,
             tokens_per_second=tokens / took,
@@ -271,7 +275,7 @@ class Loop:
             yield
         seat = self._feed.seat
         if flops.found and self._leads and self._engine.plan.policy.pipeline is None:
-            tokens = seat.micro * self._feed.blocks.length
+            tokens = self._feed.tokens(step - 1)[seat.numbers[0]]
             self._write("flops", {"step": step, "per_token": TRAINING * flops.found / tokens})
         seen = merged(self._engine.comm.all_gather_object(mine))
         plan = self._engine.plan

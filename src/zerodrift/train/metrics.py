@@ -57,6 +57,13 @@ class Metrics:
         """Of training so far."""
         return self.lines.last("seconds") or 0.0
 
+    def tokens(self, step: int, of_a_step: int) -> int:
+        """Of the steps so far; those that are not written down had `of_a_step` each."""
+        last, tokens = self.lines.last("step"), self.lines.last("tokens")
+        if last is None or tokens is None:
+            return step * of_a_step
+        return round(tokens) + (step - round(last)) * of_a_step
+
     def step(self, step: StepMetrics) -> None:
         self.write("step", asdict(step))
 

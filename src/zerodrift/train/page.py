@@ -120,7 +120,7 @@ def _tiles(plan: Plan, lines: RunLines) -> Markup:
         tiles.append(("tokens", elements(tokens), f"{lines.last('epoch') or 0:.2f} epochs"))
     if speeds:
         middle = sorted(speeds)[len(speeds) // 2]
-        tiles.append(("tokens per second", elements(round(middle)), "median of the steps"))
+        tiles.append(("tokens per second", elements(round(middle)), "median of the steps, with padding"))
         tiles.append(_utilisation(plan, lines, middle))
     seconds = lines.last("seconds")
     if seconds is not None:

@@ -47,10 +47,11 @@ from zerodrift.train.drivers import Driver
 from zerodrift.train.environment import environment
 from zerodrift.train.feed import BatchLayout, Feed
 from zerodrift.train.folder import RunFolder, require_writable
+from zerodrift.train.grouping import WINDOW, GroupedSampler, lengths_of, padding
 from zerodrift.train.job import Job
 from zerodrift.train.launch import NOTHING, Asked
 from zerodrift.train.lines import RunLines
-from zerodrift.train.mixture import Mixture
+from zerodrift.train.mixture import Mixture, sampler_of
 from zerodrift.train.pack import Prepared, prepare, require_validation
 from zerodrift.train.page import run_page
 from zerodrift.train.profiling import require_inside
@@ -202,7 +203,8 @@ class Session:
     @property
     def place(self) -> list[Any]:
         """What a step's number means in the data depends on these."""
-        return [self.key, self.job.data.seed, self.seat.samples]
+        grouped = ["grouped"] if self.job.data.group_by_length else []
+        return [self.key, self.job.data.seed, self.seat.samples, *grouped]
 
     def checkpoint(self, step: int) -> None:
         """Save the run as it is after `step` steps."""
@@ -290,11 +292,11 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
         if engine.mesh.rank() == 0:
             _write_head(folder, job, engine)
             display.say(head_text(engine.plan, display, asked.whole_plan))
-            display.say(data_text(prepared, steps, engine.plan, display))
+            display.say(data_text(job, prepared, steps, engine.plan, display))
             if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":
                 display.say(NO_COMPILER)
         engine.seed = job.run.seed
-        feed = Feed(prepared.train, job.data.seed, _seat(engine))
+        feed = Feed(prepared.train, job.data.seed, _seat(engine), job.data.group_by_length)
         if prepared.train.apart:
             require_apart(driver, feed.seat, job.data.block, letters.vocabulary)
         checkpoints = Checkpoints(
@@ -314,7 +316,7 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
             steps,
             checkpoints,
             prepared.key,
-            data_facts(prepared, letters, steps, engine.plan),
+            data_facts(job, prepared, letters, steps, engine.plan),
             asked.command,
             base,
             made.smoothed,
@@ -362,6 +364,9 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
     if job.run.samples:
         must = "must be empty with `config.pipeline`, which forwards micro-batches of a step alone"
         problems.add("run.samples", must, got=f"{len(job.run.samples)} of them", do="Use `zerodrift sample`.")
+    if job.data.group_by_length:
+        must = "must be false with `config.pipeline`, whose stages pass on one shape"
+        problems.add("data.group_by_length", must, got="true", do="Use `data.pack: true`.")
     if job.model.compile and pipeline.schedule in SPLIT:
         must = f"must be false under {pipeline.schedule}, which splits backwards"
         problems.add("model.compile", must, got="true", do="Use gpipe, 1f1b or interleaved.")
@@ -438,19 +443,40 @@ def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
     return brief_text(plan, cost(plan), grouped(plan), "train", **look).rstrip("\n")
 
 
-def data_facts(prepared: Prepared, letters: Tokenizer, steps: int, plan: Plan) -> tuple[tuple[str, str], ...]:
+def data_facts(
+    job: Job, prepared: Prepared, letters: Tokenizer, steps: int, plan: Plan
+) -> tuple[tuple[str, str], ...]:
     """(label, value) of what was read, for the page."""
     train, batch = prepared.train, plan.policy.batch
     samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
-    run = f"{steps * samples * train.length:,} tokens, {steps * samples / len(train):.2f} epochs"
-    return (*prepared.told(), ("tokenizer", letters.name), ("this run", run))
+    whole = " in whole blocks" if job.data.group_by_length else ""
+    run = f"{steps * samples * train.length:,} tokens{whole}, {steps * samples / len(train):.2f} epochs"
+    filled = _padding(job, prepared, steps, plan)
+    return (*prepared.told(), ("tokenizer", letters.name), ("padding", filled), ("this run", run))
 
 
-def data_text(prepared: Prepared, steps: int, plan: Plan, display: Display) -> str:
+def data_text(job: Job, prepared: Prepared, steps: int, plan: Plan, display: Display) -> str:
     """What was read and what is done with it, in a few lines."""
     batch = plan.policy.batch
     samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
     epochs = steps * samples / len(prepared.train)
-    told = (*prepared.in_short(), ("training", f"{steps:,} steps of {samples} blocks, {epochs:.2f} epochs"))
+    told = [*prepared.in_short(), ("training", f"{steps:,} steps of {samples} blocks, {epochs:.2f} epochs")]
+    if job.data.group_by_length:
+        told.append(("padding", _padding(job, prepared, steps, plan)))
     below = [(label.ljust(len("optimizer")), text) for label, text in told]  # the lines of the plan
     return printed([grid(below, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
+
+
+def _padding(job: Job, prepared: Prepared, steps: int, plan: Plan) -> str:
+    """The share of what is computed that only fills micro-batches up."""
+    train, batch = prepared.train, plan.policy.batch
+    if not job.data.group_by_length:
+        trained = [(each.weight or 1.0, each.reading.train) for each in prepared.sets if len(each.train)]
+        shares = [(weight, part.padding / (part.blocks * train.length)) for weight, part in trained]
+        return f"{sum(w * share for w, share in shares) / sum(w for w, _ in shares):.1%} of what is computed"
+    micro = max(1, batch.micro)
+    samples, some = plan.mesh.data * micro * batch.accumulation, min(steps, 2 * WINDOW)
+    sampler = GroupedSampler(sampler_of(train, job.data.seed), lengths_of(train), job.data.seed)
+    with_groups, without = padding(sampler, some, samples, micro, train.length)
+    what = "of what is computed" if some == steps else f"of the first {some} steps"
+    return f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`"

@@ -1,0 +1,127 @@
+"""`data.group_by_length`: which blocks a step has, how long its micro-batches are, and how a run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.jobs import ROOT, job, kinds, losses
+from tests.ranks.harness import run_ranks
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.feed import BatchLayout, Feed
+from zerodrift.train.grouping import WINDOW, GroupedSampler, lengths_of, window
+from zerodrift.train.sampler import BlockSampler
+from zerodrift.train.start import run_here, train
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize(("count", "samples"), [(1000, 4), (1003, 7), (97, 8), (5, 8), (64, 64), (9000, 3)])
+def test_an_epoch_has_every_block_once(count: int, samples: int) -> None:
+    order = BlockSampler(count, 3)
+    lengths = np.random.default_rng(0).integers(2, 65, count)
+    grouped, again = (GroupedSampler(order, lengths, 3) for _ in range(2))
+    steps = 2 * count // samples + 2
+    windows = {number: window(number, samples, count) for number in range(steps)}
+    for number, (first, size) in windows.items():
+        assert first <= number < first + size and 1 <= size <= WINDOW
+        assert all(windows.get(other, (first, size)) == (first, size) for other in range(first, first + size))
+    every = [grouped.step(number, samples) for number in range(steps)]
+    whole = count // samples
+    assert sorted(np.concatenate(every[:whole] or [np.empty(0)])) == sorted(
+        np.concatenate([order.step(number, samples) for number in range(whole)] or [np.empty(0)])
+    )
+    for number in reversed(range(steps)):  # whatever was asked for before
+        assert (again.step(number, samples) == every[number]).all()
+
+
+ROWS = [
+    {"prompt": "abc" * (number % 5), "completion": "xy" * (1 + number * number % 13 // 2)}
+    for number in range(48)
+]
+
+
+def uneven(folder: Path) -> str:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = {"train": str(rows), "block": 128, "pack": False, "group_by_length": True}
+    precision = {"mode": "fp32", "reduce": {"order": "tree"}}
+    file = job(folder, steps=6, data=data, config={"precision": precision, "train_batch_size": 8})
+    written = json.loads(file.read_text())
+    written["config"]["train_micro_batch_size_per_gpu"] = 2
+    del written["config"]["gradient_accumulation_steps"]
+    file.write_text(json.dumps(written))
+    return str(file)
+
+
+def on_a_rank(path: str, overrides: list[str]) -> None:
+    os.chdir(ROOT)
+    run_here(path, overrides)
+
+
+def test_one_run_however_it_is_cut_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped and gone on with, and on two ranks: the same losses, to the last digit; little padding."""
+    found = []
+    for name in ("whole", "resumed", "ranks"):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = uneven(folder)
+        if name == "ranks":
+            run_ranks(on_a_rank, 2, path, [])
+        elif name == "whole":
+            train(path)
+            out = capsys.readouterr().out
+        else:
+            train(path, ["run.steps=3"])
+            train(path)
+        found.append(losses(folder))
+    assert found[0] == found[1] == found[2] and len(found[0]) == 6
+    shares = re.search(r"padding +(\S+)% of what is computed; (\S+)% without `data.group_by_length`", out)
+    assert shares is not None
+    grouped, plain = map(float, shares.groups())
+    assert grouped < 15 and plain > 60, shares
+    lines = kinds(tmp_path / "whole", "step")
+    assert lines[-1]["tokens"] < 6 * 8 * 128 * 0.5
+    assert [line["tokens"] for line in lines] == [
+        line["tokens"] for line in kinds(tmp_path / "resumed", "step")
+    ]
+    page = (tmp_path / "whole" / "run" / "report.html").read_text()
+    assert f"{shares.group(1)}% of what is computed" in page
+    with pytest.raises(ZerodriftError, match=r"`data\.group_by_length` false, which was true"):
+        train(uneven(tmp_path / "whole"), ["data.group_by_length=false", "run.steps=7"])
+
+
+def test_what_is_cut_off_is_behind_the_last_label(tmp_path: Path) -> None:
+    train(uneven(tmp_path), ["run.steps=1"])
+    from zerodrift.train.blocks import open_blocks
+
+    (cache,) = (file.parent for file in (tmp_path / "cache").glob("*/train.tokens"))
+    blocks = open_blocks(cache, "train")
+    every = blocks.read(np.arange(len(blocks))).labels
+    expected = [max(np.flatnonzero(row != -100)) + 1 for row in every]
+    assert lengths_of(blocks).tolist() == expected
+    seat = BatchLayout(0, 1, 2, (0, 1, 2, 3), torch.device("cpu"))
+    for batch in Feed(blocks, 0, seat, grouped=True).step(1):
+        need = max(expected[block] for block in batch.blocks)
+        assert need <= batch.tokens.shape[1] < need + 8 and batch.labels.shape == batch.tokens.shape
+        assert (batch.labels != -100).sum().item() == sum((every[b] != -100).sum() for b in batch.blocks)
+
+
+def test_a_pipeline_takes_one_shape(tmp_path: Path) -> None:
+    more = [
+        "config.pipeline={stages: 2}",
+        "config.precision={mode: fp32}",
+        "config.zero_optimization.stage=0",
+    ]
+    path = uneven(tmp_path)
+    with pytest.raises(Exception, match=r"`data\.group_by_length`: must be false with `config\.pipeline`"):
+        run_ranks(on_a_rank, 2, path, more)
