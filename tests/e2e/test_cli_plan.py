@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import zerodrift
 from tests.commands import run
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import COLUMNS
@@ -374,6 +377,53 @@ def test_what_cannot_be_traced_is_one_message(code: tuple[str, ...], files: File
 
 
 def test_options_that_do_not_go_with_it_are_usage_errors(files: Files) -> None:
-    for options in (("--trace", "--rows", "*"), ("--inputs", "a:b")):
+    together = (
+        ("--trace", "--rows", "*"),
+        ("--inputs", "a:b"),
+        ("--sweep",),
+        ("--simulate", "h100", "--trace"),
+        ("--simulate", "h100", "--inputs", "a:b", "--tokens", "8"),
+    )
+    for options in together:
         done = run("plan", *files, *options)
         assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
+
+
+# --- plan --simulate --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def simulated(code: tuple[str, ...]) -> tuple[str, ...]:
+    config, _, model = code
+    shutil.copy(Path(zerodrift.__file__).parent / "simulate" / "clusters" / "h100.yaml", "mine.yaml")
+    return (config, model, "nets_to_trace:net", "--inputs", "nets_to_trace:inputs", "--world-size", "64")
+
+
+def test_a_simulation_is_a_page_of_80_columns(simulated: tuple[str, ...]) -> None:
+    done = run("plan", *simulated, "--simulate", "h100", FORCE_COLOR="1")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
+    assert "step   simulated, not measured" in done.stdout and "it fits" in done.stdout
+    assert re.search(r"zerodrift: cluster h100 is .*clusters.h100\.yaml", done.stderr)
+
+
+def test_a_simulation_as_json_adds_up(simulated: tuple[str, ...]) -> None:
+    data = json.loads(ok("plan", *simulated, "--simulate", "mine.yaml", "--json"))
+    assert data["seconds"] == pytest.approx(data["computed"] + data["exposed"])
+    assert data["memory"]["fits"] and data["ranks"] == 64 and data["micro_batches"] == 4
+
+
+def test_a_sweep_ranks_ways_and_tells_what_is_refused(simulated: tuple[str, ...]) -> None:
+    text = ok("plan", *simulated, "--simulate", "mine.yaml", "--sweep")
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.index("fits   simulated") < text.index("stage wire order") < text.index("refused")
+    data = json.loads(ok("plan", *simulated, "--simulate", "mine.yaml", "--sweep", "--json"))
+    times = [way["seconds"] for way in data["fit"]]
+    assert times == sorted(times) and {way["stage"] for way in data["fit"]} == {0, 1, 2, 3}
+
+
+def test_what_cannot_be_simulated_is_one_message(code: tuple[str, ...], simulated: tuple[str, ...]) -> None:
+    assert "one of a100, h100, h200; got 'h1000'" in refused("plan", *simulated, "--simulate", "h1000")
+    config, _, model = code
+    told = refused("plan", config, model, "nets_to_trace:net", "--simulate", "h100")
+    assert "`--tokens`: must say how many tokens a sample has" in told

@@ -45,6 +45,10 @@ ROOMS: dict[str, set[str]] = {
         *{"observer", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
         *{"dtypes", "errors", "files", "legible", "mesh", "optimizers", "record"},
     },
+    "simulate": {
+        *{"observer", "engine", "comm", "config", "model", "plan", "policy", "report"},
+        *{"dtypes", "errors", "mesh", "record"},
+    },
     "api": {
         *{"backends", "io", "config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim"},
         *{"pipeline", "dtypes", "errors", "versions"},
@@ -77,6 +81,7 @@ ROOMS: dict[str, set[str]] = {
         "startup",
         "observer",
         "numerics",
+        "simulate",
         "train",
         "api",
         "pipeline",

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zerodrift.api import make_plan
 from zerodrift.errors import ModelError
 from zerodrift.model.inputs import Inputs, inputs_for
+from zerodrift.model.runnable import runnable
 from zerodrift.observer.hidden import computes, hidden
 from zerodrift.observer.trace import trace
 from zerodrift.observer.trace_operations import NORMS, ONE_DTYPE
@@ -464,3 +465,20 @@ def test_a_function_gives_inputs() -> None:
 def test_inputs_that_do_not_fit_are_one_error() -> None:
     with pytest.raises(ModelError, match=r"must run on tensors without values; got TypeError: .*--inputs"):
         traced(Pictures(), "fp32", Inputs((), {"images": pictures()}, ""))
+
+
+class Stack(nn.Module):
+    """Experts that no machine of a test holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.empty(1 << 12, 1 << 14, 1 << 14))
+
+
+def stack() -> nn.Module:
+    return Stack()
+
+
+def test_a_model_larger_than_any_memory_can_be_run() -> None:
+    model = runnable(f"{__name__}:stack")
+    assert {name: parameter.is_meta for name, parameter in model.named_parameters()} == {"experts": True}

@@ -78,7 +78,31 @@ Inputs = Annotated[
     typer.Option(
         "--inputs",
         metavar="FUNCTION",
-        help="For --trace: package.module:function that returns what the model is called with.",
+        help="For --trace and --simulate: package.module:function that returns the model's arguments.",
+    ),
+]
+Simulate = Annotated[
+    str | None,
+    typer.Option(
+        "--simulate",
+        metavar="CLUSTER",
+        help="Show what a step would take on machines that a file describes; h100, h200 and a100 are there.",
+    ),
+]
+Sweep = Annotated[
+    bool,
+    typer.Option("--sweep", help="With --simulate: rank stages, wires, orders, replicas and recomputation."),
+]
+TokensOfSample = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens", metavar="N", min=2, help="With --simulate: tokens of a sample. Default: a job's `block`."
+    ),
+]
+Recompute = Annotated[
+    bool,
+    typer.Option(
+        "--recompute", help="With --simulate: blocks compute activations again. A job says it itself."
     ),
 ]
 Parameter = Annotated[str, typer.Argument(metavar="PARAM", help="The full name of a parameter.")]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from zerodrift.cli import options, streams
+from zerodrift.cli.simulating import SimulationOptions, StepSource, simulated
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.files import kind
 from zerodrift.legible import legible
@@ -35,14 +36,33 @@ def plan(
     html: options.Html = None,
     trace: options.Trace = False,
     inputs: options.Inputs = None,
+    simulate: options.Simulate = None,
+    sweep: options.Sweep = False,
+    tokens: options.TokensOfSample = None,
+    recompute: options.Recompute = False,
     debug: options.Debug = False,
 ) -> None:
     """Show every dtype of every parameter, why it is so, and what a step costs."""
     with streams.errors(debug):
         if trace and rows is not None:
             raise typer.BadParameter("give --trace or --rows, not both")
-        if inputs is not None and not trace:
-            raise typer.BadParameter("--inputs is for --trace")
+        if inputs is not None and not trace and simulate is None:
+            raise typer.BadParameter("--inputs is for --trace and --simulate")
+        if simulate is None and (sweep or recompute or tokens is not None):
+            raise typer.BadParameter("--sweep, --tokens and --recompute are for --simulate")
+        if simulate is not None:
+            if trace or rows is not None or html is not None or micro_batches is not None:
+                raise typer.BadParameter(
+                    "give --simulate without --trace, --rows, --html and --micro-batches; "
+                    "`--set gradient_accumulation_steps=M` sets micro-batches"
+                )
+            if inputs is not None and tokens is not None:
+                raise typer.BadParameter("give --inputs or --tokens, not both")
+            typed = SimulationOptions(simulate, sweep, tokens, recompute, inputs, json)
+            with streams.progress(f"simulating {model or config}"):
+                text = simulated(_step_source(config, model, world_size, set_ or (), auto), typed)
+            streams.emit(text)
+            return
         with streams.progress(f"planning {model or config}"):
             planned, source = _made(config, model, world_size, set_, auto)
             traced = _trace_text(planned, source, inputs, json) if trace else ""
@@ -111,7 +131,7 @@ def _made(
     if is_job(config):
         return _of_job(config, model, world_size, overrides or (), auto)
     if model is None:
-        raise ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
+        raise _needs_model()
     from zerodrift.api import make_plan
 
     given = numbers(auto or ())
@@ -139,6 +159,13 @@ def _of_job(
     from zerodrift.train.dry import plan_of
     from zerodrift.train.read import read_job
 
+    _require_own(model, auto)
+    job, config = read_job(source, overrides)
+    return plan_of(job, config, world_size or job.run.nproc or 1), job.model.source
+
+
+def _require_own(model: str | None, auto: Sequence[str] | None) -> None:
+    """That a job is not given what it has."""
     if model is not None or auto:
         raise ConfigError(
             "--model and --auto",
@@ -146,8 +173,45 @@ def _of_job(
             got="a job file",
             do="Override the job's: `--set model.source=...`, `--set auto={KEY: NUMBER}`.",
         )
+
+
+def _step_source(
+    source: str,
+    model: str | None,
+    world_size: int | None,
+    overrides: Sequence[str],
+    auto: Sequence[str] | None,
+) -> StepSource:
+    """What a simulation plans again and again, each time with other overrides."""
+    from zerodrift.api import make_plan
+    from zerodrift.model.sources import describe
+
+    if not is_job(source):
+        if model is None:
+            raise _needs_model()
+        spec, given, world = describe(model), numbers(auto or ()), world_size or 1
+
+        def of_config(more: Sequence[str]) -> Plan:
+            return make_plan(source, spec, world, auto=given, overrides=(*overrides, *more))
+
+        return StepSource(of_config, model, _timeline)
+    from zerodrift.train.dry import planned_from
+    from zerodrift.train.read import read_job
+
+    _require_own(model, auto)
     job, config = read_job(source, overrides)
-    return plan_of(job, config, world_size or job.run.nproc or 1), job.model.source
+    ranks = world_size or job.run.nproc or 1
+    built, values = planned_from(job, config, ranks)
+
+    def of_job(more: Sequence[str]) -> Plan:
+        return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
+
+    again = job.model.activation_checkpointing
+    return StepSource(of_job, job.model.source, _timeline, job.data.block, again)
+
+
+def _needs_model() -> ConfigError:
+    return ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
 
 
 def _plan_text(

@@ -27,6 +27,7 @@ Examples:
   zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
   zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16 --html plan.html
   zerodrift plan config.yaml --model path/to/model --trace
+  zerodrift plan config.yaml --model path/to/model --world-size 64 --simulate h100 --tokens 4096
   zerodrift plan job.yaml --world-size 8
 
 --rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
@@ -36,6 +37,9 @@ in place of the plan. Values that are widened and rounded again, pins that the m
 operations that torch would refuse come first. They do not change the exit code. A model of transformers is
 called with what its class takes; for any other, --inputs names a function that returns a dict of arguments,
 a tuple or a tensor, unless its forward takes input_ids.
+
+--simulate prints what a step would take on the machines of a YAML file, in the order of the engine: time,
+what nothing hides, memory. --sweep ranks stages, wires, orders, replicas and recomputation.
 """
 
 EXPLAIN = """\

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -76,6 +77,23 @@ def empty(widen: torch.dtype | None = None) -> Iterator[None]:
     finally:
         hook.remove()
         recorder.end()
+
+
+LARGE = 1 << 30
+"""Elements from which a tensor has no memory even for a moment, where nobody will ask for its values: a
+system may refuse what it cannot hold, a stack of experts for one."""
+
+
+class WithoutValues(TorchFunctionMode):
+    """Inside of `empty`, for a model that is never filled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("empty", "zeros", "ones") and kwargs.get("device") is None:
+            sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+            if math.prod(int(size) for size in sizes) >= LARGE:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 class _Recorder(TorchFunctionMode):

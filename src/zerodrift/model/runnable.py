@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model import huggingface, safetensors
-from zerodrift.model.empty import empty
+from zerodrift.model.empty import WithoutValues, empty
 from zerodrift.model.factory import is_factory, make
 from zerodrift.model.meta import attempt
 
@@ -30,7 +30,7 @@ def runnable(text: str) -> nn.Module:
     if config.is_file() and config.suffix == ".json" and not config.name.endswith(safetensors.INDEX_SUFFIX):
         return _from_config(text, config).train()
     if is_factory(text) and not path.exists():
-        with empty():
+        with empty(), WithoutValues():
             model = make(text)
         return model.train()
     must = "must be a model with code, a `transformers` config or `package.module:function`, to be run"
@@ -40,7 +40,7 @@ def runnable(text: str) -> nn.Module:
 def _from_config(text: str, file: Path) -> PreTrainedModel:
     huggingface.require_installed(text)
     must = "must be a config that a model can be built from"
-    with huggingface.quiet(), empty(), huggingface.without_values():
+    with huggingface.quiet(), empty(), huggingface.without_values(), WithoutValues():
         config = attempt(lambda: huggingface.read_config(file), str(file), must)
         config.use_cache = False
         if getattr(config, "dtype", None) is None:

@@ -1,13 +1,15 @@
-"""Every operation below autograd and autocast, as long as a context lasts."""
+"""Every operation below autograd and autocast, as long as a context lasts; and what one computes."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 VIEWS = frozenset(
     [
@@ -59,3 +61,23 @@ class _ModeUncompiled(_Mode):
         return False
 
     __torch_dispatch__ = inspect.unwrap(_Mode.__torch_dispatch__)
+
+
+def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
+    """Of one operation, where torch has a formula for it or for its like."""
+    packet = operation._overloadpacket
+    if packet is torch.ops.aten._grouped_mm:
+        left, right = arguments[0], arguments[1]  # each row meets one of the matrices
+        return int(2 * left.numel() * right.shape[-1])
+    formula = flop_registry.get(_LIKE.get(packet, packet))
+    return 0 if formula is None else int(formula(*arguments, **(named or {}), out_val=result))
+
+
+_LIKE = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerodrift.dtypes import from_torch
-from zerodrift.observer.operations import VIEWS
+from zerodrift.observer.operations import VIEWS, flops_of
 from zerodrift.observer.places import ModulePaths, place_of_code
 from zerodrift.plan.traced import CastBy, Refusal, TracedOperation, TracedTensor
 
@@ -171,7 +171,7 @@ class OperationRecorder(TorchDispatchMode):
             self._require_one_dtype(name, given)
             out = self._run(func, args, kwargs, given)
         if name not in COMPUTES_NOTHING and func.namespace != "prim":
-            self._write_down(name, given, out)
+            self._write_down(name, given, out, flops_of(func, args, kwargs, out))
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -278,7 +278,7 @@ class OperationRecorder(TorchDispatchMode):
         line, by = place_of_code()
         return self._paths.call, line, by
 
-    def _write_down(self, name: str, given: list[torch.Tensor], out: Any) -> None:
+    def _write_down(self, name: str, given: list[torch.Tensor], out: Any, flops: int) -> None:
         if self.backward:
             node = torch._C._current_autograd_node()
             adds = node is not None and node.name() == "torch::autograd::AccumulateGrad"
@@ -304,6 +304,7 @@ class OperationRecorder(TorchDispatchMode):
                 line=line,
                 backward=self.backward,
                 cast_by=cast,
+                flops=flops,
             )
         )
         if not self.backward:
@@ -316,7 +317,7 @@ class OperationRecorder(TorchDispatchMode):
     def _traced(self, tensor: torch.Tensor) -> TracedTensor:
         known = from_torch(tensor.dtype)
         dtype = str(known) if known is not None else str(tensor.dtype).removeprefix("torch.")
-        return TracedTensor(self.memory(tensor), dtype, tensor.dim())
+        return TracedTensor(self.memory(tensor), dtype, tensor.dim(), tensor.numel() * tensor.itemsize)
 
 
 OperationRecorder.__torch_dispatch__ = inspect.unwrap(OperationRecorder.__torch_dispatch__)  # type: ignore[method-assign]

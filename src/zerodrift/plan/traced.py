@@ -28,6 +28,8 @@ class TracedTensor:
     """`bf16`."""
     dims: int = 1
     """0 for a number in a tensor, which widens nothing."""
+    bytes: int = 0
+    """Of its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class TracedOperation:
     backward: bool = False
     cast_by: CastBy = ""
     """Not empty: it casts its one input."""
+    flops: int = 0
+    """Of its products, by torch's formulas."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ from pathlib import Path
 from zerodrift.api import make_plan
 from zerodrift.config.schema import Config
 from zerodrift.legible import legible
+from zerodrift.model.sources import describe
+from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.table import Plan
+from zerodrift.policy.numbers import AutoValues
 from zerodrift.train import model as models
 from zerodrift.train.display import Display
 from zerodrift.train.folder import RunFolder
@@ -36,13 +39,19 @@ from zerodrift.train.wording import worded_for_a_job
 @worded_for_a_job()
 def plan_of(job: Job, config: Config, world: int) -> Plan:
     """The plan of a job. Its data is only read where a number of steps follows from it."""
+    model, auto = planned_from(job, config, world)
+    return make_plan(config, model, world, auto=auto)
+
+
+def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
+    """What a job's plan is made from beside its config: the model, and the numbers that it leaves open."""
     steps = job.run.steps or 1
     if needs_length(job, config):
         letters = tokenizer(job.data.tokenizer, job.model.source)
         cache = RunFolder(Path(job.run.folder).expanduser()).cache(job.data.cache)
         _, steps = length_of(job, config, prepare(job.data, letters, cache), world)
     built = models.build(job.model, models.source_of(job.model))
-    return make_plan(config, built, world, auto=numbers_of(job, config, steps))
+    return describe(built), numbers_of(job, config, steps)
 
 
 def dry_run(source: str, overrides: Sequence[str], ranks: int, whole_plan: bool) -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
-from zerodrift.observer.operations import every_operation
+from zerodrift.observer.operations import every_operation, flops_of
 
 TRAINING = 3
 """Forward and backward, in forwards."""
@@ -46,23 +45,6 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 _SLOWER = ("Laptop", "Max Q", "D")
 """Words of devices that are slower than their namesakes."""
-
-
-def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
-    """Of one operation, where torch has a formula for it or for its like."""
-    packet = operation._overloadpacket
-    if packet is torch.ops.aten._grouped_mm:
-        left, right = arguments[0], arguments[1]  # each row meets one of the matrices
-        return int(2 * left.numel() * right.shape[-1])
-    formula = flop_registry.get(_LIKE.get(packet, packet))
-    return 0 if formula is None else int(formula(*arguments, **(named or {}), out_val=result))
-
-
-_LIKE = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        torch.ops.aten._scaled_dot_product_flash_attention
-    )
-}
 
 
 class ForwardFlops:

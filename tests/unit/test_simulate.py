@@ -1,0 +1,360 @@
+"""What a simulation says, against sums by hand; clusters, and what is wrong with one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT, LENGTH, VOCABULARY, WIDTH
+from tests.unit.models import moe, parameter
+from zerodrift import (
+    ConfigError,
+    MeshShape,
+    ModelSpec,
+    Plan,
+    UnsupportedError,
+    build,
+    load,
+    mesh_for,
+    resolve,
+)
+from zerodrift.api import empty, make_plan
+from zerodrift.dtypes import DType
+from zerodrift.model.inputs import Inputs
+from zerodrift.pipeline.schedules import timeline
+from zerodrift.plan.cost import cost
+from zerodrift.plan.schedule import Collective, Computation, collectives, events
+from zerodrift.simulate import simulation as simulations
+from zerodrift.simulate.carry import AxisLine, carried, line, to_all
+from zerodrift.simulate.cluster import Cluster, built_in, read_cluster
+from zerodrift.simulate.play import Streams, micro_batches_of
+from zerodrift.simulate.simulation import Simulation, simulate
+from zerodrift.simulate.sweep import sweep
+from zerodrift.simulate.work import CountedOperation, UnitWork, Work, work_of
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+FAST: dict[str, Any] = {
+    "device": {"tflops": {"fp32": 1.0, "bf16": 2.0}, "memory_gb": 1.0, "memory_gb_per_s": 1e9},
+    "devices_per_host": 8,
+    "host": {"gb_per_s": 1.0},
+    "network": {"gb_per_s": 0.5},
+}
+"""Passes over memory take no time that counts."""
+
+
+def cluster(**more: Any) -> Cluster:
+    return Cluster(**{**FAST, **more})
+
+
+def plan(world: int = 2, model: ModelSpec | None = None, stage: int = 3, **more: Any) -> Plan:
+    written = {"zero_optimization": {"stage": stage}, **more}
+    config = load(written)
+    mesh = mesh_for(config, world)
+    return build(resolve(config, mesh), model or moe(layers=3), mesh)
+
+
+def unit(flops: int, saved: int = 100, entering: int = 10) -> UnitWork:
+    one, two = (CountedOperation(count, DType.FP32, 0) for count in (flops, 2 * flops))
+    return UnitWork(Counter({one: 1}), Counter({two: 1}), saved, entering, 0, 0)
+
+
+def work(made: Plan, flops: int = 10**9) -> Work:
+    """A forward of a block takes a millisecond on `cluster()`."""
+    blocks = {each.name: unit(flops) for each in made.units if each.name}
+    return Work(blocks, unit(flops), unit(flops), 8, "8 tokens", DType.FP32)
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+def test_what_travels_is_hidden_behind_what_is_computed() -> None:
+    streams = Streams(cluster())
+    first, second = streams.send(3.0, "forward", "a"), streams.send(1.0, "forward", "b")
+    assert (first, second) == (3.0, 4.0), "one after the other"
+    streams.compute(2.0, "forward", "a")
+    streams.wait(first, "forward", "a")
+    streams.compute(2.0, "forward", "b")
+    streams.wait(second, "forward", "b")
+    assert streams.now == 5.0
+    assert streams.waited == {("a", "forward"): 1.0}
+    assert streams.computed == 4.0
+
+
+def test_computing_is_slower_beside_what_travels() -> None:
+    streams = Streams(cluster(compute_beside_link=0.5))
+    streams.send(2.0, "forward", "a")
+    streams.compute(3.0, "forward", "a")
+    assert streams.now == 4.0, "2 s at half the pace, then 2 s more"
+    streams.compute(1.0, "forward", "a")
+    assert streams.now == 5.0
+
+
+# --- collectives --------------------------------------------------------------------------------------------
+
+
+def call(op: Any = "all_gather", numel: int = 1 << 20, axis: Any = "shard", segment: int = 0) -> Collective:
+    total = DType.FP32 if op != "all_gather" else None
+    return Collective(op, "reduce", DType.FP32, numel, axis, total, segment)
+
+
+def test_a_gather_goes_round_a_ring_and_a_sum_from_all_to_all() -> None:
+    size = 4 << 20
+    inside = plan(8)
+    assert carried(call(), inside, cluster()).seconds == pytest.approx(size * 7 / 8 / 1e9)
+    assert carried(call("reduce_scatter"), inside, cluster()).seconds == pytest.approx(size * 7 / 8 / 1e9)
+    far = plan(16)
+    assert carried(call(), far, cluster()).seconds == pytest.approx(size * 15 / 16 / 1e9), (
+        "8 cards of 0.5 GB/s"
+    )
+    assert carried(call("reduce_scatter"), far, cluster()).seconds == pytest.approx(size * 8 / 16 / 0.5e9)
+
+
+def test_a_sum_as_nccl_has_it_and_by_halves_leave_a_host_less() -> None:
+    def seconds(order: str) -> float:
+        made = plan(16, precision={"reduce": {"order": order}})
+        return carried(call("reduce_scatter"), made, cluster()).seconds
+
+    size = 4 << 20
+    assert seconds("native") == pytest.approx(size * 15 / 16 / 1e9)
+    assert seconds("tree") == pytest.approx(size * 7 / 8 / 1e9 + size / 16 / 0.5e9)
+    assert seconds("rank") == pytest.approx(size * 8 / 16 / 0.5e9)
+
+
+def test_latencies_count_by_rounds_and_messages() -> None:
+    links = {
+        "host": {"gb_per_s": 1e9, "latency_us": 3.0, "message_us": 1.0},
+        "network": {"gb_per_s": 1e9, "latency_us": 10.0, "message_us": 2.0},
+    }
+    slow = cluster(**links)
+    assert carried(call(numel=16), plan(16), slow).seconds == pytest.approx(4 * 10e-6)
+    assert to_all(16, AxisLine(16, 1), slow) == pytest.approx(10e-6 + 8 * 2e-6)
+
+
+def test_ranks_of_an_axis_lie_on_hosts_by_their_numbers() -> None:
+    mesh = MeshShape(shard=16, replicate=4, pipeline=2, expert=4)
+    found = {axis: line(mesh, axis) for axis in ("shard", "expert", "expert_shard", "replicate", "pipeline")}
+    assert found == {
+        "shard": AxisLine(16, 1),
+        "expert": AxisLine(4, 1),
+        "expert_shard": AxisLine(4, 4),
+        "replicate": AxisLine(4, 16),
+        "pipeline": AxisLine(2, 64),
+    }
+    assert [each.on_host(cluster()) for each in found.values()] == [8, 4, 2, 1, 1]
+
+
+# --- a step -------------------------------------------------------------------------------------------------
+
+
+def test_without_communication_a_step_is_what_is_computed() -> None:
+    made = plan(1)
+    found = simulate(made, work(made), cluster())
+    assert found.seconds == pytest.approx(5 * 3e-3, rel=1e-3), "five parts, three forwards' worth each"
+    assert found.exposed == 0 and found.wire == 0
+    assert found.mfu == pytest.approx(1.0, rel=1e-3)
+    assert found.tokens == 8
+
+
+def test_a_step_is_computing_and_waiting_and_nothing_else() -> None:
+    for stage in range(4):
+        made = plan(16, stage=stage, sharding={"replicate": 2}, gradient_accumulation_steps=3)
+        found = simulate(made, work(made), cluster())
+        assert found.seconds == pytest.approx(found.computed + found.exposed)
+        assert found.exposed > 0
+
+
+def test_what_is_recomputed_takes_time_and_no_memory() -> None:
+    made = plan(2)
+    kept, again = (simulate(made, work(made), cluster(), recompute=each) for each in (False, True))
+    assert again.computed - kept.computed == pytest.approx(3e-3, rel=1e-3), "a forward of three blocks"
+    assert kept.memory.activations == 5 * 100
+    assert again.memory.activations == 3 * 10 + 2 * 100 + 100
+    assert kept.memory.plan == cost(made).peak.total
+    assert again.mfu < kept.mfu
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_micro_batches_that_are_alike_are_played_once(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(4, stage=stage, gradient_accumulation_steps=9)
+    counted = simulate(made, work(made), cluster())
+    monkeypatch.setattr(simulations, "PLAYED", 9)
+    walked = simulate(made, work(made), cluster())
+    for name in ("seconds", "computed", "exposed"):
+        assert getattr(counted, name) == pytest.approx(getattr(walked, name)), name
+
+
+def test_what_travels_in_a_simulation_is_the_plans_list() -> None:
+    for stage in range(4):
+        made = plan(4, stage=stage, sharding={"replicate": 2}, gradient_accumulation_steps=3)
+        found = simulate(made, work(made), cluster())
+        sent = [(each.what, each.unit) for each in found.intervals if each.stream == "link"]
+        names = [made.units[segment.unit].name for segment in made.segments]
+        planned = [(c.purpose, names[c.segment] if c.segment >= 0 else "") for c in collectives(made)]
+        assert sent == planned
+
+
+def test_micro_batches_are_told_apart() -> None:
+    made = plan(2, gradient_accumulation_steps=3)
+    *batches, after = micro_batches_of(events(made))
+    assert [sum(isinstance(each, Computation) for each in batch) for batch in batches] == [10] * 3
+    assert [each for batch in (*batches, after) for each in batch] == list(events(made))
+
+
+def test_rank_0_of_many_costs_as_much_as_of_few() -> None:
+    few, many = plan(64), plan(16_384)
+    lengths = [len(simulate(made, work(made), cluster()).intervals) for made in (few, many)]
+    assert lengths[1] <= lengths[0], "what is small is gathered with the root"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_a_pipeline_waits_as_long_as_its_order_says(schedule: str) -> None:
+    pipeline = {"stages": 2, "schedule": schedule}
+    made = plan(2, moe(layers=4), stage=0, pipeline=pipeline, gradient_accumulation_steps=4)
+    order = timeline(made)
+    assert order is not None
+    blocks = {each.name: unit(10**9) for each in made.units if each.name}
+    none = UnitWork({}, {}, 0, 0, 0, 0)
+    amount = Work(blocks, none, none, 8, "8 tokens", DType.FP32)
+    fast = cluster(host={"gb_per_s": 1e9})
+    found = simulate(made, amount, fast, timeline=order)
+    assert found.idle / found.seconds == pytest.approx(order.bubble, rel=0.01)
+    assert found.seconds == pytest.approx(found.computed + found.exposed + found.idle)
+
+
+def test_experts_wait_for_their_exchange() -> None:
+    stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(2)]
+    model = ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *stacks))
+    made = plan(4, model, experts={"ranks": 2})
+    amount = work(made)
+    size = 4 << 20
+    blocks = {
+        name: dataclasses.replace(each, dispatched=size, combined=size)
+        for name, each in amount.blocks.items()
+    }
+    found = simulate(made, dataclasses.replace(amount, blocks=blocks), cluster())
+    waited = sum(each.seconds for each in found.waited if each.what == "exchange")
+    assert waited == pytest.approx(2 * 4 * size / 2 / 1e9, rel=0.01), "two blocks, there and back, twice"
+
+
+# --- how much a model computes --------------------------------------------------------------------------
+
+
+def counted(batch: int, **more: Any) -> Work:
+    with empty():
+        model = GPT(tied=False)
+    tokens = torch.zeros(batch, LENGTH, dtype=torch.int64)
+    return work_of(
+        make_plan({"optimizer": ADAMW, **more}, model), model, Inputs((), {"tokens": tokens}, "few")
+    )
+
+
+def test_products_are_those_of_the_model_by_hand() -> None:
+    found, rows = counted(2), 2 * LENGTH
+    block = 2 * rows * WIDTH * (3 + 1 + 2 + 2) * WIDTH + 2 * 2 * rows * LENGTH * WIDTH
+    assert {name: unit.flops for name, unit in found.blocks.items()} == {"layers.0": block, "layers.1": block}
+    assert found.enter.flops == 0
+    assert found.leave.flops == 2 * rows * WIDTH * VOCABULARY
+    back = sum(each.flops * count for each, count in found.blocks["layers.0"].backward.items())
+    assert back == 2 * block
+    assert found.tokens == rows and found.products is DType.FP32
+    assert counted(2, bf16={"enabled": True}).products is DType.BF16
+
+
+def test_what_autograd_keeps_grows_with_the_batch_and_what_enters_is_a_hidden_state() -> None:
+    one, two = (counted(batch) for batch in (1, 2))
+    for name, unit_ in one.blocks.items():
+        assert unit_.entering == LENGTH * WIDTH * 4
+        assert two.blocks[name].saved > 1.8 * unit_.saved > 1.8 * unit_.entering
+    assert one.leave.saved >= LENGTH * VOCABULARY * 4 * 0.9, "logits"
+
+
+# --- the sweep ----------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_ranks_what_fits_and_says_why_others_do_not() -> None:
+    written = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+
+    def plans(overrides: Any) -> Plan:
+        config = load(written, tuple(overrides))
+        mesh = mesh_for(config, 16)
+        return build(resolve(config, mesh), moe(layers=3), mesh)
+
+    base = plans(())
+    peaks = [cost(plans((f"zero_optimization.stage={stage}",))).peak.total for stage in (3, 0)]
+    assert peaks[0] < peaks[1]
+    room = sum(peaks) / 2e9
+    small = cluster(device={**FAST["device"], "memory_gb": room})
+    fit, others = sweep(base, plans, lambda made: None, work(base, 10**6), small)
+    simulated = [tried.simulation for tried in fit if tried.simulation]
+    assert len(simulated) == len(fit) > 0
+    assert [each.seconds for each in simulated] == sorted(each.seconds for each in simulated)
+    short = [tried for tried in others if tried.simulation]
+    assert short and all(tried.simulation and not tried.simulation.memory.fits for tried in short)
+    assert {tried.way.stage for tried in short} >= {0} and {tried.way.stage for tried in fit} >= {3}
+    refused = [tried.refused for tried in others if not tried.simulation]
+    assert all("must be `rank` with a wire" in text for text in refused) and refused
+    assert {tried.way.recompute for tried in fit} == {False, True}
+
+
+# --- clusters -------------------------------------------------------------------------------------------
+
+
+def test_those_that_come_along_are_read() -> None:
+    assert built_in() == ["a100", "h100", "h200"]
+    for name in built_in():
+        made, path = read_cluster(name)
+        assert made.source and path.is_file() and made.network is not None
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_cluster_tells_all_that_is_wrong_with_it(tmp_path: Path) -> None:
+    text = """
+device: {tflops: {bf16: -1}, memory_gb: many, memory_gb_per_s: 2, memroy_reached: 0.5, tflops_reached: 60}
+devices_per_host: 8
+"""
+    with pytest.raises(ConfigError) as error:
+        read_cluster(written(tmp_path, text))
+    told = str(error.value)
+    for part in (
+        "`device.tflops.bf16`: must be a number above 0; got -1",
+        "`device.memory_gb`: must be a number above 0; got 'many'",
+        "`device.memroy_reached`: must be a key of `device`",
+        "Did you mean `device.memory_reached`?",
+        "`device.tflops_reached`",
+        "`device.tflops.fp32`",
+        "`host`",
+    ):
+        assert part in told, told
+
+
+def test_a_cluster_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"one of a100, h100, h200; got 'h10'\. Did you mean `h100`"):
+        read_cluster("h10")
+
+
+def test_what_a_cluster_lacks_for_a_plan_is_told() -> None:
+    made = plan(16)
+    alone = Cluster(**{key: value for key, value in FAST.items() if key != "network"})
+    with pytest.raises(ConfigError, match="`network`: must be given for more than the 8 devices"):
+        simulate(made, work(made), alone)
+    with pytest.raises(ConfigError, match=r"`device\.tflops\.fp16`: must be given"):
+        cluster().peak(DType.FP16)
+    with pytest.raises(UnsupportedError, match="`backend`"):
+        simulate(plan(2, backend="fsdp2"), work(made), cluster())
+
+
+def test_a_simulation_holds_what_it_is_made_of() -> None:
+    made = plan(2)
+    found: Simulation = simulate(made, work(made), cluster())
+    assert found.memory.total == found.memory.plan + found.memory.activations + found.memory.workspace
+    assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
