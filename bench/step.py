@@ -8,7 +8,9 @@ Two gloo ranks, one thread each, fused AdamW everywhere, fp32 unless `--dtype bf
 rounds, so a machine whose speed drifts drifts for all; what is printed is the median of the ratios to DDP
 within a round. FSDP2 is measured as it comes and with point-to-point collectives in place of gloo's, which
 are slow, so that the carrier is not what is compared. Bytes are counted by the loopback device, both ranks
-together, so they are what was really sent. Needs Linux; DeepSpeed is left out where it is not installed.
+together, and where zerodrift's ranks share memory by what they write there, so they are what was really sent.
+Pages that both ranks have mapped are in the peak of each, and are what `shared` counts. Needs Linux;
+DeepSpeed is left out where it is not installed.
 """
 
 from __future__ import annotations
@@ -229,6 +231,15 @@ def sent_bytes() -> int:
     return 0
 
 
+def shared_bytes(step: Step) -> int:
+    """Bytes that the ranks of an engine have written for each other to read, all together."""
+    engine = getattr(step, "engine", None)
+    shared = None if engine is None else engine.comm.mesh.shared
+    total = torch.tensor(0 if shared is None else shared.own.written)
+    dist.all_reduce(total)
+    return int(total)
+
+
 def timed(rank: int, folder: str, options: argparse.Namespace, names: list[str], queue: Any) -> None:
     join(rank, folder)
     generator = torch.Generator().manual_seed(rank)
@@ -243,12 +254,14 @@ def timed(rank: int, folder: str, options: argparse.Namespace, names: list[str],
     for _ in range(options.rounds):
         for name, step in steps.items():
             dist.barrier()
+            shared = shared_bytes(step)
             wire, start = sent_bytes(), time.perf_counter()
             for _ in range(options.steps):
                 losses[name] = step(tokens)
             dist.barrier()
             times[name].append((time.perf_counter() - start) / options.steps)
-            wires[name].append((sent_bytes() - wire) / options.steps)
+            wire = sent_bytes() - wire
+            wires[name].append((wire + shared_bytes(step) - shared) / options.steps)
     if options.profile and rank == 0:
         print_profile(steps[options.profile], tokens)
     elif options.profile:
@@ -280,14 +293,15 @@ def measured(rank: int, folder: str, options: argparse.Namespace, name: str, que
         step(tokens)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if rank == 0:
-        queue.put({"built": built - base, "peak": peak - base, "rest": resident() - base})
+        rest, shared = resident(), resident("RssShmem")
+        queue.put({"built": built - base, "peak": peak - base, "rest": rest - base, "shared": shared})
     dist.barrier()
 
 
-def resident() -> float:
+def resident(kind: str = "VmRSS") -> float:
     """MiB of this process in memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
+        if line.startswith(kind):
             return int(line.split()[1]) / 1024
     return 0.0
 
@@ -349,11 +363,11 @@ def main() -> None:
         "deepspeed",
     )
     if options.memory:
-        heads = ("built MiB", "at rest MiB", "peak MiB")
+        heads = ("built MiB", "at rest MiB", "peak MiB", "shared MiB")
         table = result.table({"engine": "<14", **dict.fromkeys(heads, ".0f")}, "over the import baseline")
         for name in names:
             figures = launch(measured, options, name)
-            table.row(name, figures["built"], figures["rest"], figures["peak"])
+            table.row(name, figures["built"], figures["rest"], figures["peak"], figures["shared"])
     else:
         show_times(result, launch(timed, options, names), names)
     result.save(options.save)

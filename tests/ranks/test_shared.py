@@ -20,7 +20,7 @@ from zerodrift.comm import pairs, shared
 from zerodrift.comm.collectives import Carrier, Collectives
 from zerodrift.comm.fold import Sum
 from zerodrift.comm.mesh import AxisName
-from zerodrift.comm.shared import FIRST, NOWHERE, Address, OwnMemory, PeerMemory, reach
+from zerodrift.comm.shared import FIRST, NOWHERE, Address, OwnMemory, PeerMemory, can_share, reach
 
 BOTH: tuple[Carrier, ...] = ("shared", "pairs")
 
@@ -112,8 +112,16 @@ def test_a_system_without_such_memory_has_none(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
     assert OwnMemory().address() == NOWHERE
+    assert not can_share()
     monkeypatch.setattr(shared, "_host", lambda: 0)
     assert OwnMemory().address() == NOWHERE
+
+
+@linux
+def test_this_system_has_it() -> None:
+    before = descriptors()
+    assert can_share()
+    assert descriptors() == before
 
 
 def peers_and_sums(elsewhere: int) -> tuple[list[int], list[bool]]:

@@ -87,6 +87,8 @@ class OwnMemory:
     """This rank's, which others read."""
 
     def __init__(self) -> None:
+        self.written = 0
+        """Bytes of messages so far."""
         self._descriptor = -1
         self._size = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -121,6 +123,7 @@ class OwnMemory:
         flags.fill_(1)
         flags[list(readers)] = 0
         self._bytes[start + head : stop].view(values.dtype).copy_(values)
+        self.written += values.nbytes * len(readers)
         self._spans.append(_Span(start, stop, flags))
         self._spans.sort(key=lambda span: span.start)
         return start
@@ -252,6 +255,16 @@ def reach(address: Address) -> PeerMemory | None:
                 return memory
             memory.close()
     return None
+
+
+def can_share() -> bool:
+    """Whether this process finds such memory by its address: its own."""
+    own = OwnMemory()
+    found = reach(own.address())
+    if found is not None:
+        found.close()
+    own.close()
+    return found is not None
 
 
 @functools.cache

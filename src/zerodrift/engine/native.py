@@ -9,13 +9,13 @@ Invariant: between two calls nothing is under way, whatever was raised in the la
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import compute, shards, statistics, steps
 from zerodrift.engine.attached import AttachedParameters, own, settle
@@ -235,20 +235,26 @@ class NativeExecutor:
         self.drop()
         self.updater.leave_alone([row.name for segment in self._trained for row in segment.left_alone])
         gradients: dict[int, torch.Tensor] = {}
-        for segment in self._trained:
-            if segment.reduced is not None:
-                whole = not segment.update.axis
-                gradients[segment.number] = segment.whole_gradient() if whole else segment.reduced
+        _one_ahead(self._gather_gradients(gradients))
         self.updater.update(gradients, multiplier)
         for segment in self._trained:
             if segment.number in gradients:
                 segment.give_back(gradients[segment.number])
-        handles = [segment.sync_storage() for segment in self._trained if segment.number in gradients]
-        for handle in handles:
-            handle.wait()
+        _one_ahead(segment.sync_storage() for segment in self._trained if segment.number in gradients)
         for segment in self._trained:
             segment.changed()
             segment.renew()
+
+    def _gather_gradients(self, gradients: dict[int, torch.Tensor]) -> Iterator[Handle]:
+        """Fill it with what each segment is updated by; each is there when its handle was waited for."""
+        for segment in self._trained:
+            if segment.reduced is None:
+                continue
+            if segment.update.axis:
+                gradients[segment.number] = segment.reduced
+            else:
+                gradients[segment.number], handle = segment.start_whole_gradient()
+                yield handle
 
     def forget(self) -> None:
         self.gradients.drop()
@@ -292,6 +298,15 @@ class NativeExecutor:
         self.attached.leave()
         unpin(self.segments)
         self.gradients.callbacks = None
+
+
+def _one_ahead(handles: Iterable[Handle]) -> None:
+    """Wait for each when the one after it has been started."""
+    last = Handle()
+    for handle in handles:
+        last.wait()
+        last = handle
+    last.wait()
 
 
 def native(executor: Executor) -> NativeExecutor:

@@ -438,15 +438,20 @@ class TrainedSegment(FlatSegment):
 
     def whole_gradient(self) -> torch.Tensor:
         """The reduced gradient on every rank, `[padded]` in the accumulate dtype."""
+        whole, handle = self.start_whole_gradient()
+        handle.wait()
+        return whole
+
+    def start_whole_gradient(self) -> tuple[torch.Tensor, Handle]:
+        """The same, which is there when the handle was waited for."""
         if self.reduced is None:
             raise AssertionError(f"segment {self.number} has no reduced gradient")
         if self.ranks == 1:
-            return self.reduced
+            return self.reduced, Handle()
         whole = self._whole
         if whole is None:
             whole = self._landing_pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
-        self._comm.all_gather(whole, self.reduced, self.axis, self._of)
-        return whole
+        return whole, self._comm.start_all_gather(whole, self.reduced, self.axis, self._of)
 
     def give_back(self, whole: torch.Tensor) -> None:
         """The buffer of `whole_gradient` is not needed any more."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from zerodrift.comm.shared import can_share
 from zerodrift.engine.digest import computed_by
 from zerodrift.report.figures import size
 from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
@@ -124,6 +125,11 @@ def _carriers() -> Iterator[MachineFact]:
     gloo = distributed.is_available() and distributed.is_gloo_available()
     note = "" if gloo else "ranks on a CPU need it"
     yield MachineFact("ranks", "gloo", "yes" if gloo else "no", note, bad=not gloo)
+    shared = can_share()
+    note = (
+        "" if shared else "no memfd, or no /proc: ranks of one CPU machine exchange through sockets, slower"
+    )
+    yield MachineFact("ranks", "shared memory", "yes" if shared else "no", note)
     nccl = distributed.is_available() and distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and torch.cuda.is_available() else ""
     found = f"yes {version}".strip() if nccl else "no"
