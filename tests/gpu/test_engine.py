@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,6 +86,38 @@ def test_gathered_memory_comes_back() -> None:
     before = torch.cuda.memory_allocated()
     train(engine, 2, data=_batch)
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    engine.destroy()
+
+
+def waits_in(run: Callable[[], object]) -> list[str]:
+    """What makes the host wait for the device, as torch notices."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [f"{each.filename}:{each.lineno}" for each in said if "synchroniz" in str(each.message)]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
+def test_a_step_waits_for_the_device_once(mode: str, stage: int) -> None:
+    """For the norm, as `tests/ranks/test_waits.py` counts it with a CPU in the device's place."""
+    pytest.importorskip("triton")
+    settings = config(stage, mode, 2, gradient_clipping=1.0)
+    engine = initialize(GPT().cuda(), config=settings, device="cuda", quiet=True)
+    train(engine, 5, 2, data=_batch)
+    tokens = [_batch(5, 0, micro) for micro in range(2)]
+
+    def step() -> None:
+        for micro in tokens:
+            engine.backward(engine(micro))
+            engine.step()
+
+    waits = waits_in(step)
+    assert len(waits) == 1, waits
     engine.destroy()
 
 

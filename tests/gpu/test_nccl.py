@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.gpu.test_engine import waits_in
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, same, train
 from zerodrift.api import initialize
@@ -84,3 +85,28 @@ def test_the_same_bits_on_any_number_of_devices(tmp_path: Path) -> None:
         folder.mkdir()
         on_each(digest, world, folder, str(tmp_path))
     assert len({path.read_text() for path in tmp_path.glob("digest-*")}) == 1
+
+
+def lanes(device: torch.device) -> None:
+    """A step with everything gathered at once leaves the bits of one with a unit ahead, and waits once."""
+    runs, tokens = [], [batch(6, dist.get_rank(), micro).to(device) for micro in range(2)]
+    for room in (1, 1 << 30):
+        settings = config(3, "bf16", 2, sharding={"prefetch": room})
+        engine = initialize(GPT(layers=6).to(device), config=settings, device=device.type, quiet=True)
+        runs.append(train(engine, 6, 2, data=lambda *place: batch(*place).to(device)))
+
+        def step(engine: Any = engine) -> None:
+            for micro in tokens:
+                engine.backward(engine(micro))
+                engine.step()
+
+        waits = waits_in(step)
+        assert len(waits) == 1, waits
+        engine.destroy()
+    assert same(runs) == []
+
+
+@pytest.mark.parametrize("world", SIZES)
+def test_gathers_and_reductions_go_on_beside_the_computation(world: int, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    on_each(lanes, world, tmp_path)

@@ -169,7 +169,7 @@ def recomputing() -> dict[str, str]:
 
 
 def shaped() -> dict[str, str]:
-    """Pins (two segments per unit), units inside units, frozen units, and every way to keep."""
+    """Pins (two segments per unit), units inside units, frozen units, every way to keep and gather ahead."""
     pins = {"precision": {"rules": [{"match": "*norm*", "pin": "fp32"}]}}
     nested = {"sharding": {"units": ["layers.*", "layers.*.mlp"]}}
     cases: dict[str, tuple[dict[str, Any], Any, int]] = {}
@@ -177,6 +177,9 @@ def shaped() -> dict[str, str]:
         cases[f"pins, stage {stage}"] = (config(stage, "bf16", 2, **pins), GPT, 2)
         cases[f"nested, stage {stage}"] = (config(stage, "bf16", 2, **nested), GPT, 2)
         cases[f"frozen block, stage {stage}"] = (config(stage, "bf16", 2), frozen_block, 2)
+    for room in (1, 1 << 15, 1 << 30):
+        near_and_far = {"sharding": {"prefetch": room, "units": ["layers.*", "layers.*.mlp"]}}
+        cases[f"{room} bytes"] = (config(3, "bf16", 2, **near_and_far), lambda: GPT(layers=4), 2)
     for keep in ("never", "micro-batch", "step"):
         cases[f"keep {keep}"] = (config(3, "bf16", 2, sharding={"keep_gathered": keep}), GPT, 2)
         pinned = {**pins, "sharding": {"keep_gathered": keep, "units": ["layers.*", "layers.*.attention"]}}

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.halving import Swap, room_for, swaps
+from zerodrift.comm.lanes import Lane
 from zerodrift.comm.mesh import Axis, AxisName, Mesh
 from zerodrift.comm.pairs import Pairs, missing
 from zerodrift.comm.watch import EVERYWHERE, StartedCollective
@@ -102,8 +103,9 @@ class Collectives:
         self._logs: list[list[Recorded]] = []
         self._by_pairs = self.carrier != "native"
         self._pairs = Pairs(mesh.shared if self.carrier == "shared" else None)
-        self._side: torch.cuda.Stream | None = None
-        """Where sums by halves are formed, on CUDA."""
+        apart = mesh.asynchronous and not self._by_pairs
+        self._gathers = Lane(mesh.device) if apart else None
+        self._reductions = Lane(mesh.device) if apart else None
         self._last: StartedCollective | None = None
         """What was started last."""
 
@@ -134,29 +136,39 @@ class Collectives:
         if line.group is None or not out.numel():
             _copy(place, shard)
             return Handle()
-        if shard.dtype is not out.dtype:
-            _copy(place, shard)
-            shard = place
         turn = self._turn("all_gather", line, of)
+        if self._gathers is not None:
+            with self._gathers.beside():
+                self._start(turn, line, _gather_single, out, _cast(shard, place))()
+            return Handle(self._gathers.joined(out, shard))
+        shard = _cast(shard, place)
         if self._by_pairs:
             with self._at(turn):
                 finish = self._pairs.gather(turn, line, out, shard)
             _copy(place, shard)  # while the messages travel
             return self._under_way(turn, finish)
-        work = self._start(turn, line, _gather_single, out, shard)
-        return self._under_way(turn, lambda: self._issue(turn, line, work.wait))
+        return Handle(self._start(turn, line, _gather_single, out, shard))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> None:
         """This rank's slice of the sum of every rank's `full`, into `out`. Values travel in the dtype of
         `full`, are summed as `how` says, and are converted once to the dtype of `out`, which may be this
         rank's slice of `full`."""
-        self._reduce_scatter(out, full, axis, how, "", ahead=False).wait()
+        self._begin_reduce_scatter(out, full, axis, how, "", ahead=False).wait()
 
     def start_reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, of: str = ""
     ) -> Handle:
         """The same, under way: the other ranks' slices have room of their own until `wait` sums them."""
-        return self._reduce_scatter(out, full, axis, how, of, ahead=True)
+        return self._begin_reduce_scatter(out, full, axis, how, of, ahead=True)
+
+    def _begin_reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, of: str, *, ahead: bool
+    ) -> Handle:
+        if self._reductions is None or self.mesh.group(axis) is None:
+            return self._reduce_scatter(out, full, axis, how, of, ahead=ahead)
+        with self._reductions.beside():
+            self._reduce_scatter(out, full, axis, how, of, ahead=ahead).wait()  # which the lane does
+        return Handle(self._reductions.joined(out, full))
 
     def _reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, of: str, *, ahead: bool
@@ -181,13 +193,12 @@ class Collectives:
             return self._under_way(turn, finish)
         if self.carrier == how.order == "native" and full.dtype is how.dtype:
             parts = torch.empty_like(out, dtype=full.dtype)[None]
-            call = _reduce_scatter_single
-            work = self._issue(turn, line, call, parts[0], full, group=line.group, async_op=True)
+            arrive = self._start(turn, line, _reduce_scatter_single, parts[0], full, bytewise=False)
         else:
             received = torch.empty_like(full)
             parts = received.view(line.size, -1)
-            work = self._start(turn, line, dist.all_to_all_single, received, full)
-        return self._under_way(turn, lambda: self._fold_received(turn, line, work.wait, out, parts, how))
+            arrive = self._start(turn, line, dist.all_to_all_single, received, full)
+        return Handle(lambda: _fold_received(arrive, out, parts, how))
 
     def _goes_by_halves(self, line: Axis, full: torch.Tensor, how: Sum) -> bool:
         """Where that rounds nothing on the way, and serves."""
@@ -197,32 +208,11 @@ class Collectives:
     def _halve(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
     ) -> Handle:
-        """By halves, all of it from here: on CUDA it is only begun, on a stream of its own, so that what is
-        computed goes on beside it; on a CPU it is over on return."""
-        stream = self._side_stream(full)
-        with torch.cuda.stream(stream):
-            for swap in swaps(full, line.rank, line.size, full.new_empty(room_for(full))):
-                self._swap(turn, line, swap)
-        arrived = None if stream is None else stream.record_event()
-
-        def wait() -> None:
-            if arrived is not None:
-                torch.cuda.current_stream(full.device).wait_event(arrived)
-
-        parts = (swap.coming, swap.kept)
-        return self._under_way(
-            turn, lambda: self._fold_received(turn, line, wait, out, parts, how, spare=swap.coming)
-        )
-
-    def _side_stream(self, values: torch.Tensor) -> torch.cuda.Stream | None:
-        """Goes on from here; `values` may be read there, whatever becomes of them here. None on a CPU."""
-        if not values.is_cuda:
-            return None
-        if self._side is None:
-            self._side = torch.cuda.Stream(values.device)
-        self._side.wait_stream(torch.cuda.current_stream(values.device))
-        values.record_stream(self._side)
-        return self._side
+        """By halves, all of it from here: told to the device's lane, or over on return."""
+        for swap in swaps(full, line.rank, line.size, full.new_empty(room_for(full))):
+            self._swap(turn, line, swap)
+        fold(out, (swap.coming, swap.kept), how, swap.coming)
+        return Handle()
 
     def _swap(self, turn: StartedCollective, line: Axis, swap: Swap) -> None:
         """The current stream waits for it; on a CPU the host does."""
@@ -260,7 +250,7 @@ class Collectives:
         else:
             mine = line.slice(out, line.rank)
             with self._unrecorded():
-                self._reduce_scatter(mine, values, axis, how, of, ahead=False).wait()
+                self._begin_reduce_scatter(mine, values, axis, how, of, ahead=False).wait()
                 self.all_gather(out, mine, axis, of)
 
     def _all_reduce_directly(
@@ -273,8 +263,8 @@ class Collectives:
                 self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False)()
             return
         received = values.new_empty(values.numel() * line.size)
-        work = self._start(turn, line, _gather_single, received, values)
-        self._fold_received(turn, line, work.wait, out, received.view(line.size, -1), how)
+        arrive = self._start(turn, line, _gather_single, received, values)
+        _fold_received(arrive, out, received.view(line.size, -1), how)
 
     def all_reduce_sum(self, tensor: torch.Tensor, axis: AxisName, of: str = "") -> torch.Tensor:
         """The sum over ranks of a small tensor, in its own dtype, as a new tensor: norm partials, flags."""
@@ -438,28 +428,16 @@ class Collectives:
         call: Callable[..., Any],
         out: torch.Tensor,
         values: torch.Tensor,
-    ) -> dist.Work:
-        # As bytes: nothing is computed on the way, and no backend knows every dtype.
-        out, values = out.view(torch.uint8), values.view(torch.uint8)
-        return self._issue(turn, line, call, out, values, group=line.group, async_op=True)
-
-    def _fold_received(
-        self,
-        turn: StartedCollective,
-        line: Axis,
-        wait: Callable[[], Any],
-        out: torch.Tensor,
-        parts: Sequence[torch.Tensor] | torch.Tensor,
-        how: Sum,
-        spare: torch.Tensor | None = None,
-    ) -> None:
-        """Wait on the current stream, and sum there."""
-        self._issue(turn, line, wait)
-        for part in (parts,) if isinstance(parts, torch.Tensor) else parts:
-            if part.is_cuda:
-                # Allocated on the stream that issued the collective, read on the one that waits.
-                part.record_stream(torch.cuda.current_stream(part.device))
-        fold(out, parts, how, spare)
+        *,
+        bytewise: bool = True,
+    ) -> Callable[[], None]:
+        """Returns what waits for it: nothing where the device goes on beside the host, for there the current
+        stream does."""
+        if bytewise:  # nothing is computed on the way, and no backend knows every dtype
+            out, values = out.view(torch.uint8), values.view(torch.uint8)
+        beside = not self.mesh.asynchronous
+        work = self._issue(turn, line, call, out, values, group=line.group, async_op=beside)
+        return (lambda: self._issue(turn, line, work.wait)) if beside else _nothing
 
     def _note(self, op: Op, tensor: torch.Tensor, axis: AxisName, sum_dtype: torch.dtype | None) -> None:
         if not self._logs:
@@ -477,6 +455,23 @@ class Collectives:
             yield
         finally:
             self._logs = logs
+
+
+def _nothing() -> None:
+    """What there is to wait for where the device does."""
+
+
+def _fold_received(arrive: Callable[[], None], out: torch.Tensor, parts: torch.Tensor, how: Sum) -> None:
+    arrive()
+    fold(out, parts, how)
+
+
+def _cast(shard: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """A slice in the dtype of its place, which it is in then."""
+    if shard.dtype is place.dtype:
+        return shard
+    _copy(place, shard)
+    return place
 
 
 @torch.no_grad()

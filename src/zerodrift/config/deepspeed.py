@@ -70,6 +70,7 @@ def _refused(
 
 _ONE_REDUCTION = "every stage runs the same reduction, one message per segment of a unit"
 _UNITS = "what travels together is a unit: `sharding.units`"
+_AHEAD = "`sharding.prefetch` says how far ahead units are gathered, in bytes"
 _LIFETIME = "`sharding.keep_gathered` says how long a gathered unit lives"
 _NO_NVME = "nothing is offloaded to NVMe"
 _NO_PARAM_OFFLOAD = "parameters rest on their device; see `zero_optimization.offload_param.device`"
@@ -200,8 +201,8 @@ ZERO = Section(
             "zero_optimization.ignore_unused_parameters",
             "an unused parameter never stops a step; the engine counts which gradients arrived",
         ),
-        _ignored("zero_optimization.stage3_prefetch_bucket_size", "the next unit is what is fetched ahead"),
-        _ignored("zero_optimization.prefetch_bucket_size", "the next unit is what is fetched ahead"),
+        _ignored("zero_optimization.stage3_prefetch_bucket_size", _AHEAD),
+        _ignored("zero_optimization.prefetch_bucket_size", _AHEAD),
         _ignored(
             "zero_optimization.stage3_param_persistence_threshold",
             "small parameters travel in their unit's flat buffer, at no message of their own",

@@ -211,6 +211,9 @@ class Sharding(Block):
     keep_gathered: Literal["never", "micro-batch", "step"] | None = None
     """Stage 3: how long a gathered unit lives. `never` regathers in backward, `micro-batch` keeps it from
     forward to backward, `step` keeps it for all micro-batches of a step."""
+    prefetch: Positive | None = None
+    """Stage 3: bytes that the unit that runs and those gathered ahead of it may take together; one is always
+    gathered ahead. Default: those of the largest two neighbours, which is what the peak has anyway."""
     accumulator: Literal["free", "keep"] | None = None
     """Whether the accumulator's memory is freed between steps (`free`) or kept (`keep`)."""
 

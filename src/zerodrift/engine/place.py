@@ -36,6 +36,7 @@ from zerodrift.model import recipe
 from zerodrift.model.dtensors import is_dtensor
 from zerodrift.optim.split import split
 from zerodrift.plan.layout import round_up
+from zerodrift.plan.prefetch import gathered_bytes
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master
 
@@ -386,6 +387,7 @@ def _units(plan: Plan, model: nn.Module, segments: list[FlatSegment]) -> list[Li
             spec,
             modules[spec.name],
             [segments[index] for index in spec.segments],
+            gathered_bytes=gathered_bytes(plan, spec),
             keep_after_forward=keep != "never",
             keep_after_backward=keep == "step",
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ def _saved_views(
 
 
 @functools.cache
-def _reader(kind: Hashable) -> Callable[[Any], tuple[Any, ...]] | None:
+def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]] | None:
     """What gives all that a kind of node has saved, and its class, so that it is a tuple; None where a kind
     saves nothing."""
     names = [name for name in dir(kind) if name.startswith("_raw_saved_")]

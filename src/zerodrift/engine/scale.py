@@ -159,9 +159,8 @@ def global_norm(
     """
     apart = apart or BetweenRanks()
     summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
-    places = summed[:-3]
     for gradient in gradients:
-        squares.digits(squares.block_square_sums(gradient), places)
+        squares.digits(squares.block_square_sums(gradient), summed[:-3])
     summed[-1] = apart.checksum()
     if shown is not None:
         summed[-3], summed[-2] = shown.written, shown.checksum
@@ -174,7 +173,7 @@ def global_norm(
     summed[-2:] = (summed[-2:] != ranks * mine).long()
     if comm.mesh.size("pipeline") > 1:
         summed = comm.all_reduce_sum(summed, "pipeline", "the norm")
-    written, weights, differ = comm.read(summed)[-3:]
+    *places, written, weights, differ = comm.read(summed)
     if differ:
         raise _different(apart, comm)
     if weights:
@@ -187,7 +186,7 @@ def global_norm(
                 "`engine.gathered(write=True)`, where rank 0's values become everybody's."
             ),
         )
-    return Norm(math.sqrt(squares.total(summed[:-3])) * unscale, bool(written))
+    return Norm(math.sqrt(squares.total(places)) * unscale, bool(written))
 
 
 def _different(apart: BetweenRanks, comm: Collectives) -> RankError:

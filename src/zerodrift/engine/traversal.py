@@ -3,7 +3,7 @@
 A model may skip a unit on one rank: an expert without tokens, a layer that is dropped. The others gather
 it, and a rank that did not would take the next collective for it. So a training step goes through the units
 in the order of the plan: when it comes to one, those that were passed over are gathered too, and in a
-backward count as over, in their turn. One unit is gathered ahead.
+backward count as over, in their turn. Units are gathered ahead as far as there is room (`plan/prefetch.py`).
 
 Invariant: in training, the gathers and reductions of a rank that runs units in the order of the plan, and
 each at most once, are the plan's list. A unit that runs out of turn, or again, is gathered on the spot.
@@ -33,6 +33,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from zerodrift.plan.prefetch import reach
 from zerodrift.plan.schedule import backward_order, holds
 from zerodrift.plan.table import Unit
 
@@ -45,6 +46,8 @@ class TraversedUnit(Protocol):
     is_root: bool
     uses: int
     recomputed: bool
+    gathered_bytes: int
+    """Of its full form."""
 
     @property
     def trained(self) -> Sequence[object]:
@@ -124,8 +127,10 @@ def will_be_recomputed() -> bool:
 class Traversal:
     """Where a step is among the units of an engine."""
 
-    def __init__(self, units: Sequence[TraversedUnit], meet: Meet | None = None) -> None:
-        """`meet` is None where gathers need no other rank."""
+    def __init__(self, units: Sequence[TraversedUnit], meet: Meet | None = None, room: int = 0) -> None:
+        """`meet` is None where gathers need no other rank. `room` is what may be gathered at once, in bytes,
+        if that is more than a unit and the next."""
+        self._room = room
         self.checksum = 0
         """See [Note: order]; the engine clears it in every step."""
         self._arrange([unit for unit in units if not unit.is_root])
@@ -168,6 +173,8 @@ class Traversal:
         self._forth_place = {unit.number: place for place, unit in enumerate(self._forth)}
         self._back_place = {unit.number: place for place, unit in enumerate(self._back)}
         self._inside = {unit.number: self._units_inside(unit) for unit in self._back}
+        self._forth_reach = reach([unit.gathered_bytes for unit in self._forth], self._room)
+        self._back_reach = reach([unit.gathered_bytes for unit in self._back], self._room)
         self._nested = {other.number for inside in self._inside.values() for other in inside}
         trained = [place for place, unit in enumerate(self._back) if unit.trained]
         self._until = trained[-1] + 1 if trained else 0
@@ -224,7 +231,7 @@ class Traversal:
         self._forth[place].gather()
         if place >= self._went:
             self._went = place + 1
-            for ahead in self._forth[place + 1 : place + 2]:
+            for ahead in self._forth[place + 1 : self._forth_reach[place]]:
                 ahead.start_gather()
 
     # --- the order, while it is not known; see [Note: learned order] -------------------------------------
@@ -354,5 +361,5 @@ class Traversal:
             self._came = place + 1
             for inside in self._inside[unit.number] if unit.recomputed else ():
                 inside.start_gather()
-            for ahead in self._back[place + 1 : place + 2]:
+            for ahead in self._back[place + 1 : self._back_reach[place]]:
                 ahead.start_gather()

@@ -86,6 +86,7 @@ class LiveUnit:
         module: nn.Module,
         segments: list[FlatSegment],
         *,
+        gathered_bytes: int,
         keep_after_forward: bool,
         keep_after_backward: bool,
     ) -> None:
@@ -94,6 +95,7 @@ class LiveUnit:
         self.module = module
         self.segments = segments
         self.is_root = spec.name == ""
+        self.gathered_bytes = gathered_bytes
         self._keep_after_forward = keep_after_forward or self.is_root
         self._keep_after_backward = keep_after_backward
         self.uses = 0

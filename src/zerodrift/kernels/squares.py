@@ -13,6 +13,7 @@ Invariant: the total of a set of blocks is its exact sum. It depends on no order
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -104,17 +105,13 @@ def _add_digits(sums: Tensor, out: Tensor) -> None:
     out.index_add_(0, digit + 2, high >> 32)
 
 
-def total(summed: Tensor) -> float:
+def total(summed: Tensor | Sequence[int]) -> float:
     """The exact sum that digits stand for, rounded once to fp64; infinity where a block was not finite.
 
-    Reads the digits to the host.
+    The digits of a tensor are read to the host.
     """
-    if nonfinite_blocks(summed):
+    places = summed.tolist() if isinstance(summed, Tensor) else summed
+    if places[DIGITS]:
         return math.inf
-    value = sum(place << (32 * index) for index, place in enumerate(summed[:DIGITS].tolist()))
+    value = sum(place << (32 * index) for index, place in enumerate(places[:DIGITS]))
     return float(Fraction(value) * Fraction(2) ** LOWEST)
-
-
-def nonfinite_blocks(summed: Tensor) -> int:
-    """How many blocks held a NaN or an infinity. Reads the count to the host."""
-    return int(summed[DIGITS])

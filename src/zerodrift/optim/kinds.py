@@ -43,7 +43,7 @@ def table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _table(step: UpdateStep, device: torch.device) -> Tensor:
-    """Once per step and not per slice: what is sent to a device makes the host wait for it."""
+    """Once per step and not per slice."""
     return _make(step, device)
 
 
@@ -53,6 +53,13 @@ def _make(step: UpdateStep, device: torch.device) -> Tensor:
     rows = [[getattr(group, field) for field in fields] for group in groups]
     # A multiplier that is on a device stays there: reading it would make the host wait.
     multiplier = torch.as_tensor(step.multiplier, dtype=torch.float32)
-    table = torch.tensor(rows, dtype=torch.float32).to(multiplier.device)
+    table = _sent(torch.tensor(rows, dtype=torch.float32), multiplier.device)
     table[:, 0] *= multiplier
-    return table.to(device)
+    return _sent(table, device)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """On a device, from memory that it reads by itself: else the host would wait until it has."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

@@ -17,6 +17,7 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import ADAMW, of_type
+from zerodrift.plan.prefetch import gathered_bytes, most_at_once, room
 from zerodrift.plan.schedule import Collective, counted
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan, Segment, Unit
@@ -48,7 +49,7 @@ class Peak:
     rest: int
     """What is there anyway."""
     gathered: int
-    """Unsharded copies alive at once: the root and two units."""
+    """Unsharded copies alive at once: the root, the unit that runs and those that are gathered ahead."""
     accumulate: int
     """Sums of gradients, beyond what is kept between steps."""
     gradient: int
@@ -170,11 +171,11 @@ def _peak(
     plan: Plan, units: Sequence[Unit], segments: Sequence[Segment], rest: RestingBytes, micro_batches: int
 ) -> Peak:
     """The worst moment: the middle of a backward, when the last accumulators are filled."""
-    blocks = [_gathered(plan, unit) for unit in units if unit.name]
-    roots = sum(_gathered(plan, unit) for unit in units if not unit.name)
+    blocks = [gathered_bytes(plan, unit) for unit in units if unit.name]
+    roots = sum(gathered_bytes(plan, unit) for unit in units if not unit.name)
     if plan.policy.sharding.keep_gathered == "never":
-        pairs = [sum(blocks[place : place + 2]) for place in range(len(blocks))]
-        gathered = roots + max(pairs, default=0)
+        space = room(plan)
+        gathered = roots + max(most_at_once(blocks, space), most_at_once(blocks[::-1], space))
     else:
         gathered = roots + sum(blocks)
     trained = [segment for segment in segments if segment.trained]
@@ -190,20 +191,6 @@ def _peak(
 
 def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
     return segment.padded * placed.dtype.size // (shard if placed.axis else 1)
-
-
-def _gathered(plan: Plan, unit: Unit) -> int:
-    """Bytes of a unit's unsharded copy: what is gathered, and the cast where compute is another dtype."""
-    total = 0
-    for number in unit.segments:
-        segment = plan.segments[number]
-        columns = segment.columns
-        if columns.storage.axis and plan.slices(segment) > 1:
-            total += segment.padded * columns.gather.size
-            total += segment.padded * columns.compute.size if columns.compute is not columns.gather else 0
-        elif columns.storage.dtype is not columns.compute:
-            total += segment.padded * columns.compute.size
-    return total
 
 
 def accumulators_of(plan: Plan, segment: Segment, micro_batches: int) -> int:

@@ -6,9 +6,9 @@ still moves and sums what is said here.
 
 One step of m micro-batches is: per micro-batch, gather each unit in order for the forward, again in
 reverse order for the backward (unless it was kept), reduce each unit's gradient behind it; after the
-last, sum over replicas; then the norm; then the update and what it must send. One unit is gathered ahead,
-so its gather comes before what is computed with the one in front of it. `events` says both, what is computed
-and what is sent, and `collectives` leaves out what is computed: there is one order.
+last, sum over replicas; then the norm; then the update and what it must send. Units are gathered ahead
+(`prefetch.py`), so their gathers come before what is computed with the one in front of them. `events` says
+both, what is computed and what is sent, and `collectives` leaves out what is computed: there is one order.
 
 What depends on data is not in it: the tokens that travel to their experts and back.
 
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.dtypes import DType
+from zerodrift.plan.prefetch import gathered_bytes, reach, room
 from zerodrift.plan.stages import of_piece, part, pieces, pieces_of, shared_with_another
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.plan.timeline import Action
@@ -150,14 +151,14 @@ def _micro_batch(plan: Plan, stage: int, turn: _AlikeMicroBatches) -> Iterator[E
         yield from _forward(plan, gathers=turn.first or keep != "step")
     # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
     order = [unit for unit in backward_order(units) if unit.name] if keep == "never" else []
-    place = {unit.name: number for number, unit in enumerate(order)}
+    needed_at = dict(zip((unit.name for unit in order), _reach(plan, order), strict=True))
     for first in order[:1]:
         yield from _gather(plan, first, "backward")
     yield from (Computation("leave", numbers[unit.name], back=True) for unit in units if not unit.name)
     gathered = len(order[:1])
     for unit in reduce_order(units):
-        # A backward that has come to this unit has gathered it and, ahead, the one after it.
-        needed = min(place[unit.name] + 2, len(order)) if unit.name in place else 0
+        # A backward that has come to this unit has gathered it and, ahead, some after it.
+        needed = needed_at.get(unit.name, 0)
         for other in order[gathered:needed]:
             yield from _gather(plan, other, "backward")
         gathered = max(gathered, needed)
@@ -166,19 +167,24 @@ def _micro_batch(plan: Plan, stage: int, turn: _AlikeMicroBatches) -> Iterator[E
 
 
 def _forward(plan: Plan, *, gathers: bool) -> Iterator[Event]:
-    """Through the units in their order, one gathered ahead."""
+    """Through the units in their order, some gathered ahead."""
     roots = [number for number, unit in enumerate(plan.units) if not unit.name]
     blocks = [number for number, unit in enumerate(plan.units) if unit.name]
     to_gather = [plan.units[number] for number in (*roots, *blocks)] if gathers else []
     gathered = 0
+    ends = [len(roots) + end for end in _reach(plan, [plan.units[number] for number in blocks])]
     for place, number in enumerate((*roots, *blocks)):
-        block = number in blocks
-        needed = place + 2 if block else place + 1
+        block = place >= len(roots)
+        needed = ends[place - len(roots)] if block else place + 1
         for unit in to_gather[gathered:needed]:
             yield from _gather(plan, unit, "forward")
         gathered = max(gathered, needed)
         yield Computation("forward" if block else "enter", number)
     yield from (Computation("leave", number) for number in roots)
+
+
+def _reach(plan: Plan, units: Sequence[Unit]) -> tuple[int, ...]:
+    return reach([gathered_bytes(plan, unit) for unit in units], room(plan))
 
 
 def scheduled(plan: Plan, stage: int, actions: Sequence[Action]) -> Iterator[tuple[Action, list[Event]]]:

@@ -145,6 +145,13 @@ def _fsdp2_settings(
             do=f"Use {either(known.name for known in takes)}, pass an optimizer of your own to `initialize`, "
             f"{_NATIVE}",
         )
+    if config.sharding.prefetch is not None:
+        problems.add(
+            "sharding.prefetch",
+            "must be left out on backend fsdp2: fully_shard gathers one unit ahead",
+            got=str(config.sharding.prefetch),
+            do="Leave it out, or use the native backend.",
+        )
     if config.sharding.accumulator == "keep":
         problems.add(
             "sharding.accumulator",

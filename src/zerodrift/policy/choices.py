@@ -46,6 +46,8 @@ def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPoli
     ]
     if stage == 3 or backend.storage_sharded:
         decisions.append(Decision("keep_gathered", keep, kept_why))
+    if block.prefetch is not None and stage == 3:
+        decisions.append(Decision("prefetch", f"{block.prefetch:,} bytes", "`sharding.prefetch`"))
     decisions.append(
         Decision(
             "accumulator",
@@ -61,7 +63,14 @@ def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPoli
                 "`zero_optimization.offload_optimizer.device`: in host memory; the bill counts them too",
             )
         )
-    policy = ShardingPolicy(stage, tuple(block.units or ()), keep, free, offload)  # type: ignore[arg-type]
+    policy = ShardingPolicy(
+        stage,  # type: ignore[arg-type]
+        tuple(block.units or ()),
+        keep,
+        free,
+        offload,
+        block.prefetch or 0,
+    )
     return policy, tuple(decisions)
 
 

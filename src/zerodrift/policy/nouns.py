@@ -302,6 +302,9 @@ class ShardingPolicy:
     free_accumulator: bool
     offload: bool
     """Master and state rest in host memory."""
+    prefetch: int = field(default=0, metadata={"omitted": True})
+    """Bytes that the unit that runs and those gathered ahead of it may take; 0 for those of the largest two
+    neighbours."""
 
 
 @dataclass(frozen=True, slots=True)

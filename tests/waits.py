@@ -1,0 +1,161 @@
+"""A device that goes on beside the host, played by the CPU: what would make the host wait for it, and what
+its streams are told.
+
+On a GPU the host waits wherever a value is asked for, wherever the size of a result depends on values, and
+wherever something is copied from memory that is not pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zerodrift
+from zerodrift.comm import collectives
+from zerodrift.comm.mesh import Mesh
+from zerodrift.kernels import device, native
+from zerodrift.optim import fused, kinds
+
+HOME = str(Path(zerodrift.__file__).parent)
+
+ASKED = frozenset(("tolist", "numpy", "cpu", "__array__"))
+"""Functions of Python that read values without an operation that could be seen below."""
+SENT = frozenset(("tensor", "as_tensor"))
+"""Functions that copy from the host where they are given a device."""
+SIZED = frozenset((
+    "_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive",
+    "unique_dim", "bincount",
+))  # fmt: skip
+"""Operations that read values."""
+
+
+class Waits(TorchFunctionMode):
+    """Where the host would have waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._below = _Operations(self)
+
+    def add(self, name: str) -> None:
+        lines = [frame for frame in traceback.extract_stack() if frame.filename.startswith(HOME)]
+        at = f"{Path(lines[-1].filename).stem}.{lines[-1].name}" if lines else "the model"
+        self.found.append(f"{name} in {at}")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ASKED or (name in SENT and kwargs.get("device") is not None):
+            self.add(name)
+        if name == "to" and any(isinstance(value, torch.device) for value in (*args, *kwargs.values())):
+            self.add("to")
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> Any:
+        self._below.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._below.__exit__(*error)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        picked = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        repeated = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if name in SIZED or picked or repeated:
+            self._waits.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Streams:
+    """What `torch.cuda` has of streams; keeps what each is told, in the order of the host."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, ...]] = []
+        self._current = [FakeStream(self, "main")]
+        self._count = 0
+
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
+        self._count += 1
+        return FakeStream(self, f"lane {self._count}")
+
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
+        return self._current[-1]
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def tell(self, *what: str) -> None:
+        self.told.append((self.current_stream().name, *what))
+
+
+class FakeStream:
+    """Has no `synchronize`, so whoever calls it fails."""
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+        self.events = 0
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.streams.told.append((self.name, "waits for", other.name))
+
+    def record_event(self) -> str:
+        self.events += 1
+        self.streams.told.append((self.name, "event", str(self.events)))
+        return f"{self.name} event {self.events}"
+
+    def wait_event(self, event: str) -> None:
+        self.streams.told.append((self.name, "waits for", event))
+
+
+def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
+    """From now on this process takes its CPU for a device that goes on by itself, with Triton on it."""
+    streams = Streams()
+    patch.setattr(Mesh, "asynchronous", property(lambda mesh: True))
+    patch.setattr(torch, "get_device_module", lambda device=None: streams)
+    patch.setattr(native, "library", lambda: None)
+    patch.setattr(fused, "compiled_for", lambda where, step: None)
+    patch.setattr(device, "works", lambda where: True)
+    patch.setattr(device, "update", lambda call: streams.tell("update"))
+    patch.setattr(kinds, "_sent", lambda values, device: values)  # its `to` copies from pinned memory
+    made = collectives.Collectives.__init__
+
+    def carried(self: Any, mesh: Any, carrier: Any = None) -> None:
+        made(self, mesh, "native")
+
+    patch.setattr(collectives.Collectives, "__init__", carried)
+    for name in ("_gather_single", "_reduce_scatter_single"):
+        patch.setattr(collectives, name, _told(streams, name, getattr(collectives, name)))
+    exchange = torch.distributed.all_to_all_single
+    patch.setattr(torch.distributed, "all_to_all_single", _told(streams, "all_to_all_single", exchange))
+    return streams
+
+
+def _told(streams: Streams, name: str, call: Any) -> Any:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        assert not kwargs.get("async_op")
+        streams.tell(name)
+        return call(*args, **kwargs)
+
+    return told
