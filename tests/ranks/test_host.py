@@ -5,8 +5,12 @@ Calls are counted, not seconds. Where they may grow, they do so with the depth o
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,3 +158,27 @@ def test_the_host_makes_as_many_calls_on_1024_ranks_as_on_8() -> None:
         assert many[0] <= few[0] + 4 * 1024, (stage, order)
         swaps = (BLOCKS + 1) * 7 if order == "tree" else 0  # 1024 is 8 doubled 7 times
         assert few[1] - 10 <= many[1] <= few[1] + 10 + 150 * swaps, (stage, order)
+
+
+def bytes_held(sizes: list[int]) -> list[dict[str, int]]:
+    """By room, after three steps on rank 0 of so many."""
+    sys.path.append(str(Path(__file__).parents[2] / "bench"))
+    import flat
+
+    dist.destroy_process_group()
+    flat.like_gpus()
+    found: list[dict[str, int]] = []
+    for ranks in (8, *sizes):  # the first for imports, and what is looked up once
+        options = argparse.Namespace(blocks=2, width=16)
+        flat.measured(ranks, options, SimpleNamespace(put=lambda answer: found.append(answer[0])))
+    return found[1:]
+
+
+def test_what_the_host_holds_does_not_grow_with_ranks() -> None:
+    """But for torch's tables of its groups, whose numbers are made where a group is asked for."""
+    ((few, many),) = run_ranks(bytes_held, 1, [8, 4096])
+    tables = 4096 * 40
+    for room in few:
+        assert many[room] <= 1.05 * few[room] + 4096 + (tables if room == "comm" else 0) or (
+            room == "torch.distributed"
+        ), (room, few[room], many[room])

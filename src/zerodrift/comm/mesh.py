@@ -51,8 +51,8 @@ class Axis:
     """One axis as this rank sees it."""
 
     name: AxisName
-    ranks: tuple[int, ...]
-    """World ranks along the axis, in the order in which sums are formed."""
+    ranks: range
+    """World ranks along the axis, in the order in which sums are formed; a rule, however many they are."""
     rank: int
     """This rank's place among them."""
     group: dist.ProcessGroup | None
@@ -342,7 +342,7 @@ def _axes(
                 created.append(group)
             groups[line] = (group, CollectiveLog(line))
         groups.setdefault(mine, (None, CollectiveLog(mine)))
-        axes[name] = Axis(name, tuple(mine), mine.index(rank), *groups[mine])
+        axes[name] = Axis(name, mine, mine.index(rank), *groups[mine])
     return axes
 
 
