@@ -15,9 +15,10 @@ from tests.ranks.harness import run_ranks
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.io.checkpoint.manifest import read_manifest
 from zerodrift.plan.table import Plan
+from zerodrift.train import model as models
 from zerodrift.train.chat import conversation
 from zerodrift.train.documents import Document
-from zerodrift.train.start import run_here, train
+from zerodrift.train.start import dry_run, run_here, train
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +191,23 @@ def test_what_nobody_decided_is_asked_for(tmp_path: Path) -> None:
         train(str(file))
     assert "`config.optimizer`: must be given" in str(caught.value)
     assert "`config.train_micro_batch_size_per_gpu`: must be given" in str(caught.value)
+
+
+def test_what_is_asked_for_on_the_way_lies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "positions", lambda model: 40)
+    file = job(
+        tmp_path, steps=1, run={"samples": ["a prompt", "a prompt that is too long for the model's 40"]}
+    )
+    file.write_text(json.dumps({**json.loads(file.read_text()), "audit": {"at": [1, 7]}}))
+    with pytest.raises(ConfigError) as caught:
+        train(str(file))
+    assert "`audit.at`: must be steps of the run, which has 1; got 7" in str(caught.value)
+    assert "`run.samples`: must leave room in the model's 40 positions; got 4" in str(caught.value)
+    dry_run(str(job(tmp_path, steps=3, run={"epochs": 2})), (), None, False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "`run.epochs` 2 is not used, as `run.steps` is given" in said
 
 
 def test_more_processes_than_any_machine_has_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.commands import Command
 from tests.e2e.jobs import QUICKLY, ROOT, job, losses, start
 from tests.ranks.harness import run_ranks
 from zerodrift.train.start import run_here
+from zerodrift.train.stopping import shown
 
 STEPS = 20
 
@@ -103,7 +104,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(
     assert err == "" and out.count("zerodrift train ") == 1, "one rank speaks"
     assert "finishing this step, then saving" in out and out.count("again: stop at once") == 1
     assert 2 <= done < STEPS - 5
-    assert f"{number.name}: step {done} is finished and saved" in out
+    assert f"{shown(number.name)}: step {done} is finished and saved" in out
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
     # A rank that is killed is named.

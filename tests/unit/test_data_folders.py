@@ -100,6 +100,19 @@ def test_what_is_in_a_folder_without_data_is_told(tmp_path: Path) -> None:
         prepare(data(tmp_path), LETTERS, tmp_path / "cache")
 
 
+def test_what_training_wrote_is_no_data(tmp_path: Path) -> None:
+    """A folder of texts in which somebody trains, and trains again."""
+    (tmp_path / "a.txt").write_text("a text to train on " * 9)
+    for name in ("runs/a", "cache/0123"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("runs/a/job.json", "runs/a/plan.json", "cache/digests.json", "cache/0123/blocks.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "runs/a/report.html").write_text("<html>")
+    (reading,) = (each.reading for each in prepare(data(tmp_path), LETTERS, tmp_path / "other").sets)
+    assert reading.files == 1
+    assert reading.beside == ("cache, which training wrote", "runs/a, which training wrote")
+
+
 def test_splits_that_datasets_saved_are_those_of_its_list(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train_sft", "train_gen"]}')

@@ -154,6 +154,14 @@ def test_a_failed_run_says_why_before_anything_else() -> None:
     assert 'role="alert"' not in page(LINES)
 
 
+def test_a_loss_that_is_no_number_has_no_perplexity() -> None:
+    broken = [{**line, "loss": math.nan} if line["kind"] == "step" else line for line in LINES[:-1]]
+    text = page([*broken, {"kind": "evaluation", "step": 3, "validation_loss": math.nan}])
+    assert "never a number" in text and "above 1" not in text
+    text = page([*LINES, {"kind": "evaluation", "step": 4, "validation_loss": math.nan}])
+    assert "best 1.8750 at step 3" in text
+
+
 def test_resumes_and_skips_are_marked_and_told() -> None:
     change = ["config.optimizer.params.lr", "0.01", "0.001", "the job's holds from step 3 on"]
     start = {"kind": "start", "step": 2, "from": "runs/a/checkpoints/step-2", "changed": [change]}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import glob
 import json
 import re
@@ -137,8 +138,19 @@ class _Folder:
         return sorted(
             path
             for path in self._folder.rglob(pattern or "*")
-            if path.is_file() and not any(part.startswith(".") for part in self._inside(path).parts)
+            if path.is_file()
+            and not any(part.startswith(".") for part in self._inside(path).parts)
+            and not any(parent in self._written for parent in path.parents)
         )
+
+    @functools.cached_property
+    def _written(self) -> frozenset[Path]:
+        """Folders of runs and of packed data: what was written by training is no data of it."""
+        runs = {
+            path.parent for path in self._folder.rglob("plan.json") if (path.parent / "job.json").is_file()
+        }
+        caches = {path.parent for path in self._folder.rglob("digests.json")}
+        return frozenset((runs | caches) - {self._folder})
 
     def _inside(self, path: Path) -> Path:
         return path.relative_to(self._folder)
@@ -148,7 +160,8 @@ class _Folder:
         files = self.files("")
         taken = self._whole(files) if whole else self._listed(split) or self._guessed(files, split)
         rest = set(files) - set(taken.files) - set(taken.others)
-        return DataFiles(tuple(sorted(taken.files)), (*taken.left, *self._left(rest)))
+        written = [f"{self._inside(path)}, which training wrote" for path in sorted(self._written)]
+        return DataFiles(tuple(sorted(taken.files)), (*taken.left, *self._left(rest), *written))
 
     def _whole(self, files: Sequence[Path]) -> _Taken:
         return _Taken([file for file in files if suffix_of(file) in (*TEXTS, *_ALSO_TEXTS)])

@@ -38,7 +38,7 @@ from zerodrift.train.metrics import Metrics, kind_of, memory
 from zerodrift.train.profiling import StepRecorder
 from zerodrift.train.run import Session
 from zerodrift.train.smoothing import require_called
-from zerodrift.train.stopping import END, STEP, Stop
+from zerodrift.train.stopping import END, STEP, Stop, shown
 from zerodrift.train.taken import take_step
 from zerodrift.train.writing import continuation
 
@@ -190,7 +190,7 @@ class Loop:
                 session.checkpoints.wait()
         if self._asked:
             again = "" if self._run.resume == "auto" else " with `--set run.resume=auto`"
-            done = f"{self._asked}: step {step} is finished and saved"
+            done = f"{shown(self._asked)}: step {step} is finished and saved"
             self._display.say(f"{done}; start again{again} to go on")
         elif self._run.export:
             self._export(session.folder.export)
@@ -305,8 +305,8 @@ class Loop:
         where = f"; the batch is in {folder.bad}" if saved or trouble.places else ""
         self._display.say(legible(f"{trouble}{where}"))
         if self._leads:
-            places = [[place.rank, place.micro_batch, place.loss] for place in trouble.places]
-            self._write("skip", {"step": step, "parameters": list(trouble.parameters), "places": str(places)})
+            places = "; ".join(f"{p.rank}, {p.micro_batch}, {p.loss:.4g}" for p in trouble.places)
+            self._write("skip", {"step": step, "parameters": list(trouble.parameters), "places": places})
         if self._skips > self._run.max_skips:
             raise NonFiniteError(
                 "run.max_skips",

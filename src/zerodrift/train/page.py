@@ -63,7 +63,7 @@ def _head(job: Job, plan: Plan, lines: RunLines, steps: int) -> Markup:
         "header",
         tag("p", "zerodrift run", class_="kicker"),
         tag("h1", breaking(job.run.folder), " ", tag("span", words, class_=f"state {kind}")),
-        tag("p", f"{plan.source} on {plan.mesh}, {_named(job.data.paths)}", class_="quiet"),
+        tag("p", breaking(f"{plan.source} on {plan.mesh}, {_named(job.data.paths)}"), class_="quiet"),
     )
 
 
@@ -109,10 +109,13 @@ def _tiles(plan: Plan, lines: RunLines) -> Markup:
         tiles.append(("loss", f"{last:.4f}", f"from {first:.4f} at step {losses[0][0]:g}"))
     held = held_out(lines)
     if held:
-        best, step = min((value, step) for step, value in held)
-        tiles.append(("validation loss", f"{held[-1][1]:.4f}", f"best {best:.4f} at step {step:g}"))
-    if held or losses:
-        value = perplexity(held[-1][1] if held else losses[-1][1])
+        best, step = min(
+            ((value, step) for step, value in held if math.isfinite(value)), default=(math.nan, 0)
+        )
+        words = f"best {best:.4f} at step {step:g}" if step else "never a number"
+        tiles.append(("validation loss", f"{held[-1][1]:.4f}", words))
+    if (held or losses) and math.isfinite((held or losses)[-1][1]):
+        value = perplexity((held or losses)[-1][1])
         shown = significant(value) if math.isfinite(value) else f"above {elements(int(MOST))}"
         tiles.append(("perplexity", shown, "of the held-out data" if held else "of the last step"))
     tokens = round(lines.last("tokens") or 0)

@@ -48,7 +48,7 @@ from zerodrift.train.environment import environment
 from zerodrift.train.feed import BatchLayout, Feed
 from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.grouping import WINDOW, GroupedSampler, lengths_of, padding
-from zerodrift.train.job import Job
+from zerodrift.train.job import Job, Run
 from zerodrift.train.launch import NOTHING, Asked
 from zerodrift.train.lines import RunLines
 from zerodrift.train.mixture import Mixture, sampler_of
@@ -273,6 +273,7 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
         prepared = prepare(job.data, letters, cache)
     policy, steps = length_of(job, config, prepared, world)
     _require_decided(policy)
+    _require_of_the_run(job, built, letters, steps)
     require_inside(job.run.profile, steps)
     return Outline(folder, letters, prepared, steps, source, built, smoothed)
 
@@ -394,6 +395,20 @@ def length_of(job: Job, config: Config, prepared: Prepared, world: int) -> tuple
     return policy, steps
 
 
+def _require_of_the_run(job: Job, model: nn.Module, letters: Tokenizer, steps: int) -> None:
+    """That what is asked for on the way can be done on it."""
+    problems = Problems()
+    if late := [step for step in job.audit.at if step > steps]:
+        problems.add("audit.at", f"must be steps of the run, which has {steps:,}", got=f"{late[0]:,}")
+    room = models.positions(model)
+    for prompt in job.run.samples:
+        count = len(letters.start) + len(letters.encode(prompt))
+        if room is not None and count >= room:
+            must = f"must leave room in the model's {room:,} positions"
+            problems.add("run.samples", must, got=f"{count:,} tokens of {prompt[:40]!r}", do="Shorten it.")
+    problems.raise_as(ConfigError)
+
+
 def _require_decided(policy: Policy) -> None:
     """Refuse a config that leaves to its caller what nobody decides here."""
     problems = Problems()
@@ -460,7 +475,10 @@ def data_text(job: Job, prepared: Prepared, steps: int, plan: Plan, display: Dis
     batch = plan.policy.batch
     samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
     epochs = steps * samples / len(prepared.train)
-    told = [*prepared.in_short(), ("training", f"{steps:,} steps of {samples} blocks, {epochs:.2f} epochs")]
+    training = f"{steps:,} steps of {samples} blocks, {epochs:.2f} epochs"
+    if job.run.steps is not None and job.run.epochs != Run().epochs:
+        training += f"; `run.epochs` {job.run.epochs:g} is not used, as `run.steps` is given"
+    told = [*prepared.in_short(), ("training", training)]
     if job.data.group_by_length:
         told.append(("padding", _padding(job, prepared, steps, plan)))
     below = [(label.ljust(len("optimizer")), text) for label, text in told]  # the lines of the plan

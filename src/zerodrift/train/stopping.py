@@ -34,12 +34,15 @@ def exit_code(name: str) -> int:
     return 128 + signal.Signals[name if name in signal.Signals.__members__ else "SIGINT"]
 
 
+def shown(name: str) -> str:
+    """A signal as a person knows it."""
+    return {"SIGINT": "Ctrl-C"}.get(name, name)
+
+
 def tell(text: str, number: int, what: str = STEP) -> None:
     """Say it now, from a handler of signals, which may have interrupted a print: below the line that is
     drawn over and over, on a line of its own."""
-    name = signal.Signals(number).name
-    shown = {"SIGINT": "Ctrl-C"}.get(name, name)
-    line = text.format(name=shown, what=what)
+    line = text.format(name=shown(signal.Signals(number).name), what=what)
     with contextlib.suppress(OSError):
         os.write(1, f"{os.linesep if os.isatty(1) else ''}{line}{os.linesep}".encode())
 
