@@ -85,7 +85,7 @@ def follow(section: list[tuple[str, str]], folder: Path) -> list[str]:
             if not line.startswith(ELSEWHERE):
                 program, verb, *rest = shlex.split(line)
                 assert program == "zerodrift", line
-                few = FEW if verb in ("train", "data") else ()
+                few = FEW if verb in ("train", "data", "evaluate") else ()
                 assert not app([verb, *rest, *few], standalone_mode=False), line
                 ran.append(line)
     return ran
