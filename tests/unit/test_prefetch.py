@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.models import parameter
@@ -33,6 +33,7 @@ def test_as_many_are_gathered_ahead_as_fit() -> None:
     assert reach([], 8) == ()
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(0, 120))
 def test_one_is_always_ahead_and_no_more_than_fit(sizes: list[int], space: int) -> None:
     ends = reach(sizes, space)
