@@ -28,6 +28,7 @@ from zerodrift.errors import ConfigError, Problems, first_line
 from zerodrift.files import kind as odd
 from zerodrift.files import opened
 from zerodrift.train.formats import OF_ROWS, suffix_of
+from zerodrift.train.hub import advice
 from zerodrift.train.job import Data
 from zerodrift.train.texts import readable
 
@@ -85,7 +86,7 @@ def find(written: str | Sequence[str], data: Data, where: str, split: str = TRAI
         except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home that is not there
             found, must = DataFiles(()), f"must name files that are there ({first_line(error)[-80:]})"
         if not found.files:
-            problems.add(where, must, got=_got(text, found.left))
+            problems.add(where, must, got=_got(text, found.left), do=advice(text, "dataset"))
         paths |= dict.fromkeys(found.files)
         left += found.left
     problems.raise_as(ConfigError)

@@ -32,6 +32,7 @@ from zerodrift.train import adapters
 from zerodrift.train import model as models
 from zerodrift.train.export import copy_tokenizer
 from zerodrift.train.found import FoundModel, base_of, checkpoints_at, model_at
+from zerodrift.train.hub import advice, path_of
 from zerodrift.train.job import Model
 from zerodrift.train.tokens import holds
 
@@ -102,7 +103,8 @@ def _base(found: FoundModel, named: str | None) -> tuple[nn.Module, Model]:
         assert found.export is not None
         saved = adapters.saved_base(found.export).get("source", "")
         trained = Model(source=saved or ".", weights="load")
-    written = trained if named is None else trained.model_copy(update={"source": named})
+    place = path_of(saved if named is None else named, "model")
+    written = trained.model_copy(update={"source": place})
     where = "the base of the adapters" if named is None else "--model"
     if not written.source or (named is None and not saved):
         raise ModelError(where, "must be known", got="no path of it", do="Name it: `--model PATH`.")
@@ -110,7 +112,8 @@ def _base(found: FoundModel, named: str | None) -> tuple[nn.Module, Model]:
         source = models.source_of(written)
     except ModelError as error:
         must = "must be there, as it was in training"
-        raise ModelError(where, must, got=error.got, do="Name it: `--model PATH`.") from None
+        todo = f"Name it: `--model PATH`. {advice(written.source, 'model')}".rstrip()
+        raise ModelError(where, must, got=error.got, do=todo) from None
     if source.config is not None:
         _require_not_quantised(source.config, where)
     return models.whole_model(written, source), written

@@ -31,6 +31,7 @@ from zerodrift.model.huggingface import CONFIG, is_installed
 from zerodrift.model.meta import attempt
 from zerodrift.pipeline.cut import Parts
 from zerodrift.train.adapters import with_adapters
+from zerodrift.train.hub import advice, download, name_in_cache
 from zerodrift.train.job import Model
 
 
@@ -58,11 +59,16 @@ def source_of(written: Model) -> ModelSource:
         must = "must be a folder with a `config.json`, such a file, or `package.module:function`"
         missing = f"which is not there (looked for in {Path.cwd()})"
         got = f"{written.source!r}, {'without one' if path.exists() else missing}"
-        raise ModelError("model.source", must, got=got)
+        raise ModelError("model.source", must, got=got, do=advice(written.source, "model"))
     there = path.is_dir() and safetensors.holds(path)
     if written.weights == "load" and not there:
         must, todo = "must be a folder with safetensors to load", "Set `model.weights: random`."
         raise ModelError("model.source", must, got=repr(written.source), do=todo)
+    cached = name_in_cache(path)
+    if cached is not None and not there and written.weights == "auto":
+        must, got = "must have its weights in safetensors", f"only other files of {cached[1]}, in {path}"
+        todo = f"{download(cached[1], cached[0])} Or set `model.weights: random`."
+        raise ModelError("model.source", must, got=got, do=todo)
     return ModelSource(written.source, config, path if there and written.weights != "random" else None)
 
 

@@ -21,6 +21,7 @@ from zerodrift.config.plain import join, override
 from zerodrift.config.schema import Config
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, nearest
+from zerodrift.train.hub import from_cache
 from zerodrift.train.job import Job
 
 UNDER_CONFIG = "config."
@@ -43,7 +44,8 @@ def read_job(
     problems.raise_as(ConfigError, heading)
     if job is None or config is None:
         raise AssertionError("a job that is not valid must have a problem")
-    return _with_folder(job, heading).model_copy(update={"config": _tree(given, for_config)}), config
+    job = from_cache(_with_folder(job, heading))
+    return job.model_copy(update={"config": _tree(given, for_config)}), config
 
 
 def read_back(path: Path) -> Job:

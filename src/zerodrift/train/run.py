@@ -27,6 +27,7 @@ from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.lock import Lock
 from zerodrift.io.paths import full_disk_named
+from zerodrift.legible import legible
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
@@ -48,6 +49,7 @@ from zerodrift.train.environment import environment
 from zerodrift.train.feed import BatchLayout, Feed
 from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.grouping import WINDOW, GroupedSampler, lengths_of, padding
+from zerodrift.train.hub import told
 from zerodrift.train.job import Job, Run
 from zerodrift.train.launch import NOTHING, Asked
 from zerodrift.train.lines import RunLines
@@ -253,6 +255,8 @@ class Outline:
 def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     """Read the data and build the model; everything that is wrong with either is found here."""
     check_boards(job.run)
+    for text in told(job):
+        display.say(legible(text))
     folder = RunFolder(Path(job.run.folder).expanduser())
     cache = folder.cache(job.data.cache)
     if job.run.device == "cuda" and not torch.cuda.is_available():

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from zerodrift.errors import ModelError
+from zerodrift.train.hub import advice
 
 Tokens = np.ndarray
 """One-dimensional, whole numbers."""
@@ -168,7 +169,7 @@ def tokenizer(written: str, model: str) -> Tokenizer:
     if not holds(folder):
         got = "a folder without one" if folder.is_dir() else "no such folder"
         must = "must be `bytes`, `auto` or a folder with a tokenizer"
-        raise ModelError("data.tokenizer", must, got=f"{written!r}, {got}")
+        raise ModelError("data.tokenizer", must, got=f"{written!r}, {got}", do=advice(written, "model"))
     return TransformersTokenizer(folder)
 
 

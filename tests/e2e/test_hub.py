@@ -1,0 +1,112 @@
+"""Names of the hub in a job: from the local cache, or refused with what downloads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import ROOT, job
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.folder import RunFolder
+from zerodrift.train.hub import advice, cache, path_of
+from zerodrift.train.read import read_job
+from zerodrift.train.start import train
+
+pytest.importorskip("transformers")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def _a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+
+
+def cached(name: str, kind: str, files: dict[str, bytes], branch: str = "main") -> Path:
+    """A snapshot as `huggingface_hub` lays it out: links to blobs."""
+    folder = cache() / f"{kind}s--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / COMMIT
+    for place in (snapshot, folder / "blobs", folder / "refs"):
+        place.mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / branch).write_text(COMMIT)
+    for file, data in files.items():
+        (folder / "blobs" / file).write_bytes(data)
+        (snapshot / file).symlink_to(Path("../../blobs") / file)
+    return snapshot
+
+
+def tiny() -> dict[str, bytes]:
+    """A model, with weights."""
+    import tempfile
+
+    import torch
+
+    from tests.e2e.small_models import llama
+
+    torch.manual_seed(7)
+    with tempfile.TemporaryDirectory() as folder:
+        llama().save_pretrained(folder)  # type: ignore[operator]
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def of_the_hub(folder: Path, source: str = "some/model", data: str = "some/data") -> str:
+    file = job(folder, steps=1, data={"train": data, "tokenizer": "bytes"})
+    written = json.loads(file.read_text())
+    written["model"] = {"source": source, "activation_checkpointing": False}
+    file.write_text(json.dumps(written))
+    return str(file)
+
+
+def test_models_and_data_are_read_from_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = cached("some/model", "model", tiny())
+    rows = "".join(json.dumps({"text": f"It is line {number}, and a text."}) + "\n" for number in range(40))
+    data = cached("some/data", "dataset", {"train.jsonl": rows.encode(), "README.md": b"# about it"}, "v2")
+    train(of_the_hub(tmp_path))
+    out = capsys.readouterr().out
+    assert f"model some/model is read from the local cache: {model}" in out
+    assert f"dataset some/data is read from the local cache: {data}" in out and "40 documents" in out
+    held = RunFolder(tmp_path / "run").load_job()
+    assert (held.model.source, held.data.train) == (str(model), str(data))
+
+
+def test_a_cache_without_weights_is_no_random_model(tmp_path: Path) -> None:
+    config = tiny()["config.json"]
+    cached("some/model", "model", {"config.json": config, "pytorch_model.bin": b"."})
+    path = of_the_hub(tmp_path, data=str(ROOT / "README.md"))
+    with pytest.raises(ZerodriftError, match=r"must have its weights in safetensors.*hf download some/model"):
+        train(path)
+    train(path, ["model.weights=random"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.source=org/nothing"], "Run `hf download org/nothing` if it is one of the hub."),
+        (["data.train=org/rows"], "Run `hf download --repo-type dataset org/rows` if it is one of the hub."),
+        (["data.train=[{path: org/rows, weight: 1}]"], "Run `hf download --repo-type dataset org/rows`"),
+        (["data.tokenizer=org/words"], "Run `hf download org/words` if it is one of the hub."),
+        (["data.validation=org/held"], "Run `hf download --repo-type dataset org/held`"),
+    ],
+)
+def test_what_is_not_there_comes_with_its_command(tmp_path: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(ZerodriftError, match=re.escape(words)) as refused:
+        train(str(job(tmp_path)), overrides)
+    assert len(refused.value.problems) == 1
+
+
+def test_a_path_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached("tests/e2e", "dataset", {"a.txt": b"a"})
+    assert path_of("tests/e2e", "dataset") == "tests/e2e"  # a folder here comes first
+    assert advice("tests/nothing", "dataset") == "" and advice("a/b/c", "model") == ""
+    assert advice("./b", "model") == "" and advice("text.txt", "dataset") == ""
+    bare = cached("gpt2", "model", {"config.json": b"{}"})
+    assert path_of("gpt2", "model") == str(bare) and path_of("gpt3", "model") == "gpt3"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
+    assert path_of("gpt2", "model") == "gpt2"
+    again, _ = read_job({"model": {"source": "gpt2"}, "data": {"train": "a/b"}, "run": {}})
+    assert again.model.source == "gpt2"
