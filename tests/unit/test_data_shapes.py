@@ -17,9 +17,10 @@ import pytest
 
 from tests.unit.test_train_data import data, parts_of
 from zerodrift.errors import ConfigError
+from zerodrift.train import rendering
 from zerodrift.train.blocks import IGNORED
 from zerodrift.train.pack import Prepared, prepare
-from zerodrift.train.tokens import TransformersTokenizer
+from zerodrift.train.tokens import ByteTokenizer, TransformersTokenizer
 
 pytest.importorskip("transformers")
 BLOCK = 512
@@ -387,6 +388,23 @@ def test_the_end_of_an_answer_is_a_mark_and_not_the_start_of_the_next(tmp_path: 
     text, learned = read_with(tmp_path, template, file)
     assert text.startswith("<user>\nHi!\n<assistant>\nYo!\n<user>\n")
     assert learned == "Yo!\n2!\n<end>"
+
+
+def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
+    """As of many models whose texts end with another one: a sample of a conversation stops at either."""
+    from tests.unit.letters import byte_tokenizer
+
+    template = (
+        "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}<turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    folder = byte_tokenizer(tmp_path, template)
+    inner = TransformersTokenizer(folder).inner
+    inner.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    inner.save_pretrained(str(folder))
+    letters = TransformersTokenizer(folder)
+    assert rendering.ends(letters) == {letters.end, letters.marks["<turn>"]}
+    assert rendering.ends(ByteTokenizer()) == {256}
 
 
 def test_a_template_for_pictures_too_is_given_parts(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from zerodrift.errors import ConfigError
 from zerodrift.train import calls
-from zerodrift.train.chat import ASSISTANT, TOOL, Conversation, Message
+from zerodrift.train.chat import ASSISTANT, TOOL, USER, Conversation, Message
 from zerodrift.train.tokens import Tokenizer, Tokens, TransformersTokenizer
 
 Render = Callable[..., str]
@@ -46,6 +46,19 @@ def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
     if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
         return tokenizer.encode(_render(talk, tokenizer)(talk.messages, ask=True))
     return np.concatenate([_plain(talk, tokenizer)[0], tokenizer.encode(_head(ASSISTANT))])
+
+
+def ends(tokenizer: Tokenizer) -> set[int]:
+    """The tokens with which an answer ends: the end of a text, and the mark that a template writes behind
+    what the assistant says, which is another one in many."""
+    found = {tokenizer.end}
+    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.has_template:
+        said = "an answer"
+        turns = ({"role": USER, "content": "a question"}, {"role": ASSISTANT, "content": said})
+        talk = Conversation(turns, "a conversation")
+        behind = tokenizer.encode(_render(talk, tokenizer)(turns).rpartition(said)[2])
+        found |= {int(token) for token in behind[:1] if int(token) in tokenizer.marks.values()}
+    return found
 
 
 def marked(text: str, spans: Sequence[Span], tokenizer: Tokenizer, where: str) -> tuple[Tokens, Tokens]:

@@ -8,7 +8,7 @@ Invariant: equal seed, prompt and settings give equal text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ class TextGenerator:
 
     def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
         """What comes after the prompt, piece by piece; what is wrong with it is told at once."""
+        ends = {self._letters.end}
         if as_chat:
+            ends = rendering.ends(self._letters)
             given = rendering.prompt([{"role": "user", "content": prompt}], self._letters)
         else:
             given = np.append(self._letters.start, self._letters.encode(prompt)).astype(np.int64)
@@ -63,14 +65,14 @@ class TextGenerator:
             raise ConfigError("--prompt", must, got=f"{len(tokens):,} tokens", do="Shorten it.")
         if room is not None:
             options = replace(options, tokens=min(options.tokens, room - len(tokens)))
-        return self._pieces(tokens, options)
+        return self._pieces(tokens, options, ends)
 
-    def _pieces(self, tokens: list[int], options: SamplingOptions) -> Iterator[str]:
+    def _pieces(self, tokens: list[int], options: SamplingOptions, ends: Collection[int]) -> Iterator[str]:
         generator = torch.Generator().manual_seed(options.seed)
         said: list[int] = []
         shown = ""
         for token in self._tokens(tokens, options, generator):
-            if token == self._letters.end:
+            if token in ends:
                 break
             said.append(token)
             text = self._letters.decode(said)
