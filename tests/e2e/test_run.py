@@ -95,6 +95,9 @@ def test_a_script_trains_with_the_pins_and_keys_of_the_command_line(folder: Path
     assert "trained on zerodrift.deepspeed.engine True" in done.stdout
     assert "--pin 1.*" in done.stderr and "--set precision.reduce=fp32" in done.stderr
     assert "precision.rules[0]: '1.*'" in done.stdout, "the plan is printed"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("precision: backend=native")]
+    assert len(lines) == 1 and " storage=bfloat16,float32 " in lines[0], "what the first step did"
+    assert " compute=bfloat16,float32 " in lines[0] and " grad=bfloat16,float32 " in lines[0]
     assert "no process" not in done.stderr
 
 

@@ -73,7 +73,7 @@ ROOMS: dict[str, set[str]] = {
     "lightning": {"api", "config", "engine", "io", "errors"},
     "verl": {"api", "config", "engine", "io", "errors"},
     "deepspeed": {
-        *{"api", "io", "config", "engine", "comm", "optim", "plan", "policy", "dtypes", "errors"},
+        *{"api", "io", "config", "engine", "comm", "observer", "optim", "plan", "policy", "dtypes", "errors"},
         *{"optimizers", "alias", "versions"},
     },
     "cli": {

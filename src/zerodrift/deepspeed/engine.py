@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.alias import errand
 from zerodrift.deepspeed import batches, checkpoints, comm, consolidated, unsupported
+from zerodrift.deepspeed.first_step import FirstStep
 from zerodrift.deepspeed.getters import ConfigGetters
 from zerodrift.deepspeed.launch import local_rank
 from zerodrift.deepspeed.loading import let_load
@@ -87,6 +89,8 @@ class DeepSpeedEngine(nn.Module):
         self.collate_fn = collate_fn
         self.optimizer = _optimizer(engine)
         """What DeepSpeed has there: at stage 3 without an optimizer, who gathers parameters."""
+        told = errand() is not None and engine.updater is not None
+        self._first_step = FirstStep(engine) if told else None
         self._micro_batch = engine.plan.policy.batch.micro
         release(self.module)
         mark_parameters(engine)
@@ -127,7 +131,10 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model, in the plan's precision."""
-        return self._engine(*inputs, **kwargs)
+        if self._first_step is None or torch.compiler.is_compiling():
+            return self._engine(*inputs, **kwargs)
+        with self._first_step.call():
+            return self._engine(*inputs, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -144,7 +151,8 @@ class DeepSpeedEngine(nn.Module):
             raise MisuseError("backward", must, got=f"one of shape {list(loss.shape)}", do=todo)
         steps = self.gradient_accumulation_steps()
         kwargs = {"retain_graph": True} if retain_graph else {}
-        self._engine.backward(loss if scale_wrt_gas or steps == 1 else loss * steps, **kwargs)
+        with contextlib.nullcontext() if self._first_step is None else self._first_step.call():
+            self._engine.backward(loss if scale_wrt_gas or steps == 1 else loss * steps, **kwargs)
         self._backwards += 1
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
@@ -205,6 +213,9 @@ class DeepSpeedEngine(nn.Module):
             result = self._engine.step(schedule_arguments=lr_kwargs)
         finally:
             self._stepping = False
+        if self._first_step is not None and self._engine.progress.boundary:
+            first, self._first_step = self._first_step, None
+            first.end()
         self._last_step_applied = result.updated
         if not self._managed:
             per_micro = self.train_micro_batch_size_per_gpu() * self.dp_world_size
@@ -520,6 +531,8 @@ class DeepSpeedEngine(nn.Module):
         weights, at stage 3 in slices, and may be given to `initialize` again."""
         if self._engine.progress.closed:
             return
+        if self._first_step is not None:
+            self._first_step.leave()
         leave = leave_in_pieces(self._engine)
         self._engine.destroy()
         self._checkpoints = None

@@ -25,7 +25,7 @@ Invariant: looking changes nothing. Every hook is gone when the context ends, ho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,16 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
     Of a pipeline it is this rank's pieces that are observed; weight gradients that wait in a queue are
     formed in the dtype of accumulation, and their `grad` is not seen.
     """
+    with observe_calls(engine, operations) as (seen, calls), calls():
+        yield seen
+
+
+@contextlib.contextmanager
+def observe_calls(
+    engine: Engine, operations: bool = True
+) -> Iterator[tuple[Observed, Callable[[], contextlib.AbstractContextManager[Any]]]]:
+    """The same in a loop that is somebody else's: `compute` and `grad` are seen inside of what the second
+    value makes, around each call of the engine, for what is entered between them may be left in any order."""
     subject = _subject(engine)
     seen = Observed()
     told = _Operations(_ParameterLookup(subject), seen) if operations else None
@@ -73,9 +83,7 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[Observed]:
         for module in subject.forwards():
             watch = _Watch(module, module is engine.module, subject.trained(), seen, told)
             stack.callback(watch.leave)
-        if told is not None:
-            stack.enter_context(every_operation(told.called))
-        yield seen
+        yield seen, contextlib.nullcontext if told is None else lambda: every_operation(told.called)
     subject.resting(seen)
 
 
