@@ -60,6 +60,8 @@ class Size:
 
 SIZES = (Size(384, 8, 1, 128), Size(512, 4, 2, 256))
 WORLDS = (2, 4)
+BLOCK = 1 << 21
+"""Elements that are gathered to see how fast that is: about a block of the models."""
 
 
 def config(stage: int, micro_batches: int) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def best_of(call: Callable[[], object], least: float = 0.2, ranks: bool = True) 
     return statistics.median(times)
 
 
-def together(call: Callable[[], object], rounds: int = 9) -> float:
+def together(call: Callable[[], object], rounds: int = 25) -> float:
     """Seconds of something that all ranks do with each other: the median."""
     times: list[float] = []
     for _ in range(rounds):
@@ -99,10 +101,10 @@ def together(call: Callable[[], object], rounds: int = 9) -> float:
     return statistics.median(times)
 
 
-def products(tokens: int, width: int, dtype: torch.dtype) -> float:
+def products(tokens: int, width: int) -> float:
     """TFLOP/s of what a block multiplies, forward and backward."""
-    x, w = torch.randn(tokens, width, dtype=dtype), torch.randn(4 * width, width, dtype=dtype)
-    y = torch.randn(tokens, 4 * width, dtype=dtype)
+    x, w = torch.randn(tokens, width), torch.randn(4 * width, width)
+    y = torch.randn(tokens, 4 * width)
 
     def call() -> None:
         torch.mm(x, w.t())
@@ -112,32 +114,29 @@ def products(tokens: int, width: int, dtype: torch.dtype) -> float:
     return 3 * 2 * tokens * width * 4 * width / best_of(call) / 1e12
 
 
-def measured_machine(comm: Collectives) -> dict[str, Any]:
-    """A cluster, as its file has it, from this rank's point of view."""
+def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
+    """A cluster, as its file has it, from this rank's point of view; its products are of a model's sizes."""
     world = dist.get_world_size()
     large, copy = torch.zeros(16 << 20), torch.zeros(16 << 20)
     small, other = torch.zeros(128 * 1024), torch.zeros(128 * 1024)
     least = torch.zeros(16, requires_grad=True)
-    gathered, few = torch.zeros((4 << 20) * world), torch.zeros(64 * world)
-    rank = dist.get_rank()
+    mine, few = torch.zeros(BLOCK // world), torch.zeros(64)
 
     def usual() -> None:
         torch.add(small, other)
         torch.nn.functional.gelu(small)
         torch.nn.functional.layer_norm(small.view(-1, 512), (512,))
 
-    def gather(out: torch.Tensor) -> Callable[[], object]:
-        slices = out.numel() // world
-        mine = out[rank * slices : (rank + 1) * slices]
-        return lambda: comm.all_gather(out, mine, "shard")
+    def gather(shard: torch.Tensor) -> Callable[[], object]:
+        """Into new memory, as the engine's are."""
+        return lambda: comm.all_gather(torch.empty(shard.numel() * world), shard, "shard")
 
-    latency, seconds = together(gather(few)), together(gather(gathered))
+    latency, seconds = together(gather(few)), together(gather(mine))
     alone = best_of(lambda: torch.mm(x, y))
     times = max(1, round(seconds / alone))
 
     def beside() -> None:
-        slices = gathered.numel() // world
-        handle = comm.start_all_gather(gathered, gathered[rank * slices : (rank + 1) * slices], "shard")
+        handle = comm.start_all_gather(torch.empty(mine.numel() * world), mine, "shard")
         for _ in range(times):
             torch.mm(x, y)
         handle.wait()
@@ -145,12 +144,10 @@ def measured_machine(comm: Collectives) -> dict[str, Any]:
     both = together(beside)
     # Beside a gather of `seconds`, products of `times * alone` take so much of their own time.
     pace = (times * alone - max(0.0, both - seconds)) / min(both, seconds)
-    sent = gathered.nbytes // world * (world - 1)
+    sent = mine.nbytes * (world - 1)
     return {
         "device": {
-            "tflops": {
-                "fp32": statistics.mean(products(t.batch * t.length, t.width, torch.float32) for t in SIZES)
-            },
+            "tflops": {"fp32": products(size.batch * size.length, size.width)},
             "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world / 1e9,
             "memory_gb_per_s": 2 * large.nbytes / best_of(lambda: copy.copy_(large)) / 1e9,
             "cache_mb": 4.0,
@@ -176,13 +173,12 @@ def run(rank: int, folder: str, world: int, options: argparse.Namespace, queue: 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     comm = Collectives(start(MeshShape(shard=world), device="cpu"))
-    machine = measured_machine(comm)
     found = {}
     for size in SIZES:
-        for stage in options.stages:
-            found[size, stage] = measured_step(size, stage, rank, options)
+        machine = measured_machine(comm, size)
+        found[size] = machine, {stage: measured_step(size, stage, rank, options) for stage in options.stages}
     if rank == 0:
-        queue.put((machine, found))
+        queue.put(found)
     dist.barrier()
 
 
@@ -205,14 +201,14 @@ def measured_step(size: Size, stage: int, rank: int, options: argparse.Namespace
     return statistics.median(times[2:])
 
 
-def launched(world: int, options: argparse.Namespace) -> tuple[dict[str, Any], dict[Any, float]]:
+def launched(world: int, options: argparse.Namespace) -> dict[Size, Any]:
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.start_processes(
             run, args=(folder, world, options, queue), nprocs=world, join=False, start_method="spawn"
         )
-        found: tuple[dict[str, Any], dict[Any, float]] = queue.get()
+        found: dict[Size, Any] = queue.get()
         while not ranks.join(timeout=1):
             pass
     return found
@@ -228,28 +224,15 @@ def compare(options: argparse.Namespace) -> None:
     columns |= {"simulated / measured": ".2f", "computing": ".0%", "waiting": ".0%"}
     rows = []
     for world in options.worlds:
-        machine, found = launched(world, options)
-        machines[world] = machine
-        cluster = Cluster(**machine)
-        for (size, stage), seconds in found.items():
-            simulated = simulation_of(size, stage, world, cluster, options)
-            share = simulated.exposed / simulated.seconds
-            ratio = simulated.seconds / seconds
-            rows.append(
-                (
-                    f"{world} ranks",
-                    str(size),
-                    stage,
-                    seconds * 1e3,
-                    simulated.seconds * 1e3,
-                    ratio,
-                    1 - share,
-                    share,
-                )
-            )
-    table = result.table(
-        {"what": "<24", **{f"{world} ranks": ".3g" for world in machines}}, "What the machine does"
-    )
+        for size, (machine, steps) in launched(world, options).items():
+            machines[f"{world} ranks, {size.width}"] = machine
+            for stage, seconds in steps.items():
+                simulated = simulation_of(size, stage, world, Cluster(**machine), options)
+                share = simulated.exposed / simulated.seconds
+                ratio = simulated.seconds / seconds
+                times = seconds * 1e3, simulated.seconds * 1e3
+                rows.append((f"{world} ranks", str(size), stage, *times, ratio, 1 - share, share))
+    table = result.table({"what": "<24", **dict.fromkeys(machines, ".3g")}, "What the machine does")
     for name, path in FIGURES.items():
         table.row(name, *(value(machine, path) for machine in machines.values()))
     table = result.table(columns, "A step")
@@ -258,7 +241,7 @@ def compare(options: argparse.Namespace) -> None:
     result.save(options.save)
     if options.write:
         Path(options.write).write_text(
-            yaml.safe_dump(machines[min(machines)], sort_keys=False), encoding="utf-8"
+            yaml.safe_dump(next(iter(machines.values())), sort_keys=False), encoding="utf-8"
         )
 
 
@@ -335,7 +318,7 @@ def at_scale(options: argparse.Namespace) -> None:
     title = f"Simulated, not measured: steps at stage 3, bf16, {LENGTH} tokens a rank, on {path.stem}"
     result = Result.begin(title, options, "transformers")
     columns = {"model": "<12", "GPUs": "", "replicas": "", "order": "<6", "recompute": "<9", "ms/step": ".0f"}
-    columns |= {"tokens/s": ".3g", "MFU": ".1%", "waiting": ".0%", "GB a GPU": ".0f", "fits": "<4"}
+    columns |= {"tokens/s": ",.0f", "MFU": ".1%", "waiting": ".0%", "GB a GPU": ".0f", "fits": "<4"}
     table = result.table(columns)
     for large in LARGE:
         if options.only and large.name not in options.only:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from zerodrift.simulate.cluster import Cluster, built_in, read_cluster
 from zerodrift.simulate.play import Streams, micro_batches_of
 from zerodrift.simulate.simulation import Simulation, simulate
 from zerodrift.simulate.sweep import sweep
-from zerodrift.simulate.work import CountedOperation, UnitWork, Work, work_of
+from zerodrift.simulate.work import CountedOperation, UnitWork, Work, sized, work_of
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 FAST: dict[str, Any] = {
@@ -192,9 +193,12 @@ def test_what_travels_in_a_simulation_is_the_plans_list() -> None:
     for stage in range(4):
         made = plan(4, stage=stage, sharding={"replicate": 2}, gradient_accumulation_steps=3)
         found = simulate(made, work(made), cluster())
-        sent = [(each.what, each.unit) for each in found.intervals if each.stream == "link"]
+        sent = [(each.what, each.unit, each.bytes) for each in found.intervals if each.stream == "link"]
         names = [made.units[segment.unit].name for segment in made.segments]
-        planned = [(c.purpose, names[c.segment] if c.segment >= 0 else "") for c in collectives(made)]
+        planned = [
+            (c.purpose, names[c.segment] if c.segment >= 0 else "", c.numel * c.dtype.size)
+            for c in collectives(made)
+        ]
         assert sent == planned
 
 
@@ -271,6 +275,24 @@ def test_what_autograd_keeps_grows_with_the_batch_and_what_enters_is_a_hidden_st
         assert unit_.entering == LENGTH * WIDTH * 4
         assert two.blocks[name].saved > 1.8 * unit_.saved > 1.8 * unit_.entering
     assert one.leave.saved >= LENGTH * VOCABULARY * 4 * 0.9, "logits"
+
+
+class Words(torch.nn.Module):
+    """Takes tokens, and no more than eight."""
+
+    config = SimpleNamespace(max_position_embeddings=8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids
+
+
+def test_a_micro_batch_has_the_tokens_that_were_asked_for() -> None:
+    given = sized(Words(), 3, 8).kwargs["input_ids"]
+    assert given.shape == (3, 8) and given.dtype is torch.int64
+    with pytest.raises(ConfigError, match="`--tokens`: must be at most 8, the model's longest sample; got 9"):
+        sized(Words(), 3, 9)
+    with pytest.raises(ConfigError, match="`--simulate`: must be of at most 67,108,864 tokens at once"):
+        sized(Words(), 1 << 24, 8)
 
 
 # --- the sweep ----------------------------------------------------------------------------------------------

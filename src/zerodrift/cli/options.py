@@ -96,7 +96,11 @@ Sweep = Annotated[
 TokensOfSample = Annotated[
     int | None,
     typer.Option(
-        "--tokens", metavar="N", min=2, help="With --simulate: tokens of a sample. Default: a job's `block`."
+        "--tokens",
+        metavar="N",
+        min=2,
+        max=1 << 24,
+        help="With --simulate: tokens of a sample. Default: a job's `block`.",
     ),
 ]
 Recompute = Annotated[

@@ -197,12 +197,14 @@ def _step_source(
         return StepSource(of_config, model, _timeline)
     from zerodrift.train.dry import planned_from
     from zerodrift.train.read import read_job
+    from zerodrift.train.wording import worded_for_a_job
 
     _require_own(model, auto)
     job, config = read_job(source, overrides)
     ranks = world_size or job.run.nproc or 1
     built, values = planned_from(job, config, ranks)
 
+    @worded_for_a_job()
     def of_job(more: Sequence[str]) -> Plan:
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
 

@@ -36,6 +36,8 @@ class Interval:
     unit: str
     start: float
     end: float
+    bytes: int = 0
+    """Of the whole buffer that travels."""
 
 
 @dataclass(slots=True)
@@ -87,13 +89,13 @@ class Streams:
         self.computed += self.now - start
         self.intervals.append(Interval("compute", what, unit, start, self.now))
 
-    def send(self, seconds: float, what: str, unit: str) -> float:
+    def send(self, seconds: float, what: str, unit: str, count: int = 0) -> float:
         """Begin, and say when it will have ended."""
         start = max(self.now, self.free)
         self.free = start + seconds
         if seconds > 0:
             self._busy.append((start, self.free))
-            self.intervals.append(Interval("link", what, unit, start, self.free))
+            self.intervals.append(Interval("link", what, unit, start, self.free, count))
         return self.free
 
     def wait(self, end: float, what: str, unit: str) -> None:
@@ -179,7 +181,7 @@ class Player:
         ranks = line(self._plan.mesh, "expert")
         for size in (work.dispatched, work.combined) if ranks.ranks > 1 and kind != "W" else ():
             if size:
-                end = self.streams.send(to_all(size, ranks, self._cluster), "exchange", unit)
+                end = self.streams.send(to_all(size, ranks, self._cluster), "exchange", unit, size)
                 self.streams.wait(end, "exchange", unit)
 
     def _seconds_of(self, operations: Mapping[CountedOperation, int]) -> float:
@@ -240,7 +242,8 @@ class Player:
 
     def _send(self, call: Collective) -> _UnderWay:
         way = carried(call, self._part, self._cluster)
-        return _UnderWay(call, way, self.streams.send(way.seconds, call.purpose, self._unit(call)))
+        size = call.numel * call.dtype.size
+        return _UnderWay(call, way, self.streams.send(way.seconds, call.purpose, self._unit(call), size))
 
     def _finish(self, leave: int) -> None:
         while len(self._reductions) > leave:

@@ -140,14 +140,15 @@ def require(plan: Plan, cluster: Cluster, timeline: Timeline | None) -> None:
     """That the engine executes such a plan in an order that is known here."""
     cluster.require_ranks(plan.mesh.world)
     policy = plan.policy
-    must = "must be left out of what is simulated"
     if policy.backend != "native":
-        raise UnsupportedError("backend", f"{must}: its order is PyTorch's", got=f"`{policy.backend}`")
+        must = "must be `native` to be simulated: the order of others is PyTorch's"
+        raise UnsupportedError("backend", must, got=policy.backend)
     if policy.sharding.offload:
-        key = "zero_optimization.offload_optimizer"
-        raise UnsupportedError(key, f"{must}: a cluster says nothing of host memory", got="an offload")
+        must = "must be left out to be simulated: a cluster says nothing of host memory"
+        raise UnsupportedError("zero_optimization.offload_optimizer", must, got="an offload")
     if plan.mesh.tensor > 1:
-        raise UnsupportedError("model", f"{must} where its parameters are DTensors", got=f"{plan.mesh}")
+        must = "must have plain parameters to be simulated"
+        raise UnsupportedError("model", must, got=f"DTensors on a mesh of {plan.mesh}")
     if policy.pipeline is not None and timeline is None:
         must = "must have at most 5,000 pieces times micro-batches to be simulated"
         raise UnsupportedError("pipeline", must, got=f"{policy.batch.accumulation} micro-batches")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from zerodrift.errors import several
 from zerodrift.plan.table import Plan
 from zerodrift.record import encode
 from zerodrift.report.figures import percent, significant, size
@@ -54,7 +55,7 @@ def _facts(plan: Plan, work: Work, cluster: str, simulation: Simulation) -> list
 def _batch(plan: Plan, work: Work, simulation: Simulation) -> str:
     recompute = "activations computed again" if simulation.recompute else "activations kept"
     return (
-        f"{simulation.micro_batches} x {work.inputs} on each of {plan.mesh.data:,} data-parallel ranks, "
+        f"{simulation.micro_batches} x {work.inputs} on each of {several(plan.mesh.data, 'data rank')}, "
         f"{recompute}"
     )
 

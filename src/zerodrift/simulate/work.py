@@ -81,6 +81,10 @@ class Work:
         return sum(unit.flops for unit in (self.enter, *self.blocks.values(), self.leave))
 
 
+MOST_TOKENS = 1 << 26
+"""Of a micro-batch: more is a mistake, and takes memory to make."""
+
+
 def work_of(plan: Plan, model: nn.Module, given: Inputs) -> Work:
     """Count what a micro-batch computes. The model is used up."""
     import torch
@@ -111,6 +115,10 @@ def sized(model: nn.Module, samples: int, length: int) -> Inputs:
     """Example inputs of so many samples and tokens."""
     import torch
 
+    if samples * length > MOST_TOKENS:
+        do = "Lower `train_micro_batch_size_per_gpu` or `--tokens`."
+        got = f"{samples:,} samples of {length:,}"
+        raise ConfigError("--simulate", f"must be of at most {MOST_TOKENS:,} tokens at once", got=got, do=do)
     small = inputs_for(model)
     found: dict[str, Any] = {}
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -154,7 +162,8 @@ class _Kept:
         for name in self._names:
             module = self._modules.get(name)
             if module is None:
-                raise AssertionError(f"unit {name} is not in the model")
+                must, do = "must be a module of the model, as planned", "Leave adapters (`model.lora`) out."
+                raise ModelError(name, must, got="no such module", do=do)
             yield module.register_forward_pre_hook(self._begins(name), with_kwargs=True)
             yield module.register_forward_hook(self._ends, always_call=True)
 
