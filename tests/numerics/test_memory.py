@@ -24,7 +24,7 @@ from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import PARTS
 from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
-from zerodrift.comm import collectives
+from zerodrift.comm import collectives, pairs
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.plan import cost as cost_module
@@ -118,6 +118,11 @@ ROOMS = ("engine", "optim", "comm")
 """Whose objects have tensors."""
 
 
+def by_messages() -> None:
+    """What ranks of one machine share is no part of a plan. Of this process, which runs these tests alone."""
+    pairs.LEAST = 1 << 62
+
+
 # --- at rest --------------------------------------------------------------------------------------------
 
 
@@ -142,6 +147,7 @@ def at_rest(
     kind: type[torch.optim.Optimizer] | None = None,
 ) -> dict[int, AtRest]:
     """`kind` is a torch optimizer to pass instead of the config's."""
+    by_messages()
     found = {}
     before = sum(alive().values())
     for stage in stages:
@@ -322,6 +328,7 @@ def one_step(
         "checkpointed": lambda: Checkpointed(**shape, reentrant=False),
         "reentrant": lambda: Checkpointed(**shape, reentrant=True),
     }[kind]()
+    by_messages()
     engine = make(config(stage, mode, micro_batches, precision={"reduce": reduce or {}}), model)
     poll = Poll(engine)
     poll.watch()
@@ -419,6 +426,7 @@ def steps_of_pipelines() -> list[tuple[int, int]]:
     """Bytes that were there at most, and planned, of every case: looked at around each backward, and where
     what it brought goes into the tree."""
     torch.set_num_threads(1)
+    by_messages()
     found = []
     for stage, schedule, when in PIPELINES:
         block = {"stages": 2, "schedule": schedule}

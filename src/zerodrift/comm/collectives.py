@@ -43,7 +43,7 @@ Op = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_
 DIRECT = 1 << 18
 """Bytes below which an all-reduce sends whole tensors to everybody: one round trip instead of two."""
 
-FEW: dict[Carrier, int] = {"shared": 4, "pairs": 4, "native": 1}
+FEW = {"pairs": 4, "native": 1}
 """Ranks up to which integers are added as all else is; above, by the backend: their sum has no order."""
 
 AT_ONCE = 16
@@ -53,7 +53,7 @@ times the time of messages between pairs, which serve gathers better."""
 SEVERAL = 32
 """Ranks up to which objects are gathered at once; above, where all have the same, a hash tells."""
 
-HALVING: dict[Carrier, int] = {"shared": 8, "pairs": 8, "native": 4}
+HALVING = {"pairs": 8, "native": 4}
 """Ranks from which on a sum by the tree travels by halves. On gloo two messages, one after the other, are no
 better than three at once: with 4 ranks 1.2 to 1.35 times the time, and 1.0 to 1.2 beside computation."""
 
@@ -101,9 +101,8 @@ class Collectives:
         self.mesh = mesh
         self.carrier: Carrier = carrier or ("shared" if mesh.device.type == "cpu" else "native")
         self._logs: list[list[Recorded]] = []
-        self._by_pairs = self.carrier != "native"
         self._pairs = Pairs(mesh.shared if self.carrier == "shared" else None)
-        apart = mesh.asynchronous and not self._by_pairs
+        apart = mesh.asynchronous and self._way != "pairs"
         self._gathers = Lane(mesh.device) if apart else None
         self._reductions = Lane(mesh.device) if apart else None
         self._last: StartedCollective | None = None
@@ -142,7 +141,7 @@ class Collectives:
                 self._start(turn, line, _gather_single, out, _cast(shard, place))()
             return Handle(self._gathers.joined(out, shard))
         shard = _cast(shard, place)
-        if self._by_pairs:
+        if self._way == "pairs":
             with self._at(turn):
                 finish = self._pairs.gather(turn, line, out, shard)
             _copy(place, shard)  # while the messages travel
@@ -182,11 +181,11 @@ class Collectives:
             return Handle()
         turn = self._turn("reduce_scatter", line, of)
         if self._goes_by_halves(line, full, how):
-            if self._by_pairs:
+            if self._way == "pairs":
                 with self._at(turn):
                     return self._under_way(turn, self._pairs.halve(turn, line, out, full, how))
             return self._halve(turn, line, out, full, how)
-        if self._by_pairs and line.size < AT_ONCE:
+        if self._way == "pairs" and line.size < AT_ONCE:
             slices = [line.slice(full, rank) for rank in range(line.size)]
             with self._at(turn):
                 finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
@@ -202,7 +201,7 @@ class Collectives:
 
     def _goes_by_halves(self, line: Axis, full: torch.Tensor, how: Sum) -> bool:
         """Where that rounds nothing on the way, and serves."""
-        serves = line.size >= HALVING[self.carrier] and not line.size & (line.size - 1)
+        serves = line.size >= HALVING[self._way] and not line.size & (line.size - 1)
         return serves and how.order == "tree" and full.dtype is how.dtype
 
     def _halve(
@@ -241,7 +240,7 @@ class Collectives:
         self._note("all_reduce", values, axis, how.dtype)
         if line.group is None or not values.numel():
             fold(out, [values], how)
-        elif how == Sum(torch.int64) and out.dtype is how.dtype and line.size > FEW[self.carrier]:
+        elif how == Sum(torch.int64) and out.dtype is how.dtype and line.size > FEW[self._way]:
             out.copy_(values)
             turn = self._turn("all_reduce", line, of)
             self._issue(turn, line, dist.all_reduce, out, group=line.group)
@@ -258,7 +257,7 @@ class Collectives:
     ) -> None:
         """Everything to everybody, and every rank forms the whole sum."""
         turn = self._turn("all_reduce", line, of)
-        if self._by_pairs and line.size < AT_ONCE:
+        if self._way == "pairs" and line.size < AT_ONCE:
             with self._at(turn):
                 self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False)()
             return
@@ -305,7 +304,7 @@ class Collectives:
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         going, coming = rows.split(list(send)), arrived.split(list(receive))
         turn = self._turn("all_to_all", line, "")
-        if self._by_pairs:
+        if self._way == "pairs":
             with self._at(turn):
                 self._pairs.swap(turn, line, coming, going)
         else:
@@ -388,6 +387,11 @@ class Collectives:
     def release(self) -> None:
         """Let go of the memory that is kept between reductions."""
         self._pairs.release()
+
+    @property
+    def _way(self) -> Literal["pairs", "native"]:
+        """Which calls are made, wherever the messages lie."""
+        return "native" if self.carrier == "native" else "pairs"
 
     # --- one collective ---------------------------------------------------------------------------------
 
