@@ -31,6 +31,7 @@ def test_it_says_what_training_says(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert evaluate(path) == 0
     last = capsys.readouterr().out
+    assert "was" not in last.partition("after step")[2].partition("validation loss")[0]
     assert f"validation loss {found[4]:.6f}  perplexity" in last and f"It is{text}".splitlines()[0] in last
     assert evaluate(path, ["run.resume=step-00000002"]) == 0
     out = capsys.readouterr().out

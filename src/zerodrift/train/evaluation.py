@@ -72,14 +72,16 @@ def apart(job: Job, overrides: Sequence[str]) -> list[str]:
 
 def evaluate_here(job: Job, session: Session, show: Display) -> None:
     """One rank of an evaluation, which says what it found."""
-    path = None if job.run.resume == "never" else Path(job.run.resume)
+    own = None if job.run.resume == "never" else Path(job.run.resume)
+    # A run that is under way may have saved another between two ranks' looks.
+    path = session.engine.comm.broadcast_object(own, 0)
     if path is None:
         show.say(legible(f"no checkpoint: {job.model.source} as it is before its first step"))
     else:
         resumed, _ = session.load(path)
         show.say(legible(f"after step {resumed.step}, from {path}"))
         for change in resumed.changes:
-            if change.what.startswith(("data.", "model.", "config.precision")):
+            if change.what.startswith(_TOLD) and change.what != "data.cache":
                 show.say(legible(f"  {change.what}: was {change.was}, is {change.now}"))
     with show.doing("evaluating"):
         found = evaluated(session)
@@ -90,3 +92,7 @@ def evaluate_here(job: Job, session: Session, show: Display) -> None:
         with show.doing("writing samples"):
             text = continuation(session.engine, session.tokenizer, prompt)
         show.say(legible(f"{prompt}{text}"))
+
+
+_TOLD = ("data.", "model.", "config.precision")
+"""Keys that an evaluation depends on."""
