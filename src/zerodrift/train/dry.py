@@ -19,14 +19,13 @@ from zerodrift.policy.numbers import AutoValues
 from zerodrift.train import model as models
 from zerodrift.train.display import Display
 from zerodrift.train.folder import RunFolder
+from zerodrift.train.heading import data_text, head_text
 from zerodrift.train.job import Job
 from zerodrift.train.live import display
 from zerodrift.train.pack import prepare
 from zerodrift.train.read import read_job
 from zerodrift.train.resuming import beginning
 from zerodrift.train.run import (
-    data_text,
-    head_text,
     length_of,
     needs_length,
     numbers_of,

@@ -28,16 +28,9 @@ from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.lock import Lock
 from zerodrift.io.paths import full_disk_named
 from zerodrift.legible import legible
-from zerodrift.pipeline.schedules import timeline
-from zerodrift.plan.cost import cost
-from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
 from zerodrift.policy.pipelining import SPLIT
 from zerodrift.policy.resolve import mesh_for, resolve
-from zerodrift.report.brief import brief_text
-from zerodrift.report.frame import grid, printed
-from zerodrift.report.rows import grouped
-from zerodrift.report.terminal import plan_text
 from zerodrift.train import model as models
 from zerodrift.train.adapters import base_digest
 from zerodrift.train.apart import require_apart
@@ -48,12 +41,12 @@ from zerodrift.train.drivers import Driver
 from zerodrift.train.environment import environment
 from zerodrift.train.feed import BatchLayout, Feed
 from zerodrift.train.folder import RunFolder, require_writable
-from zerodrift.train.grouping import WINDOW, GroupedSampler, lengths_of, padding
+from zerodrift.train.heading import data_facts, data_text, head_text
 from zerodrift.train.hub import told
-from zerodrift.train.job import Job, Run
+from zerodrift.train.job import Job
 from zerodrift.train.launch import NOTHING, Asked
 from zerodrift.train.lines import RunLines
-from zerodrift.train.mixture import Mixture, sampler_of
+from zerodrift.train.mixture import Mixture
 from zerodrift.train.pack import Prepared, prepare, require_validation
 from zerodrift.train.page import run_page
 from zerodrift.train.profiling import require_inside
@@ -452,53 +445,3 @@ def _seat(engine: Engine) -> BatchLayout:
 def _write_head(folder: RunFolder, job: Job, engine: Engine) -> None:
     folder.save_job(job)
     folder.save_plan(engine.plan)
-
-
-def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
-    """The plan in a few lines, and in full where that is asked for."""
-    look: Any = {"color": display.color, "width": display.width}
-    if whole_plan:
-        return plan_text(plan, cost(plan), grouped(plan), timeline(plan), **look)
-    return brief_text(plan, cost(plan), grouped(plan), "train", **look).rstrip("\n")
-
-
-def data_facts(
-    job: Job, prepared: Prepared, letters: Tokenizer, steps: int, plan: Plan
-) -> tuple[tuple[str, str], ...]:
-    """(label, value) of what was read, for the page."""
-    train, batch = prepared.train, plan.policy.batch
-    samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
-    whole = " in whole blocks" if job.data.group_by_length else ""
-    run = f"{steps * samples * train.length:,} tokens{whole}, {steps * samples / len(train):.2f} epochs"
-    filled = _padding(job, prepared, steps, plan)
-    return (*prepared.told(), ("tokenizer", letters.name), ("padding", filled), ("this run", run))
-
-
-def data_text(job: Job, prepared: Prepared, steps: int, plan: Plan, display: Display) -> str:
-    """What was read and what is done with it, in a few lines."""
-    batch = plan.policy.batch
-    samples = plan.mesh.data * max(1, batch.micro) * batch.accumulation
-    epochs = steps * samples / len(prepared.train)
-    training = f"{steps:,} steps of {samples} blocks, {epochs:.2f} epochs"
-    if job.run.steps is not None and job.run.epochs != Run().epochs:
-        training += f"; `run.epochs` {job.run.epochs:g} is not used, as `run.steps` is given"
-    told = [*prepared.in_short(), ("training", training)]
-    if job.data.group_by_length:
-        told.append(("padding", _padding(job, prepared, steps, plan)))
-    below = [(label.ljust(len("optimizer")), text) for label, text in told]  # the lines of the plan
-    return printed([grid(below, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
-
-
-def _padding(job: Job, prepared: Prepared, steps: int, plan: Plan) -> str:
-    """The share of what is computed that only fills micro-batches up."""
-    train, batch = prepared.train, plan.policy.batch
-    if not job.data.group_by_length:
-        trained = [(each.weight or 1.0, each.reading.train) for each in prepared.sets if len(each.train)]
-        shares = [(weight, part.padding / (part.blocks * train.length)) for weight, part in trained]
-        return f"{sum(w * share for w, share in shares) / sum(w for w, _ in shares):.1%} of what is computed"
-    micro = max(1, batch.micro)
-    samples, some = plan.mesh.data * micro * batch.accumulation, min(steps, 2 * WINDOW)
-    sampler = GroupedSampler(sampler_of(train, job.data.seed), lengths_of(train), job.data.seed)
-    with_groups, without = padding(sampler, some, samples, micro, train.length)
-    what = "of what is computed" if some == steps else f"of the first {some} steps"
-    return f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`"
