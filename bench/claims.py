@@ -76,6 +76,8 @@ class Results(dict[str, Result]):
         """The figures of a column, of the rows that have these names among their cells."""
         found = []
         for table in self[name].tables:
+            if column not in table.columns:
+                continue
             place = list(table.columns).index(column)
             for row in table.rows:
                 value = row[place]
