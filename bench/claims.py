@@ -229,8 +229,8 @@ def _watching(results: Results) -> Iterator[Claim]:
 def _long_run(results: Results) -> Iterator[Claim]:
     columns = {"memory": 1.02, "files": 1.0, "threads": 1.0}
     for column, most in columns.items():
-        figure = results.one("soak", column, "last to second")
-        what = f"{results['soak'].title}: {column} at the end, in those of its second tenth"
+        figure = results.one("soak", column, "end to begin")
+        what = f"{results['soak'].title}: {column} at the end, in the beginning's"
         yield Claim("A long run", what, figure, {}, Limit(most), column == "memory")
 
 

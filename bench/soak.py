@@ -5,8 +5,9 @@
 
 `zerodrift train` with checkpoints beside training, evaluations, samples and digests, as a command of its own.
 Every few seconds its processes are looked at from outside: memory (RSS), open files and threads of each. At
-the end it is asked to stop, as a person would, and must exit with 130. The last tenth of the time is compared
-with the second: in the first, caches fill.
+the end it is asked to stop, as a person would, and must exit with 130. The memory of the last tenth of the
+time is compared with that of the second, for caches fill in the first; files and threads, which come and go
+with every checkpoint, by the most of each half.
 """
 
 from __future__ import annotations
@@ -141,9 +142,19 @@ def tell(result: Result, sights: list[Sight], taken: int) -> None:
         memory = statistics.median(sight.memory for sight in part)
         found.append((memory, max(sight.files for sight in part), max(sight.threads for sight in part)))
         table.row(tenth + 1, part[-1].second / 60, *found[-1])
-    grown = [last / second for last, second in zip(found[-1], found[1], strict=True)]
     columns = {"": "<14", "steps": ".0f", "memory": ".3f", "files": ".3f", "threads": ".3f"}
-    result.table(columns).row("last to second", taken, *grown)
+    result.table(columns).row("end to begin", taken, *grown(found))
+
+
+def grown(tenths: list[tuple[float, int, int]]) -> tuple[float, float, float]:
+    """Memory, files and threads towards the end, in those near the beginning."""
+    memory, files, threads = zip(*tenths[1:], strict=True)
+    first, later = slice(0, 4), slice(4, None)
+    return (
+        memory[-1] / memory[0],
+        max(files[later]) / max(files[first]),
+        max(threads[later]) / max(threads[first]),
+    )
 
 
 def main() -> None:
