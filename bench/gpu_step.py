@@ -42,7 +42,7 @@ def zerodrift(model: Llama, device: torch.device, state: str) -> Step:
         "precision": {"mode": "bf16", "state": state},
         "zero_optimization": {"stage": 3},
         "gradient_clipping": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},  # as torch does unasked
     }
     engine = initialize(model.to(torch.bfloat16), config=config, device=device, quiet=True)
 

@@ -130,7 +130,7 @@ def zerodrift_step(options: argparse.Namespace, schedule: str, weights: str) -> 
         "gradient_clipping": 0,
         "sharding": {"accumulator": "keep"},
         "pipeline": block,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},  # as torch does unasked
     }
     engine = initialize(
         make_model(options), config=config, parts=Parts("layers", before, after), device="cpu", quiet=True

@@ -179,7 +179,7 @@ def zerodrift(options: argparse.Namespace, stage: int, mode: str | None = None) 
         "zero_optimization": {"stage": stage},
         "gradient_clipping": 0,
         "sharding": {"accumulator": options.accumulator},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},  # as torch does unasked
     }
     engine = initialize(model, config=config, device="cpu", quiet=True)
 

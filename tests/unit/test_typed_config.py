@@ -49,6 +49,7 @@ WRITTEN: list[tuple[dict[str, Any], int]] = [
                 "replicate": 2,
                 "units": ["model.layers.*"],
                 "keep_gathered": "micro-batch",
+                "prefetch": 1 << 20,
                 "accumulator": "keep",
             },
             "backend": "native",

@@ -18,6 +18,8 @@ from zerodrift.train.job import DataSet, Job, Paths
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_LONGEST = 96
+"""Characters of a name, as the hub allows them."""
 _CACHED = re.compile(r"(model|dataset)s--(.+)")
 
 
@@ -66,8 +68,8 @@ def path_of(written: str, kind: Kind) -> str:
 
 def is_name(text: str) -> bool:
     """Whether a text has the form of a name of the hub, and is no path here."""
-    fits = _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
-    return fits and not Path(text).exists()
+    fits = len(text) <= _LONGEST and _NAME.fullmatch(text) and ".." not in text and "--" not in text
+    return bool(fits) and not Path(text).exists()
 
 
 def _snapshot(folder: Path) -> Path | None:
