@@ -105,6 +105,7 @@ def claims(results: Results) -> Iterator[Claim]:
     yield from _pipelines(results)
     yield from _order(results)
     yield from _many_ranks(results)
+    yield from _simulated(results)
     yield from _watching(results)
     loop = results.one("trainer", "loop to engine", "trainer's loop")
     yield Claim("The trainer's loop", "A step of the trainer's loop, in the engine's", loop, {}, Limit(1.03))
@@ -214,6 +215,15 @@ def _many_ranks(results: Results) -> Iterator[Claim]:
         )
         limit = Limit(peer.value / 2, "goal: half of FSDP2's")
         yield Claim("Many ranks", what, figure, {"FSDP2": peer}, limit, ranks in (8, 4096))
+
+
+def _simulated(results: Results) -> Iterator[Claim]:
+    for ranks in (2, 4):
+        ratios = results.all("simulate", "simulated / measured", f"{ranks} ranks")
+        furthest = max(ratios, key=lambda figure: abs(figure.value - 1))
+        far = Figure(abs(furthest.value - 1), ".0%", "simulate")
+        what = f"A simulated step on {ranks} ranks, off the measured one: the furthest of {len(ratios)}"
+        yield Claim("Simulated steps", what, far, {}, Limit(0.15), ranks == 2)
 
 
 def _watching(results: Results) -> Iterator[Claim]:
