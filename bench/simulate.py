@@ -6,7 +6,8 @@
 
 What a machine does is measured while all ranks do the same: products of the model's sizes, a copy in memory,
 three usual operations in the cache, a small one, a gather by the engine's own messages, products beside one.
-Nothing is fitted to a step. A step is the median over rounds, without the first two.
+Nothing is fitted to a step. Machine and steps are measured in turns, because what a machine does drifts, and
+of both the median counts; the first two steps of an engine are left out.
 """
 
 from __future__ import annotations
@@ -75,19 +76,18 @@ def config(stage: int, micro_batches: int) -> dict[str, Any]:
 # --- what the machine does ------------------------------------------------------------------------------
 
 
-def best_of(call: Callable[[], object], least: float = 0.2, ranks: bool = True) -> float:
-    """Seconds of one call: the median over at least five, and over so many seconds."""
+def mean_of(call: Callable[[], object], least: float = 0.4) -> float:
+    """Seconds of one call while all ranks do the same: the mean, for where there are more ranks than cores
+    each waits for others between calls, and not in them."""
     call()
-    if ranks:
-        dist.barrier()
-    times: list[float] = []
-    while len(times) < 5 or sum(times) < least:
-        begun = time.perf_counter()
+    dist.barrier()
+    count, begun = 0, time.perf_counter()
+    while time.perf_counter() - begun < least:
         call()
-        times.append(time.perf_counter() - begun)
-    if ranks:
-        dist.barrier()
-    return statistics.median(times)
+        count += 1
+    seconds = (time.perf_counter() - begun) / count
+    dist.barrier()
+    return seconds
 
 
 def together(call: Callable[[], object], rounds: int = 25) -> float:
@@ -111,7 +111,7 @@ def products(tokens: int, width: int) -> float:
         torch.mm(y, w)
         torch.mm(y.t(), x)
 
-    return 3 * 2 * tokens * width * 4 * width / best_of(call) / 1e12
+    return 3 * 2 * tokens * width * 4 * width / mean_of(call) / 1e12
 
 
 def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
         return lambda: comm.all_gather(torch.empty(shard.numel() * world), shard, "shard")
 
     latency, seconds = together(gather(few)), together(gather(mine))
-    alone = best_of(lambda: torch.mm(x, y))
+    alone = mean_of(lambda: torch.mm(x, y))
     times = max(1, round(seconds / alone))
 
     def beside() -> None:
@@ -149,10 +149,10 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
         "device": {
             "tflops": {"fp32": products(size.batch * size.length, size.width)},
             "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world / 1e9,
-            "memory_gb_per_s": 2 * large.nbytes / best_of(lambda: copy.copy_(large)) / 1e9,
+            "memory_gb_per_s": 2 * large.nbytes / mean_of(lambda: copy.copy_(large)) / 1e9,
             "cache_mb": 4.0,
-            "cache_gb_per_s": 7 * small.nbytes / best_of(usual) / 1e9,
-            "operation_us": best_of(lambda: [least + 1.0 for _ in range(100)]) / 100 * 1e6,
+            "cache_gb_per_s": 7 * small.nbytes / mean_of(usual) / 1e9,
+            "operation_us": mean_of(lambda: [least + 1.0 for _ in range(100)]) / 100 * 1e6,
         },
         "devices_per_host": world,
         "host": {"gb_per_s": sent / (seconds - latency) / 1e9, "latency_us": latency * 1e6},
@@ -175,15 +175,32 @@ def run(rank: int, folder: str, world: int, options: argparse.Namespace, queue: 
     comm = Collectives(start(MeshShape(shard=world), device="cpu"))
     found = {}
     for size in SIZES:
-        machine = measured_machine(comm, size)
-        found[size] = machine, {stage: measured_step(size, stage, rank, options) for stage in options.stages}
+        machines, times = [], {stage: list[float]() for stage in options.stages}
+        for _ in range(options.turns):
+            machines.append(measured_machine(comm, size))
+            for stage in options.stages:
+                times[stage] += step_times(size, stage, rank, options)
+        steps = {stage: statistics.median(seconds) for stage, seconds in times.items()}
+        found[size] = middle(machines), steps
     if rank == 0:
         queue.put(found)
     dist.barrier()
 
 
-def measured_step(size: Size, stage: int, rank: int, options: argparse.Namespace) -> float:
-    """Seconds of a whole step."""
+def middle(machines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of every figure: what a machine does drifts, so steps are between its measurements."""
+    whole: dict[str, Any] = {}
+    for key, first in machines[0].items():
+        figures = [machine[key] for machine in machines]
+        if isinstance(first, dict):
+            whole[key] = middle(figures)
+        else:
+            whole[key] = statistics.median(figures) if isinstance(first, float) else first
+    return whole
+
+
+def step_times(size: Size, stage: int, rank: int, options: argparse.Namespace) -> list[float]:
+    """Seconds of whole steps."""
     engine = zerodrift.initialize(
         size.model(), config=config(stage, options.micro_batches), device="cpu", quiet=True
     )
@@ -198,7 +215,7 @@ def measured_step(size: Size, stage: int, rank: int, options: argparse.Namespace
             engine.step()
         times.append(time.perf_counter() - begun)
     engine.destroy()
-    return statistics.median(times[2:])
+    return times[2:]
 
 
 def launched(world: int, options: argparse.Namespace) -> dict[Size, Any]:
@@ -359,7 +376,8 @@ def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--stages", type=numbers, default=[0, 1, 2, 3])
     parser.add_argument("--worlds", type=numbers, default=list(WORLDS))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=4, help="of measuring the machine, then steps")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of a turn")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument(
         "--write", metavar="FILE", help="keep what the machine does, for `zerodrift plan --simulate`"
