@@ -28,6 +28,7 @@ import hashlib
 import logging
 import mmap
 import os
+import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ FIRST = mmap.PAGESIZE
 """Where the first span begins: before it is what tells the memory from any other."""
 GROWTH = 1 << 20
 """Bytes by which the memory grows, at least."""
-KEPT = 64 << 20
+KEPT = 16 << 20
 """Bytes that are kept between steps."""
 _NAME = "zerodrift"
 _TOKEN = slice(0, 16)
@@ -79,8 +80,8 @@ class _Span:
 
     start: int
     stop: int
-    flags: torch.Tensor
-    """One byte for each rank of the axis: whether it is done."""
+    ranks: int
+    """Of the axis: so many bytes at its start say of each whether it is done."""
 
 
 class OwnMemory:
@@ -91,7 +92,7 @@ class OwnMemory:
         """Bytes of messages so far."""
         self._descriptor = -1
         self._size = 0
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._mapped: mmap.mmap | None = None
         self._spans: list[_Span] = []
         """In the order of their places."""
 
@@ -107,8 +108,13 @@ class OwnMemory:
             except OSError:
                 self.close()
                 return NOWHERE
-            self._bytes[_TOKEN] = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
+            self._bytes[_TOKEN] = os.urandom(16)
         return Address(host, os.getpid(), self._descriptor, _token(self._bytes))
+
+    @property
+    def _bytes(self) -> mmap.mmap:
+        assert self._mapped is not None
+        return self._mapped
 
     @torch.no_grad()
     def write(self, values: torch.Tensor, readers: Collection[int], ranks: int) -> int:
@@ -119,12 +125,10 @@ class OwnMemory:
         stop = start + head + values.nbytes
         if stop > self._size:
             self._grow(_up(max(stop, self._size + GROWTH), mmap.PAGESIZE))
-        flags = self._bytes[start : start + ranks]
-        flags.fill_(1)
-        flags[list(readers)] = 0
-        self._bytes[start + head : stop].view(values.dtype).copy_(values)
+        self._bytes[start : start + ranks] = bytes(rank not in readers for rank in range(ranks))
+        _values(self._bytes, start + head, values.nbytes).view(values.dtype).copy_(values)
         self.written += values.nbytes * len(readers)
-        self._spans.append(_Span(start, stop, flags))
+        self._spans.append(_Span(start, stop, ranks))
         self._spans.sort(key=lambda span: span.start)
         return start
 
@@ -139,12 +143,13 @@ class OwnMemory:
         return start
 
     def _forget_what_was_read(self) -> None:
-        self._spans = [span for span in self._spans if not span.flags.all()]
+        read = (0 not in self._bytes[span.start : span.start + span.ranks] for span in self._spans)
+        self._spans = [span for span, done in zip(self._spans, read, strict=True) if not done]
 
     def _grow(self, size: int) -> None:
         # With its pages: one that cannot be had later ends the process.
         os.posix_fallocate(self._descriptor, self._size, size - self._size)
-        self._bytes, self._size = _mapped(self._descriptor, size), size
+        self._mapped, self._size = mmap.mmap(self._descriptor, size), size
 
     def release(self) -> None:
         """Let go of what is beyond KEPT and nobody has to read."""
@@ -155,11 +160,11 @@ class OwnMemory:
         if size < self._size:
             # Others have it mapped as long as it was, and do not look behind its end.
             os.ftruncate(self._descriptor, size)
-            self._bytes, self._size = _mapped(self._descriptor, size), size
+            self._mapped, self._size = mmap.mmap(self._descriptor, size), size
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        self._bytes, self._spans, self._size = torch.empty(0, dtype=torch.uint8), [], 0
+        self._mapped, self._spans, self._size = None, [], 0
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -169,15 +174,15 @@ class PeerMemory:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._bytes = _mapped(descriptor, FIRST)
+        self._bytes = mmap.mmap(descriptor, FIRST)
         self.token = _token(self._bytes)
 
     def read(self, start: int, size: int, ranks: int) -> torch.Tensor:
         """The bytes of a message of that size, in place."""
         first = start + _up(ranks, LINE)
-        if first + size > self._bytes.numel():
-            self._bytes = _mapped(self._descriptor, os.fstat(self._descriptor).st_size)
-        return self._bytes[first : first + size]
+        if first + size > len(self._bytes):
+            self._bytes = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+        return _values(self._bytes, first, size)
 
     def done(self, start: int, reader: int) -> None:
         """The message may be overwritten."""
@@ -185,7 +190,6 @@ class PeerMemory:
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        self._bytes = torch.empty(0, dtype=torch.uint8)
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -281,13 +285,14 @@ def _host() -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _token(flat: torch.Tensor) -> tuple[int, int]:
-    first, second = flat[_TOKEN].view(torch.int64).tolist()
+def _token(memory: mmap.mmap) -> tuple[int, int]:
+    first, second = struct.unpack("=2q", memory[_TOKEN])
     return first, second
 
 
-def _mapped(descriptor: int, size: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+def _values(memory: mmap.mmap, start: int, size: int) -> torch.Tensor:
+    """Bytes as a tensor, for as long as somebody looks: none is held, so none counts as a rank's tensors."""
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
 
 
 def _up(size: int, to: int) -> int:
