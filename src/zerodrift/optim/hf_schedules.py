@@ -17,18 +17,23 @@ from zerodrift.optim import counted
 Factor = Callable[[int], float]
 
 
-def _begin(self: Any, optimizer: Any, factor: Factor, last_batch_iteration: int) -> None:
-    self.optimizer = counted.optimizer_in(optimizer)
-    self.own_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-    self._factor = factor
-    self.last_batch_iteration = last_batch_iteration
-    if last_batch_iteration == -1:
-        self._last_lr = counted.applied(self.optimizer, self.get_lr())
+class _Schedule:
+    """A factor of each group's own rate, by the number of the step."""
 
+    def __init__(self, optimizer: Any, factor: Factor, last_batch_iteration: int) -> None:
+        self.optimizer = counted.optimizer_in(optimizer)
+        self.own_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._factor = factor
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._last_lr = counted.applied(self.optimizer, self.get_lr())
 
-def _get_lr(self: Any) -> list[float]:
-    factor = self._factor(self.last_batch_iteration + 1)
-    return [own * factor for own in self.own_lrs]
+    def get_lr(self) -> list[float]:
+        factor = self._factor(self.last_batch_iteration + 1)
+        return [own * factor for own in self.own_lrs]
+
+    step, get_last_lr = counted.step, counted.get_last_lr
+    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
 
 
 def _base_lr(optimizer: Any) -> float:
@@ -46,30 +51,24 @@ def _done(step: int, warmup: int, steps: int) -> float:
     return (step - warmup) / max(1, steps - warmup)
 
 
-class Constant:
+class Constant(_Schedule):
     """The rate as it is."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
-        _begin(self, optimizer, lambda step: 1.0, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, lambda step: 1.0, last_batch_iteration)
 
 
-class ConstantWithWarmup:
+class ConstantWithWarmup(_Schedule):
     """Linearly up, then constant."""
 
     def __init__(self, optimizer: Any, num_warmup_steps: int = 0, last_batch_iteration: int = -1) -> None:
         def factor(step: int) -> float:
             return _ramp(step, num_warmup_steps) if step < num_warmup_steps else 1.0
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
-class Linear:
+class Linear(_Schedule):
     """Linearly up, then linearly down to zero."""
 
     def __init__(
@@ -85,13 +84,10 @@ class Linear:
             left = (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps)
             return max(0.0, left)
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
-class Cosine:
+class Cosine(_Schedule):
     """Linearly up, then down along `num_cycles` waves, by default half of one."""
 
     def __init__(
@@ -107,17 +103,14 @@ class Cosine:
                 return _ramp(step, num_warmup_steps)
             return max(0.0, _wave(num_cycles, _done(step, num_warmup_steps, num_training_steps)))
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
 def _wave(cycles: float, done: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * float(cycles) * 2.0 * done))
 
 
-class CosineWithRestarts:
+class CosineWithRestarts(_Schedule):
     """Linearly up, then half a cosine down `num_cycles` times, each from the top."""
 
     def __init__(
@@ -136,13 +129,10 @@ class CosineWithRestarts:
                 return 0.0
             return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((float(num_cycles) * done) % 1.0))))
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
-class CosineWithMinLR:
+class CosineWithMinLR(_Schedule):
     """As `Cosine`, down to `min_lr`, or to `min_lr_rate` of the rate."""
 
     def __init__(
@@ -163,13 +153,10 @@ class CosineWithMinLR:
             wave = _wave(num_cycles, _done(step, num_warmup_steps, num_training_steps))
             return max(0, wave * (1 - least) + least)
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
-class CosineWarmupWithMinLR:
+class CosineWarmupWithMinLR(_Schedule):
     """The same with a warm-up that begins at `warmup_lr_rate` of the rate, or at its first step."""
 
     def __init__(
@@ -195,10 +182,7 @@ class CosineWarmupWithMinLR:
             wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * done))
             return max(0, wave * (1 - least) + least)
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
 def _least(optimizer: Any, rate: float | None, share: float | None) -> float:
@@ -209,7 +193,7 @@ def _least(optimizer: Any, rate: float | None, share: float | None) -> float:
     return 0.0 if share is None else share
 
 
-class Polynomial:
+class Polynomial(_Schedule):
     """Linearly up, then down to `lr_end` as a power of what is left."""
 
     def __init__(
@@ -231,13 +215,10 @@ class Polynomial:
             left = 1 - _done(step, num_warmup_steps, num_training_steps)
             return ((base - lr_end) * left**power + lr_end) / base
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
-class InverseSqrt:
+class InverseSqrt(_Schedule):
     """Linearly up, then down with the root of the steps, over `timescale` of them."""
 
     def __init__(
@@ -254,13 +235,10 @@ class InverseSqrt:
                 return _ramp(step, num_warmup_steps)
             return 1.0 / math.sqrt((step + (scale - num_warmup_steps)) / scale)
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
-class WarmupStableDecay:
+class WarmupStableDecay(_Schedule):
     """Up, constant, and down to `min_lr_ratio` of the rate over the last `num_decay_steps`."""
 
     def __init__(
@@ -291,10 +269,7 @@ class WarmupStableDecay:
                 return min_lr_ratio
             return max(0.0, share * (1.0 - min_lr_ratio) + min_lr_ratio)
 
-        _begin(self, optimizer, factor, last_batch_iteration)
-
-    get_lr, step, get_last_lr = _get_lr, counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
+        super().__init__(optimizer, factor, last_batch_iteration)
 
 
 def _risen(kind: str, done: float) -> float:
