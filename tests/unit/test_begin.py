@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -59,6 +60,16 @@ def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> No
         assert word in text, word
     found = json.loads(printed(capsys, "doctor", "--json"))
     assert {finding["part"] for finding in found} == {"versions", "CPU", "GPU", "ranks", "kernels"}
+
+
+def test_every_extra_that_the_doctor_names_installs_the_package() -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is new in 3.11")
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in doctor.EXTRAS.items():
+        assert not extra or any(re.match(rf"{package}\b", each) for each in extras[extra]), package
 
 
 def test_the_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

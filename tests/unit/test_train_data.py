@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from zerodrift import files
 from zerodrift.errors import ConfigError
-from zerodrift.train import chat, rendering
+from zerodrift.train import chat, pack, rendering
 from zerodrift.train.blocks import IGNORED, Blocks
 from zerodrift.train.documents import Document
 from zerodrift.train.job import Data
@@ -265,3 +267,34 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("")
     with pytest.raises(ConfigError, match="must fill at least one block"):
         made(tmp_path, data(tmp_path / "short.txt"))
+
+
+def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "fcntl", None)
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    make, asked = pack._make, data(file)
+    first: list[np.ndarray] = []
+
+    def slowly(*arguments: Any) -> None:
+        """Another begins and ends while this one is about to."""
+        monkeypatch.setattr(pack, "_make", make)
+        first.append(stream(made(tmp_path, asked).train))
+        make(*arguments)
+
+    monkeypatch.setattr(pack, "_make", slowly)
+    assert np.array_equal(stream(made(tmp_path, asked).train), first[0])
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_what_a_killed_maker_left_is_removed(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    key = made(tmp_path, data(file)).key
+    cache = tmp_path / "cache"
+    shutil.rmtree(cache / key)
+    (cache / f"{key}.0123").mkdir()
+    (cache / f"{key}.0123" / "half").write_text("of a map")
+    (cache / "another.0123").mkdir()
+    made(tmp_path, data(file))
+    assert {path.name for path in cache.iterdir() if path.is_dir()} == {key, "another.0123"}

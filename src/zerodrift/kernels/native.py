@@ -21,11 +21,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from zerodrift.files import locked
 from zerodrift.kernels.probe import contraction
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -137,7 +137,7 @@ def _obtain(folder: Path, compiler: str | None) -> Library:
         return Library(path)
     if compiler is None:
         raise _BuildError(f"no C++ compiler found ({', '.join(COMPILERS)}, or CXX)")
-    with _locked(folder / "lock"):
+    with locked(folder / "lock"):
         if not _loads(path):
             _log.warning("zerodrift: compiling its CPU kernels, once for this machine, into %s", folder)
             _build(compiler, path)
@@ -231,17 +231,3 @@ def cache_folder() -> Path | None:
         if os.access(folder, os.W_OK):
             return folder
     return None
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One builder at a time. Without file locks there may be several, which wastes work and nothing else."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with path.open("w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -4,6 +4,7 @@ The command runs as it stands. How something is put into every process is `start
 there waits for torch to be imported (`process.py`).
 
 Invariant: no process of the command outlives the check, unless it was to go on and has not ended by itself.
+Where the check is killed, each ends when it has seen its steps.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zerodrift.files import locked
 from zerodrift.observer.seen import SeenProcess
 from zerodrift.startup import Start, failures, spawn, starting
 
 END = "end"
 """File that says that every process may end."""
+
+HELD = "held"
+"""File that is locked while the check is there."""
 
 _STRAGGLING = 60.0
 """Seconds between the first rank that has seen its steps and the last."""
@@ -62,11 +67,12 @@ def run(
     with starting(start, "zerodrift-check-") as folder:
         seen = folder / "seen"
         seen.mkdir()
-        child = spawn(command, folder, stdout, apart=True)
-        try:
-            code = _wait(child, seen, keep_going, timeout)
-        finally:
-            _end(child)
+        with locked(seen / HELD):
+            child = spawn(command, folder, stdout, apart=True)
+            try:
+                code = _wait(child, seen, keep_going, timeout)
+            finally:
+                _end(child)
         return _collected(code, folder, seen)
 
 

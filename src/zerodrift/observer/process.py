@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from zerodrift.observer.launch import END
+from zerodrift.files import is_locked
+from zerodrift.observer.launch import END, HELD
 from zerodrift.observer.libraries import adapters
 from zerodrift.observer.seen import SeenProcess
 from zerodrift.observer.watch import Watcher
 
 _LONGEST_WAIT = 120.0
-"""Seconds that a process waits for that file."""
+"""Seconds that a process waits for the others."""
 
 
 def begin(folder: str, steps: int, keep_going: bool) -> None:
@@ -57,7 +58,7 @@ def _watched(place: Path, steps: int, keep_going: bool) -> Watcher:
         part.write_text(json.dumps(process.to_json()))
         part.rename(record)
         if process.ended == "steps" and not keep_going:
-            _wait(place / END)
+            _wait_for_others(place)
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # which may be closed, or somebody's own
                     stream.flush()
@@ -80,8 +81,8 @@ def _at_exit(watcher: Watcher, pid: int) -> None:
     watcher.files_end()
 
 
-def _wait(end: Path) -> None:
-    """Other ranks may still need this process to be there."""
+def _wait_for_others(place: Path) -> None:
+    """Other ranks may still need this process to be there; the check says when none does."""
     until = time.monotonic() + _LONGEST_WAIT
-    while not end.exists() and time.monotonic() < until and end.parent.exists():
+    while not (place / END).exists() and is_locked(place / HELD) and time.monotonic() < until:
         time.sleep(0.05)

@@ -26,8 +26,8 @@ from zerodrift.versions import TESTED, __version__, warning
 
 EXTRAS = {
     "transformers": "hf",
-    "datasets": "hf",
     "tokenizers": "hf",
+    "pyarrow": "hf",
     "peft": "peft",
     "tensorboard": "tensorboard",
     "wandb": "",

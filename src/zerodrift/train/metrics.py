@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerodrift.errors import ConfigError, said
 from zerodrift.files import opened
+from zerodrift.io.atomic import new_file
 from zerodrift.train.boards import boards
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run
@@ -46,9 +47,8 @@ class Metrics:
         kept = [line for line in lines if line is not None and _is_before(line, after)]
         self.lines = RunLines(kept)
         folder.metrics.parent.mkdir(parents=True, exist_ok=True)
-        beside = folder.metrics.with_suffix(".new")
-        beside.write_text("".join(_text(line) for line in kept), encoding="utf-8")
-        beside.replace(folder.metrics)
+        with new_file(folder.metrics) as file:
+            file.write_text("".join(_text(line) for line in kept), encoding="utf-8")
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._boards = boards(folder, run, after)
 

@@ -5,17 +5,18 @@ name several sets of data, which are mixed by weight; each has its own folder. H
 `packing.py`'s affair.
 
 Invariant: a folder that has its `blocks.json` is whole. It is written elsewhere and renamed, under a lock,
-so that ranks and runs that want the same blocks make them once.
+so that ranks and runs that want the same blocks make them once. Where a file system has no locks several
+may make them, and the first that is done is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from zerodrift.errors import ConfigError, Problems
-from zerodrift.files import opened
+from zerodrift.files import locked, opened
 from zerodrift.train import documents, formats, long_texts, noted, rendering
 from zerodrift.train.blocks import Blocks, Maps, open_blocks, open_tokens, read_index
 from zerodrift.train.find import TEXTS, TRAIN, VALIDATION, DataFiles, find
@@ -170,8 +171,10 @@ def _set(
     before = _stamps(found.files)
     key = _key(found.files, share, data, tokenizer, kind, cache)
     folder = cache / key
-    with _locked(cache / f"{key}.lock"):
+    with locked(cache / f"{key}.lock") as alone:
         if not (folder / Maps.INDEX).is_file():
+            if alone:
+                _remove_unfinished(folder)
             _make(folder, found.files, share, data, tokenizer, kind)
             _require_unchanged(before, _stamps(found.files), folder)
     train, held = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
@@ -326,22 +329,20 @@ class _Digests:
             beside.replace(self._file)
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with the process, however that ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 # --- making blocks ------------------------------------------------------------------------------------
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What makers that were killed have left beside it."""
+    for left in folder.parent.glob(f"{folder.name}.*"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _make(
     folder: Path, files: Sequence[Path], share: float, data: Data, tokenizer: Tokenizer, kind: str
 ) -> None:
-    beside = folder.with_name(f"{folder.name}.{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
     beside.mkdir()
     maps = Maps(beside, data.block, tokenizer.vocabulary, is_apart(data, kind))
     try:
@@ -371,7 +372,11 @@ def _make(
             unread=tuple(seen.unread),
         )
         maps.close(reading.to_json())
-        beside.rename(folder)
+        try:
+            beside.rename(folder)
+        except OSError:
+            if not (folder / Maps.INDEX).is_file():
+                raise
     finally:
         maps.release()
         shutil.rmtree(beside, ignore_errors=True)

@@ -23,6 +23,7 @@ from zerodrift.config.schema import Config, Pipeline
 from zerodrift.engine.digest import computed_by
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problems
+from zerodrift.io.atomic import new_file
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.lock import Lock
@@ -215,9 +216,8 @@ class Session:
     def report(self, lines: RunLines) -> None:
         """Write the page that a person looks at. On one rank."""
         text = run_page(self.job, self.engine.plan, lines, self.steps)
-        beside = self.folder.report.with_suffix(".new")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(self.folder.report)
+        with new_file(self.folder.report) as page:
+            page.write_text(text, encoding="utf-8")
 
 
 def _listed(resumed: Resumed) -> list[str]:
