@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from tests import commands
 from zerodrift import __version__, cli
+from zerodrift.__main__ import main as console_script
 from zerodrift.cli import planning, streams
 from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError
 
@@ -353,3 +354,13 @@ def test_auto_is_a_number_per_key() -> None:
 def test_a_page_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     with pytest.raises(ZerodriftError, match=r"--html.*No such file or directory"):
         planning.write_page(tmp_path / "missing" / "plan.html", "")
+
+
+def test_ctrl_c_before_a_verb_has_begun_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zerodrift.cli.main", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        console_script()
+    assert stopped.value.code == streams.INTERRUPTED
