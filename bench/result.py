@@ -17,12 +17,14 @@ import platform
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+_BEGAN = time.monotonic()
 
 Cell = str | int | float | None
 """A text, a number, or nothing to say."""
@@ -85,6 +87,8 @@ class Result:
     versions: dict[str, str]
     machine: str
     tables: list[Table] = field(default_factory=list)
+    seconds: float | None = None
+    """What the command took."""
 
     @classmethod
     def begin(cls, title: str, options: argparse.Namespace, *packages: str) -> Result:
@@ -103,13 +107,15 @@ class Result:
     def save(self, name: str | None) -> None:
         """Writes `bench/results/NAME.json`, if there is a name; a path in front of it is another folder."""
         if name:
+            self.seconds = round(time.monotonic() - _BEGAN, 1)
             path = RESULTS / f"{name}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.json(), encoding="utf-8")
 
     def json(self) -> str:
         """One line a row."""
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        text = json.dumps(values, indent=1, ensure_ascii=False)
         return re.sub(r"\[\n\s+([^\[\]{}]+?)\n\s+\]", lambda found: f"[{_one_line(found[1])}]", text) + "\n"
 
 

@@ -69,8 +69,10 @@ def test_ranks_of_torchrun_are_in_the_command(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = bench.result.Result.begin("", options())
     assert found.command == "torchrun --nproc-per-node 2 bench/check.py --rounds 4"
-    assert bench.again.runnable(found.command.split())[1:] == [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "bench/check.py", "--rounds", "4")
+    again = bench.again.Benchmark(found.command.split(), "check", None)
+    assert again.arguments("nothing")[1:] == [
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "bench/check.py", "--rounds", "4"),
+        *("--save", "check", "--beside", "nothing"),
     ]
 
 
@@ -84,7 +86,7 @@ def test_a_result_says_how_it_was_made(bench: SimpleNamespace, path: Path) -> No
     for table in result.tables:
         assert all(len(table.texts(row)) == len(table.columns) for row in table.rows)
     if result.command:
-        assert bench.again.runnable(result.command.split())
+        assert bench.again.Benchmark(result.command.split(), path.stem, None).arguments("nothing")
         script, *_ = re.findall(r"bench/\w+\.py", result.command)
         text = (ROOT / script).read_text()
         for option in re.findall(r"(?<= )--[a-z-]+", result.command.partition(script)[2]):
@@ -92,12 +94,31 @@ def test_a_result_says_how_it_was_made(bench: SimpleNamespace, path: Path) -> No
 
 
 def test_every_benchmark_is_run_again(bench: SimpleNamespace) -> None:
-    commands = bench.again.commands()
-    scripts = {word for words in commands for word in words if word.startswith("bench/")}
+    found = {each.name: each for each in bench.again.benchmarks()}
+    scripts = {word for each in found.values() for word in each.words if word.startswith("bench/")}
     printing = (path for path in (ROOT / "bench").glob("*.py") if ".save(options.save)" in path.read_text())
     assert scripts >= {f"bench/{path.name}" for path in printing} and len(scripts) > 12
-    assert ["python", "bench/step.py", "--dtype", "bf16", "--save", "step-bf16"] in commands
-    assert ["python", "bench/plan_scale.py"] in commands
+    assert found["step-bf16"].words == ["python", "bench/step.py", "--dtype", "bf16"]
+    assert found["plan_scale"].arguments("nothing")[1:] == ["bench/plan_scale.py"]
+
+
+def test_a_benchmark_that_fails_does_not_stop_the_others(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = iter([0, 3, 0])
+    monkeypatch.setattr(
+        bench.again.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=next(codes))
+    )
+    todo = [
+        bench.again.Benchmark(["python", f"bench/{name}.py"], name, seconds)
+        for name, seconds in (("a", 30.0), ("b", None), ("c", 6000.0))
+    ]
+    assert bench.again.run(todo, "nothing") == ["b"]
+    printed = capsys.readouterr().out
+    assert "1 of 3, a: python bench/a.py\n   about 30 s; left: 1.7 h, and 1 that were not timed" in printed
+    assert "2 of 3, b: python bench/b.py\n   not timed before; left: 1.7 h, and 1 that" in printed
+    assert "b: 0 s, failed with 3" in printed
+    assert "3 of 3, c: python bench/c.py\n   about 1.7 h; left: 1.7 h\n" in printed
 
 
 # --- what is claimed was found ------------------------------------------------------------------------------
