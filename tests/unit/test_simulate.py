@@ -343,18 +343,20 @@ def test_a_cluster_tells_all_that_is_wrong_with_it(tmp_path: Path) -> None:
     text = """
 device: {tflops: {bf16: -1}, memory_gb: many, memory_gb_per_s: 2, memroy_reached: 0.5, tflops_reached: 60}
 devices_per_host: 8
+host: {gb_per_s: .nan}
 """
     with pytest.raises(ConfigError) as error:
         read_cluster(written(tmp_path, text))
     told = str(error.value)
+    assert told.count("`host.gb_per_s`") == 1, told
     for part in (
         "`device.tflops.bf16`: must be a number above 0; got -1",
         "`device.memory_gb`: must be a number above 0; got 'many'",
         "`device.memroy_reached`: must be a key of `device`",
         "Did you mean `device.memory_reached`?",
-        "`device.tflops_reached`",
+        "`device.tflops_reached`: must be a number above 0 and at most 1; got 60",
         "`device.tflops.fp32`",
-        "`host`",
+        "`host.gb_per_s`: must be a finite number; got nan",
     ):
         assert part in told, told
 

@@ -267,7 +267,7 @@ def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
             return [str(value) for value in range(least, most + 1)]
         return [f"{noun} from {least} to {most}"]
     if above is not None:
-        return [f"{noun} above {above}"]
+        return [f"{noun} above {above}" + (f" and at most {most}" if most is not None and most < FAR else "")]
     return [f"{noun} of at least {least}" if least is not None else noun]
 
 

@@ -51,6 +51,8 @@ class Telling:
         path = self.written(steps)
         kind = fields.kind_at(steps, self.root)
         if value is _MISSING:
+            if any(problem.where == path for problem in problems):
+                return  # what was written there is no value at all
             doc = _docs(self.root)[".".join(map(str, steps))]
             problems.add(path, f"must be given: {fields.admits(kind)}", do=doc)
             return
