@@ -196,19 +196,17 @@ A_HALVING_SCHEDULE: Edits = {
     "optim/schedules.py": (
         (
             "\nSCHEDULES: dict[str, type] = {\n",
-            "\nclass Halving:\n"
+            "\nclass Halving(Counted):\n"
             "    def __init__(self, optimizer, every, last_batch_iteration=-1):\n"
-            "        self.optimizer, self.every = _optimizer(optimizer), every\n"
+            "        self.optimizer, self.every = optimizer_in(optimizer), every\n"
             '        self.whole = [group["lr"] for group in self.optimizer.param_groups]\n'
-            "        self.last_batch_iteration = last_batch_iteration\n"
+            "        self.begin(last_batch_iteration)\n"
             "\n"
             "    def get_lr(self):\n"
             "        halvings = (self.last_batch_iteration + 1) // self.every\n"
             "        return [rate * 0.5**halvings for rate in self.whole]\n"
             "\n"
-            "    step, get_last_lr = _step, _get_last_lr\n"
-            "    state_dict, load_state_dict = _state_dict, _load_state_dict\n"
-            "\n\n"
+            "\n"
             'SCHEDULES: dict[str, type] = {\n    "Halving": Halving,\n',
         ),
     ),

@@ -1,6 +1,4 @@
-"""What every schedule does with its count of batches: the methods that their classes take over.
-
-A class has `optimizer`, `last_batch_iteration` and `get_lr`.
+"""What every schedule does with its count of batches.
 
 Invariant: a schedule resumes from its count alone.
 """
@@ -15,28 +13,40 @@ import torch
 from zerodrift.errors import Problem
 
 
-def step(self: Any, last_batch_iteration: int | None = None) -> None:
-    """Count a batch, and set the groups' rates for the next."""
-    self.last_batch_iteration = (
-        self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-    )
-    self._last_lr = applied(self.optimizer, self.get_lr())
+class Counted:
+    """Rates of parameter groups by the count of batches, which is -1 before the first `step`."""
 
+    optimizer: torch.optim.Optimizer
+    last_batch_iteration: int
 
-def get_last_lr(self: Any) -> list[float]:
-    """The rates that were set last."""
-    return self._last_lr
+    def begin(self, last_batch_iteration: int) -> None:
+        """From a count; the groups' rates are set where it is the first."""
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._last_lr = applied(self.optimizer, self.get_lr())
 
+    def get_lr(self) -> list[float]:
+        raise NotImplementedError
 
-def state_dict(self: Any) -> dict[str, Any]:
-    return {"last_batch_iteration": self.last_batch_iteration}
+    def get_last_lr(self) -> list[float]:
+        """The rates that were set last."""
+        return self._last_lr
 
-
-def load_state_dict(self: Any, sd: dict[str, Any]) -> None:
-    """Also sets the groups' rates, which DeepSpeed leaves to the next step."""
-    self.last_batch_iteration = sd["last_batch_iteration"]
-    if self.last_batch_iteration >= 0:
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Count a batch, and set the groups' rates for the next."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
         self._last_lr = applied(self.optimizer, self.get_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        """Also sets the groups' rates, which DeepSpeed leaves to the next step."""
+        self.last_batch_iteration = sd["last_batch_iteration"]
+        if self.last_batch_iteration >= 0:
+            self._last_lr = applied(self.optimizer, self.get_lr())
 
 
 def applied(optimizer: Any, rates: Sequence[float]) -> list[float]:

@@ -12,33 +12,28 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zerodrift.optim import counted
+from zerodrift.optim.counted import Counted, optimizer_in
 
 Factor = Callable[[int], float]
 
 
-class _Schedule:
+class _Schedule(Counted):
     """A factor of each group's own rate, by the number of the step."""
 
     def __init__(self, optimizer: Any, factor: Factor, last_batch_iteration: int) -> None:
-        self.optimizer = counted.optimizer_in(optimizer)
+        self.optimizer = optimizer_in(optimizer)
         self.own_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._factor = factor
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._last_lr = counted.applied(self.optimizer, self.get_lr())
+        self.begin(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         factor = self._factor(self.last_batch_iteration + 1)
         return [own * factor for own in self.own_lrs]
 
-    step, get_last_lr = counted.step, counted.get_last_lr
-    state_dict, load_state_dict = counted.state_dict, counted.load_state_dict
-
 
 def _base_lr(optimizer: Any) -> float:
     """What a rate in an argument is a share of; that of the first group where groups have their own."""
-    optimizer = counted.optimizer_in(optimizer)
+    optimizer = optimizer_in(optimizer)
     return float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
 
 

@@ -22,13 +22,7 @@ import torch
 
 from zerodrift.errors import ConfigError
 from zerodrift.optim import hf_schedules, shapes
-from zerodrift.optim.counted import applied as _apply
-from zerodrift.optim.counted import get_last_lr as _get_last_lr
-from zerodrift.optim.counted import load_state_dict as _load_state_dict
-from zerodrift.optim.counted import optimizer_in as _optimizer
-from zerodrift.optim.counted import refusal as _text
-from zerodrift.optim.counted import state_dict as _state_dict
-from zerodrift.optim.counted import step as _step
+from zerodrift.optim.counted import Counted, optimizer_in, refusal
 from zerodrift.policy.nouns import ComponentSpec
 
 _log = logging.getLogger("zerodrift")
@@ -51,24 +45,19 @@ PerGroup = float | Sequence[float]
 # --- what DeepSpeed's have in common --------------------------------------------------------------------
 
 
-def _step_batch(self: Any, batch_iteration: int | None = None) -> None:
-    """The same as `step`, under the name that two of the schedules have for its argument."""
-    _step(self, batch_iteration)
-
-
 def _per_group(optimizer: torch.optim.Optimizer, value: PerGroup, name: str) -> list[float]:
     count = len(optimizer.param_groups)
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
         must = f"must have a value for each of {count} parameter groups"
-        raise ValueError(_text(name, must, repr(value)))
+        raise ValueError(refusal(name, must, repr(value)))
     return list(value)
 
 
 def _require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or value <= 0:
-        raise ValueError(_text(name, "must be a whole number above 0", repr(value)))
+        raise ValueError(refusal(name, "must be a whole number above 0", repr(value)))
 
 
 def is_warmup_type(given: object) -> bool:
@@ -86,7 +75,17 @@ def _warmup_type(given: str) -> str:
 # --- the schedules --------------------------------------------------------------------------------------
 
 
-class WarmupLR:
+class _WarmUp(Counted):
+    """What those with a warm-up have in common."""
+
+    def _warm_up(self, optimizer: Any, steps: int, kind: str) -> None:
+        _require_positive("warmup_num_steps", steps)
+        self.optimizer = optimizer_in(optimizer)
+        self.warmup_num_steps, self.warmup_type = max(2, steps), _warmup_type(kind)
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+
+
+class WarmupLR(_WarmUp):
     """From min to max, then constant."""
 
     def __init__(
@@ -98,30 +97,25 @@ class WarmupLR:
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        _require_positive("warmup_num_steps", warmup_num_steps)
-        self.optimizer = _optimizer(optimizer)
+        self._warm_up(optimizer, warmup_num_steps, warmup_type)
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.min_lrs = _per_group(self.optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = _per_group(self.optimizer, warmup_max_lr, "warmup_max_lr")
-        self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), _warmup_type(warmup_type)
-        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+        self._between(warmup_min_lr, warmup_max_lr)
         self._rates = [
             shapes.warmup(low, high, self.warmup_num_steps, self.warmup_type)
             for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
         ]
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._last_lr = _apply(self.optimizer, self.get_lr())
+        self.begin(last_batch_iteration)
+
+    def _between(self, low: PerGroup, high: PerGroup) -> None:
+        self.min_lrs = _per_group(self.optimizer, low, "warmup_min_lr")
+        self.max_lrs = _per_group(self.optimizer, high, "warmup_max_lr")
+        self.delta_lrs = [most - least for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         return [rate(self.last_batch_iteration, 0.0) for rate in self._rates]
-
-    step, get_last_lr = _step, _get_last_lr
-    state_dict, load_state_dict = _state_dict, _load_state_dict
 
 
 class WarmupDecayLR(WarmupLR):
@@ -137,19 +131,12 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        _require_positive("warmup_num_steps", warmup_num_steps)
-        self.optimizer = _optimizer(optimizer)
+        self._warm_up(optimizer, warmup_num_steps, warmup_type)
+        self._between(warmup_min_lr, warmup_max_lr)
         self.total_num_steps = total_num_steps
-        self.min_lrs = _per_group(self.optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = _per_group(self.optimizer, warmup_max_lr, "warmup_max_lr")
-        self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), _warmup_type(warmup_type)
-        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
         # A share of the way from min to max, so that a minimum above 0 is where the decay ends.
         self._share = shapes.warmup_decay(total_num_steps, 0.0, 1.0, self.warmup_num_steps, self.warmup_type)
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._last_lr = _apply(self.optimizer, self.get_lr())
+        self.begin(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
@@ -157,11 +144,8 @@ class WarmupDecayLR(WarmupLR):
         share = self._share(self.last_batch_iteration, 0.0)
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    step, get_last_lr = _step, _get_last_lr
-    state_dict, load_state_dict = _state_dict, _load_state_dict
 
-
-class WarmupCosineLR:
+class WarmupCosineLR(_WarmUp):
     """A share of the group's own rate: up over the warm-up, then down a half cosine."""
 
     def __init__(
@@ -174,19 +158,14 @@ class WarmupCosineLR:
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        _require_positive("warmup_num_steps", warmup_num_steps)
-        self.optimizer = _optimizer(optimizer)
+        self._warm_up(optimizer, warmup_num_steps, warmup_type)
         self.total_num_steps = total_num_steps
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), _warmup_type(warmup_type)
-        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self._ratio = shapes.warmup_cosine(
             total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio, self.warmup_type
         )
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._last_lr = _apply(self.optimizer, self.get_lr())
+        self.begin(last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
         return 0.0 if self.last_batch_iteration < 0 else self._ratio(self.last_batch_iteration, 1.0)
@@ -195,11 +174,8 @@ class WarmupCosineLR:
         ratio = self.get_lr_ratio()
         return [own * ratio for own in self.org_lrs]
 
-    step, get_last_lr = _step, _get_last_lr
-    state_dict, load_state_dict = _state_dict, _load_state_dict
 
-
-class LRRangeTest:
+class LRRangeTest(Counted):
     """Ever larger, to see where training breaks."""
 
     def __init__(
@@ -212,7 +188,7 @@ class LRRangeTest:
         last_batch_iteration: int = -1,
     ) -> None:
         _require_positive("lr_range_test_step_size", lr_range_test_step_size)
-        self.optimizer = _optimizer(optimizer)
+        self.optimizer = optimizer_in(optimizer)
         self.min_lr = _per_group(self.optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
@@ -220,18 +196,16 @@ class LRRangeTest:
             shapes.range_test(low, lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase)
             for low in self.min_lr
         ]
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._last_lr = _apply(self.optimizer, self.min_lr)
+        self.begin(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         return [rate(self.last_batch_iteration + 1, 0.0) for rate in self._rates]
 
-    step, get_last_lr = _step_batch, _get_last_lr
-    state_dict, load_state_dict = _state_dict, _load_state_dict
+    def step(self, batch_iteration: int | None = None) -> None:
+        super().step(batch_iteration)
 
 
-class OneCycle:
+class OneCycle(Counted):
     """Up, down, then a slow decay; momentum goes the other way unless `cycle_momentum` is false."""
 
     def __init__(
@@ -254,8 +228,8 @@ class OneCycle:
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
             must, got = "must be above 0 and at least 0", f"{cycle_first_step_size} and {second}"
-            raise ValueError(_text("`cycle_first_step_size`, `cycle_second_step_size`", must, got))
-        self.optimizer = _optimizer(optimizer)
+            raise ValueError(refusal("`cycle_first_step_size`, `cycle_second_step_size`", must, got))
+        self.optimizer = optimizer_in(optimizer)
         groups = self.optimizer
         self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
         self.total_size = self.first_step_size + self.second_step_size
@@ -271,11 +245,9 @@ class OneCycle:
         self.min_moms = _per_group(groups, cycle_min_mom, "cycle_min_mom")
         self.max_moms = _per_group(groups, cycle_max_mom, "cycle_max_mom")
         self.decay_mom_rate = decay_mom_rate
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._last_lr = _apply(groups, self.min_lrs)
-            if self.cycle_momentum:
-                self._apply_momentum([(first, 0.99) for first in self.min_moms])
+        self.begin(last_batch_iteration)
+        if last_batch_iteration == -1 and self.cycle_momentum:
+            self._apply_momentum([(first, 0.99) for first in self.min_moms])
 
     def _height(self) -> float:
         """How far up the cycle the coming batch is, from 0 to 1."""
@@ -322,18 +294,16 @@ class OneCycle:
             group["betas"] = pair
 
     def step(self, batch_iteration: int | None = None) -> None:
-        _step(self, batch_iteration)
+        super().step(batch_iteration)
         betas = self.get_mom()
         if betas is not None:
             self._apply_momentum(betas)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        _load_state_dict(self, sd)
+        super().load_state_dict(sd)
         betas = self.get_mom()
         if betas is not None and self.last_batch_iteration >= 0:
             self._apply_momentum(betas)
-
-    get_last_lr, state_dict = _get_last_lr, _state_dict
 
 
 SCHEDULES: dict[str, type] = {
