@@ -38,6 +38,24 @@ SLICE = "_zerodrift_slice"
 """The attribute of a parameter that is in pieces."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Of each rank, what it holds of a parameter that lay in a segment; several may hold the same."""
+
+    offset: int
+    """Of the parameter in the segment."""
+    numel: int
+    count: int
+    """Elements of the segment that a rank held."""
+    parts: int
+    """How many there were: rank `parts` held what rank 0 did."""
+
+    def of(self, rank: int) -> slice:
+        start = rank % self.parts * self.count - self.offset
+        low = min(max(start, 0), self.numel)
+        return slice(low, max(low, min(start + self.count, self.numel)))
+
+
 @dataclass(slots=True)
 class ParameterSlice:
     """This rank's part of a parameter."""
@@ -49,8 +67,8 @@ class ParameterSlice:
     """`[ceil(numel / ranks)]`; the last ones are padded."""
     absent: type[UngatheredParameter]
     """The class of the parameter while it is in pieces, which says so."""
-    spans: tuple[slice, ...] = ()
-    """Of each rank, what it holds, where that is not an equal part; several may hold the same."""
+    spans: Spans | None = None
+    """What ranks hold where that is not an equal part."""
     shown: torch.Tensor | None = None
     """What the parameter shows instead of its values: one element."""
     lent: nn.Parameter | None = None
@@ -67,28 +85,29 @@ class ParameterSlice:
 
     def whole(self) -> torch.Tensor:
         """The parameter's values. Collective."""
-        if self.spans:
-            return self._joined()
+        if self.spans is not None:
+            return self._joined(self.spans)
         flat = self.flat.new_empty(self.flat.numel() * comm.get_world_size())
         comm.all_gather_into_tensor(flat, self.flat)
         return flat[: math.prod(self.shape)].view(self.shape)
 
-    def _joined(self) -> torch.Tensor:
+    def _joined(self, spans: Spans) -> torch.Tensor:
         """Of parts that are not equal."""
-        most = max(span.stop - span.start for span in self.spans)
+        most = min(spans.count, spans.numel)
         sent = self.flat.new_zeros(most)
         sent[: self.flat.numel()] = self.flat
-        there = self.flat.new_empty(most * len(self.spans))
+        there = self.flat.new_empty(most * comm.get_world_size())
         comm.all_gather_into_tensor(there, sent)
-        whole = self.flat.new_empty(math.prod(self.shape))
-        for rank, span in enumerate(self.spans):
+        whole = self.flat.new_empty(spans.numel)
+        for rank in range(spans.parts):
+            span = spans.of(rank)
             whole[span] = there[rank * most :][: span.stop - span.start]
         return whole.view(self.shape)
 
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """What this rank holds of `whole`, padded."""
-        if self.spans:
-            return values.reshape(-1)[self.spans[comm.get_rank()]]
+        if self.spans is not None:
+            return values.reshape(-1)[self.spans.of(comm.get_rank())]
         count = self.flat.numel()
         mine = values.reshape(-1)[comm.get_rank() * count :][:count]
         return torch.cat([mine, mine.new_zeros(count - mine.numel())])
@@ -176,24 +195,19 @@ def leave_in_pieces(engine: Engine) -> Callable[[], None]:
     """Before an engine is destroyed: what to call afterwards, so that what it held in slices stays where it
     is, and can be put together, or be another engine's."""
     sharded = [segment for segment in native(engine.executor).segments if segment.sharded]
-    ranks = comm.get_world_size()
     pieces: list[tuple[nn.Parameter, ParameterSlice]] = []
     for segment in sharded:
         count = segment.spec.padded // segment.ranks
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.parts > 1 or segment.axis != "shard":
                 continue  # a rank has experts that others have not
-            spans = []
-            for rank in range(ranks):
-                start = rank % segment.ranks * count
-                low = min(max(start - row.offset, 0), row.numel)
-                spans.append(slice(low, max(low, min(start + count - row.offset, row.numel))))
-            mine = spans[comm.get_rank()]
+            spans = Spans(row.offset, row.numel, count, segment.ranks)
+            mine = spans.of(comm.get_rank())
             first = row.offset + mine.start - segment.rank * count
             flat = segment.storage[first : first + mine.stop - mine.start] if mine.stop > mine.start else None
             flat = segment.storage[:0] if flat is None else flat
             absent = ungathered_class(row.name, lambda: False, IN_PIECES)
-            part = ParameterSlice(len(pieces), parameter.shape, flat, absent, tuple(spans))
+            part = ParameterSlice(len(pieces), parameter.shape, flat, absent, spans)
             pieces.append((parameter, part))
 
     def leave() -> None:
