@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "policy": {"config", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
     "plan": {"policy", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
     "report": {"plan", "policy", "dtypes", "errors", "mesh", "model", "record", "config", "legible"},
-    "kernels": {"dtypes", "errors"},
+    "kernels": {"dtypes", "errors", "files"},
     "comm": {"kernels", "dtypes", "errors", "mesh"},
     "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh", "optimizers"},
     "experts": {"comm", "plan", "errors"},
@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "observer": {
         *{"backends", "engine", "comm", "config", "model", "plan", "policy", "report"},
-        *{"dtypes", "errors", "startup"},
+        *{"dtypes", "errors", "files", "startup"},
     },
     "numerics": {
         *{"observer", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
