@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
         *{"experts", "optim", "kernels", "comm", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "mesh"},
     },
-    "pipeline": {"engine", "comm", "plan", "policy", "report", "errors", "versions"},
+    "pipeline": {"engine", "experts", "comm", "plan", "policy", "report", "errors", "versions"},
     "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
     "io": {
         *{"engine", "optim", "comm", "plan", "policy", "report", "model"},

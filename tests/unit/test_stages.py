@@ -30,7 +30,7 @@ from zerodrift.policy import pipelining
 from zerodrift.policy.nouns import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED
 from zerodrift.policy.resolve import resolve
-from zerodrift.report.stages import facts
+from zerodrift.report.stages import facts, legend, order
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
@@ -186,6 +186,44 @@ def _more(model: ModelSpec) -> ModelSpec:
 
 # --- time
 # ------------------------------------------------------------------------------------------------------
+
+
+def mixture(dense: tuple[int, ...] = ()) -> ModelSpec:
+    """Eight blocks, of which some have no experts."""
+    stacks = [
+        parameter(f"layers.{number}.mlp.{'up' if number in dense else 'experts.up'}", (4, 8, 16))
+        for number in range(8)
+    ]
+    return ModelSpec("mixture", (parameter("embed.weight", (32, 8)), *stacks))
+
+
+@pytest.mark.parametrize(
+    ("dense", "more", "pieces"),
+    [
+        ((), {}, {(0, 3), (1, 2), (2, 1), (3, 0)}),
+        ((0,), {}, {(0, 3), (1, 2), (2, 1), (3, 0)}),
+        ((0, 1), {}, {(1, 2), (2, 1)}),
+        ((), {"experts": {"ranks": 1}}, set()),
+        ((), {"zero_optimization": {"stage": 3}, "sharding": {"keep_gathered": "micro-batch"}}, set()),
+    ],
+)
+def test_pairs_go_on_in_turns_where_both_pieces_exchange(
+    dense: tuple[int, ...], more: dict[str, Any], pieces: set[tuple[int, int]]
+) -> None:
+    block = {"stages": 2, "schedule": "dualpipev", "micro_batches": 6}
+    written = at(2, **{"pipeline": block, "experts": {"ranks": 2}, **more})
+    made = plan(written, mixture(dense), world=4)
+    steps = timeline(made)
+    assert steps is not None
+    found = {
+        (action.piece, after.piece)
+        for rank in steps.ranks
+        for action, after in itertools.pairwise(rank)
+        if action in steps.paired and (action.kind, after.kind) == ("F", "B")
+    }
+    assert found == pieces
+    assert len(steps.paired) == sum(line.count("+") for _, line in order(steps))
+    assert ("+" in legend(steps)) == bool(pieces)
 
 
 def test_known_bubbles() -> None:

@@ -295,22 +295,30 @@ class Collectives:
         """Rows to other ranks: the first `send[0]` of `rows` `[rows, width]` to rank 0 of the axis, and so
         on. What arrives, `receive[0]` from rank 0 first. Every rank knows what comes: `receive` is what the
         others call `send`. Recorded with the elements that this rank gives."""
+        arrived, under_way = self.start_all_to_all(rows, send, receive, axis)
+        under_way.wait()
+        return arrived
+
+    def start_all_to_all(
+        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: AxisName
+    ) -> tuple[torch.Tensor, Handle]:
+        """The same, under way: what arrives is there when its handle has been waited for."""
         line = self.mesh.axis(axis)
         if rows.dim() != 2 or not rows.is_contiguous() or rows.shape[0] != sum(send):
             raise AssertionError(f"rows {tuple(rows.shape)} for {list(send)}")
         self._note("all_to_all", rows, axis, None)
         if line.group is None:
-            return rows.clone()
+            return rows.clone(), Handle()
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         going, coming = rows.split(list(send)), arrived.split(list(receive))
         turn = self._turn("all_to_all", line, "")
         if self._way == "pairs":
             with self._at(turn):
-                self._pairs.swap(turn, line, coming, going)
-        else:
-            call, flat = dist.all_to_all_single, (arrived.view(torch.uint8), rows.view(torch.uint8))
-            self._issue(turn, line, call, *flat, list(receive), list(send), group=line.group)
-        return arrived
+                return arrived, self._under_way(turn, self._pairs.swap(turn, line, coming, going))
+        call, flat = dist.all_to_all_single, (arrived.view(torch.uint8), rows.view(torch.uint8))
+        sizes = list(receive), list(send)
+        work = self._issue(turn, line, call, *flat, *sizes, group=line.group, async_op=True)
+        return arrived, Handle(lambda: self._issue(turn, line, work.wait))
 
     def all_gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Every rank's small Python value, in rank order. Pickled; not recorded."""

@@ -86,7 +86,7 @@ class Pairs:
         line: Axis,
         coming: Sequence[torch.Tensor],
         going: Sequence[torch.Tensor],
-    ) -> None:
+    ) -> Callable[[], None]:
         """`going[rank]` to every rank, what it sends us into `coming[rank]`. Both know the sizes."""
         width = going[0].shape[1] * going[0].itemsize
         post = self._post(turn, line, width, 0)
@@ -96,7 +96,7 @@ class Pairs:
             if going[to].shape[0]:
                 post.send(going[to], [to])
         coming[line.rank].copy_(going[line.rank])
-        post.finish()
+        return post.finish
 
     def sum(
         self,

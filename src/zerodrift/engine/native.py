@@ -36,6 +36,7 @@ from zerodrift.engine.scale import (
     parts_of,
     set_on_some,
 )
+from zerodrift.engine.seeds import generators
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import trained
 from zerodrift.engine.traversal import Traversal
@@ -43,6 +44,7 @@ from zerodrift.engine.unit import LiveUnit, attach_parts, in_transform, refuse_w
 from zerodrift.engine.update_function import choose_update_function
 from zerodrift.engine.values import SegmentValues
 from zerodrift.experts.dispatch import distribute_experts
+from zerodrift.experts.turns import Turns
 from zerodrift.optim.make import make_updater
 from zerodrift.optim.updater import Updater
 from zerodrift.plan.prefetch import room
@@ -86,7 +88,9 @@ class NativeExecutor:
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self._handles: list[Any] = self._attach()
         self._handles.append(refuse_wrapper(model))
-        self._handles += distribute_experts(self.part, model, comm)
+        self.turns = Turns(mesh.device, generators(mesh.device))
+        """In which a forward and a backward go on beside each other's exchanges."""
+        self._handles += distribute_experts(self.part, model, comm, self.turns)
         self.attached = AttachedParameters(model, self.segments, asynchronous=mesh.asynchronous)
         self._handles += self.attached.attach()
         if policy.mode is not Mode.FP32:

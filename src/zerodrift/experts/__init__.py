@@ -1,1 +1,1 @@
-"""Experts on several ranks: tokens travel to them and back."""
+"""Experts on several ranks: tokens travel to them and back, and another computes meanwhile."""

@@ -26,25 +26,30 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.errors import ModelError
+from zerodrift.experts.turns import Turns
 from zerodrift.plan.table import Plan
+
+_Travel = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 
 COUNT = "num_experts"
 """Attribute in which a module may count its experts; becomes the count of this rank's own."""
 
 
-def distribute_experts(plan: Plan, model: nn.Module, comm: Collectives) -> list[ExchangeHandle]:
+def distribute_experts(plan: Plan, model: nn.Module, comm: Collectives, turns: Turns) -> list[ExchangeHandle]:
     """Run every module that the plan divides over ranks through an exchange; returns the handles."""
     counts: dict[str, int] = {}
     for row in plan.rows:
         if row.parts > 1:
             counts.setdefault(row.name.rpartition(".")[0], row.whole_shape[0])
-    return [ExchangeHandle(path, model.get_submodule(path), count, comm) for path, count in counts.items()]
+    return [
+        ExchangeHandle(path, model.get_submodule(path), count, comm, turns) for path, count in counts.items()
+    ]
 
 
 class ExchangeHandle:
     """The exchange around one module, until `remove`."""
 
-    def __init__(self, path: str, module: nn.Module, experts: int, comm: Collectives) -> None:
+    def __init__(self, path: str, module: nn.Module, experts: int, comm: Collectives, turns: Turns) -> None:
         self._module = module
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.shape[:1] == (experts,):
@@ -55,7 +60,7 @@ class ExchangeHandle:
                     do=f"Make it one, or leave `{path}` out of `experts.parameters`.",
                 )
         self._counted = getattr(module, COUNT, None) == experts
-        exchange = Exchange(path, module.forward, experts, comm)
+        exchange = Exchange(path, module.forward, experts, comm, turns)
         if self._counted:
             setattr(module, COUNT, exchange.own)
         self._experts = experts
@@ -72,9 +77,15 @@ class Exchange:
     """What a module's forward is replaced by."""
 
     def __init__(
-        self, path: str, forward: Callable[..., torch.Tensor], experts: int, comm: Collectives
+        self,
+        path: str,
+        forward: Callable[..., torch.Tensor],
+        experts: int,
+        comm: Collectives,
+        turns: Turns,
     ) -> None:
-        self._path, self._forward, self._experts, self._comm = path, forward, experts, comm
+        self._path, self._forward, self._experts = path, forward, experts
+        self._comm, self._turns = comm, turns
         self._ranks = comm.mesh.size("expert")
         self.own = experts // self._ranks
         """Experts of this rank."""
@@ -93,7 +104,8 @@ class Exchange:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         # A copy of the module has the same experts and talks to the same ranks.
-        return Exchange(self._path, copy.deepcopy(self._forward, memo), self._experts, self._comm)
+        forward = copy.deepcopy(self._forward, memo)
+        return Exchange(self._path, forward, self._experts, self._comm, self._turns)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = dict(zip(self._names, args, strict=False))
@@ -131,11 +143,20 @@ class Exchange:
         ones = [1] * self._ranks
         coming = self._comm.all_to_all(counts, ones, ones, "expert")
         send, receive = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
-        arrived = _AllToAll.apply(self._comm, going.rows_of(tokens), send, receive)
+        arrived = _AllToAll.apply(self._travel, going.rows_of(tokens), send, receive)
         kinds = torch.arange(self.own, device=index.device).repeat(self._ranks)
         done = run(arrived, kinds.repeat_interleave(coming.view(-1)).to(index.dtype))
-        back = _AllToAll.apply(self._comm, done, receive, send)
+        back = _AllToAll.apply(self._travel, done, receive, send)
         return going.combine(back, weights).to(tokens.dtype)
+
+    def _travel(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Of two computations in turns the other goes on meanwhile. Not so for the counts, which are small:
+        then each has as many turns in a forward as in a backward."""
+        with torch.profiler.record_function(f"exchange of {self._path}"):
+            arrived, under_way = self._comm.start_all_to_all(rows, send, receive, "expert")
+            self._turns.hand_over()
+            under_way.wait()
+        return arrived
 
     def _run(
         self, rest: tuple[Any, ...], named: dict[str, Any], arrived: torch.Tensor, kinds: torch.Tensor
@@ -217,14 +238,14 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: Collectives, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]
+        ctx: Any, travel: _Travel, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> torch.Tensor:
-        ctx.comm, ctx.send, ctx.receive = comm, send, receive
-        return comm.all_to_all(rows.contiguous(), send, receive, "expert")
+        ctx.travel, ctx.send, ctx.receive = travel, send, receive
+        return travel(rows.contiguous(), send, receive)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, _AllToAll.apply(ctx.comm, grad, ctx.receive, ctx.send), None, None
+        return None, _AllToAll.apply(ctx.travel, grad, ctx.receive, ctx.send), None, None
 
 
 _CALL = "Call it so, or leave it out of `experts.parameters`."

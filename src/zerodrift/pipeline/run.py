@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from zerodrift.pipeline.deferred import defer_in_piece
 from zerodrift.pipeline.stage import Draws, Piece, Shared, Stage
 from zerodrift.pipeline.values import StagedValues
 from zerodrift.plan.boundaries import of_piece
-from zerodrift.plan.stages import pieces_of, rank_of
+from zerodrift.plan.stages import beside, pieces_of, rank_of
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action
 from zerodrift.policy.pipelining import queues
@@ -291,6 +292,8 @@ class PipelineExecutor(NativeExecutor):
         stages = [Stage(piece, self._begin, self._record) for piece in self._pieces]
         if training:
             schedule = schedules.training(self._schedule, stages, len(batches), self._scaled)
+            if self._schedule == "dualpipev":
+                schedules.run_pairs(schedule, self.turns.run, partial(beside, self.plan))
         else:
             schedule = schedules.forwards(self._schedule, stages, len(batches))
         self._learnt[training] = _Learnt((signature(batches[0]),), len(batches), schedule)

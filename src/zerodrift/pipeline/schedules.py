@@ -2,7 +2,8 @@
 
 Which schedule runs what when is torch's: its classes are made here for stages that run, and asked here for
 their order by stages that are only numbers. Private in torch, and touched in this file only (2.13 to 2.15):
-the lists of actions of a schedule (`pipeline_order`, `pipeline_order_with_comms`).
+the lists of actions of a schedule (`pipeline_order`, `pipeline_order_with_comms`), and what it does in a
+forward and a backward, for pairs of these that it leaves to others (`register_custom_function`).
 
 Invariant: the order that a plan shows is the one that the schedule's own class runs.
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from zerodrift.plan.stages import pieces, pieces_of
+from zerodrift.plan.stages import beside, pieces, pieces_of
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import TIME, Action, Timeline
 from zerodrift.policy.nouns import Schedule
@@ -67,6 +69,53 @@ def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
     return schedule
 
 
+def run_pairs(
+    schedule: Any, run: Callable[[Callable[[], None], Callable[[], None]], None], when: Callable[..., bool]
+) -> None:
+    """Where the schedule pairs a forward with a backward, and `when(piece, piece)` says so, let `run` execute
+    both; else one after the other, as torch does."""
+
+    def pair(action: Any, given: Any) -> None:
+        first, second = action.sub_actions
+        forward, backward = partial(_forward, schedule, given, first), partial(_backward, schedule, second)
+        if when(first.stage_index, second.stage_index):
+            run(forward, backward)
+        else:
+            forward()
+            backward()
+
+    schedule.register_custom_function(_torch().OVERLAP_F_B, pair)
+
+
+def _forward(schedule: Any, given: Any, action: Any) -> None:
+    stages, piece, micro_batch, stage = _at(schedule, action)
+    if not stage.is_first and piece - 1 not in stages:
+        _torch()._wait_batch_p2p(schedule.fwd_recv_ops.pop((piece, micro_batch)))
+    arguments = given.arg_mbs[micro_batch], given.kwarg_mbs[micro_batch]
+    output = stage.forward_one_chunk(micro_batch, *arguments, save_forward_output=False)
+    schedule._maybe_compute_loss(stage, output, given.target_mbs, micro_batch)
+    if piece + 1 in stages:
+        stages[piece + 1].set_local_fwd_input(output, micro_batch)
+
+
+def _backward(schedule: Any, action: Any) -> None:
+    stages, piece, micro_batch, stage = _at(schedule, action)
+    if not stage.is_last and piece + 1 not in stages:
+        _torch()._wait_batch_p2p(schedule.bwd_recv_ops.pop((piece, micro_batch)))
+    loss = schedule._maybe_get_loss(stage, micro_batch)
+    schedule.backward_counter[piece] += 1
+    last = schedule.backward_counter[piece] == schedule._n_microbatches
+    stage.backward_one_chunk(micro_batch, loss=loss, full_backward=True, last_backward=last)
+    if piece - 1 in stages:
+        stages[piece - 1].set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
+
+
+def _at(schedule: Any, action: Any) -> tuple[dict[int, Any], int, int, Any]:
+    """The pieces of this rank, and the piece, the micro-batch and the stage of an action."""
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    return stages, action.stage_index, action.microbatch_index, stages[action.stage_index]
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the whole order of the schedule on the terminal, which torch logs for what is raised in it."""
@@ -98,11 +147,15 @@ def timeline(plan: Plan) -> Timeline | None:
     shared = {"num_stages": total, "group_size": ranks, "group_rank": 0, "submod": torch.nn.Module()}
     stages = [SimpleNamespace(stage_index=piece, **shared) for piece in pieces_of(plan, 0)]
     order = training(pipeline.schedule, stages, count, _no_loss).pipeline_order or {}
+    entries = [[_actions(entry) for entry in order[rank] if entry is not None] for rank in range(ranks)]
     return Timeline(
-        tuple(
-            tuple(action for entry in order[rank] if entry is not None for action in _actions(entry))
-            for rank in range(ranks)
-        )
+        tuple(tuple(action for entry in rank for action in entry) for rank in entries),
+        frozenset(
+            entry[0]
+            for rank in entries
+            for entry in rank
+            if len(entry) > 1 and beside(plan, entry[0].piece, entry[1].piece)
+        ),
     )
 
 
@@ -120,7 +173,7 @@ def _no_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _actions(entry: Any) -> list[Action]:
-    """One action of torch as ours; those that overlap one after the other."""
+    """One action of torch as ours; of a pair, the forward and the backward."""
     if entry.sub_actions:
         return [action for sub_action in entry.sub_actions for action in _actions(sub_action)]
     kind = entry.computation_type.value

@@ -27,6 +27,7 @@ looked up, once.
 
 [Note: whose error] torch raises one of its own from what a forward or a backward of a piece raises. What a
 piece raised is kept, and is what the run ends with; what else ends a schedule is a message that did not come.
+What was abandoned because of it raised nothing of its own.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from zerodrift.engine.grads import Gradients
 from zerodrift.engine.scheduled import ScheduledUnits
 from zerodrift.engine.seeds import generators
 from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.experts.turns import Abandoned
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.products import hooked, is_found
@@ -169,6 +171,8 @@ class Piece(nn.Module):
                 if draws.travel and self.number < self.count - 1:
                     return (*left, draws.state())
                 return output
+        except Abandoned:
+            raise
         except BaseException as error:
             self.failed = error
             raise
@@ -368,6 +372,8 @@ class Stage(PipelineStage):
         """See [Note: whose error]."""
         try:
             yield
+        except Abandoned:
+            raise
         except BaseException as error:
             told_by_torch = isinstance(error, RuntimeError) and "Failed to run stage backward" in str(error)
             self.piece.failed = (error.__cause__ if told_by_torch else None) or error

@@ -48,6 +48,21 @@ def pieces_of(plan: Plan, rank: int) -> tuple[int, ...]:
     return tuple(piece for piece in range(count) if rank_of(plan.policy.pipeline, plan.mesh, piece) == rank)
 
 
+def beside(plan: Plan, one: int, other: int) -> bool:
+    """Whether a forward of one piece and a backward of another go on in turns where a schedule pairs them:
+    both exchange tokens with the ranks of their experts. Not where each is gathered for itself, to have one
+    at a time in memory."""
+    if plan.policy.sharding.keep_gathered != "step":
+        return False
+    return all(any(_divided(plan, unit) for unit in of_piece(plan, piece)) for piece in (one, other))
+
+
+def _divided(plan: Plan, unit: Unit) -> bool:
+    """Whether ranks divide experts of it."""
+    numbers = (number for segment in unit.segments for number in plan.segments[segment].rows)
+    return any(plan.rows[number].parts > 1 for number in numbers)
+
+
 def crossings(plan: Plan) -> int:
     """Boundaries between pieces that lie between ranks: what a micro-batch is sent over, forth and back. At
     the turn of a V both pieces are on one rank."""

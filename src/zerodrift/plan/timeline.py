@@ -34,6 +34,8 @@ class Timeline:
 
     ranks: tuple[tuple[Action, ...], ...]
     """What each rank does, in order."""
+    paired: frozenset[Action] = frozenset()
+    """Forwards that go on in turns with the backward that stands behind them."""
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:

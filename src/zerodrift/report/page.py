@@ -307,7 +307,7 @@ def _pipeline(plan: Plan, timeline: Timeline | None) -> list[Markup]:
     if timeline is not None:
         listed += [
             _listing(("place", "order"), stages.order(timeline)),
-            tag("p", stages.LEGEND, class_="quiet"),
+            tag("p", stages.legend(timeline), class_="quiet"),
         ]
     return listed
 

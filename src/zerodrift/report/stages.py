@@ -23,6 +23,12 @@ LEGEND = (
     "1F0: piece 1, forward of micro-batch 0; B a whole backward, I the gradient of the piece's input, W "
     "those of its weights"
 )
+PAIRED = "; with + in between, one computes while tokens of the other travel to experts"
+
+
+def legend(timeline: Timeline) -> str:
+    """How to read the order."""
+    return LEGEND + (PAIRED if timeline.paired else "")
 
 
 def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
@@ -146,6 +152,6 @@ def order(timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
     lines = []
     for number, actions in enumerate(timeline.ranks):
         more = len(actions) - SHOWN
-        text = " ".join(str(action) for action in actions[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-        lines.append((f"rank {number}", text))
+        words = (f"{action}{'+' if action in timeline.paired else ' '}" for action in actions[:SHOWN])
+        lines.append((f"rank {number}", "".join(words).strip() + (f" and {more} more" if more > 0 else "")))
     return tuple(lines)

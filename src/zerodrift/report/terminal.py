@@ -104,7 +104,10 @@ def _pipeline(plan: Plan, timeline: Timeline | None, width: int) -> list[Rendera
     facts = pairs(stages.facts(plan, timeline), width=width)
     parts = [facts, grid(held, (8, 8, 10, 10, 5), ("",) * 5, width)]
     if timeline is not None:
-        parts += [grid(stages.order(timeline), (8,), ("",), width), Text(stages.LEGEND, style="dim")]
+        parts += [
+            grid(stages.order(timeline), (8,), ("",), width),
+            Text(stages.legend(timeline), style="dim"),
+        ]
     return parts
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 
 from zerodrift.errors import ConfigError
 from zerodrift.io.paths import writing
@@ -44,7 +45,10 @@ class StepRecorder:
         if self._profiler is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self._device == "cuda" else []
-            self._profiler, self._first = torch.profiler.profile(activities=kinds), step
+            # Also of the thread of a backward that goes on in turns with a forward. Private in torch.
+            threads = _ExperimentalConfig(profile_all_threads=True)
+            self._profiler = torch.profiler.profile(activities=kinds, experimental_config=threads)
+            self._first = step
             self._profiler.start()
         self._last = step
         with torch.profiler.record_function(f"step {step}"):

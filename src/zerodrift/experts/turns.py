@@ -1,0 +1,157 @@
+"""Two computations of one rank in turns: while what one exchanges with other ranks travels, the other runs.
+
+Whoever has begun an exchange hands the turn over, and has it back when the other has begun one too, or has
+ended. So one of them computes at any time, and whose turn it is follows from the exchanges that they come to
+and from no clock.
+
+Invariant: ranks whose two computations come to the same exchanges begin all of them in the same order.
+
+[Note: two threads] A forward and a backward stop in the middle of a user's module and of autograd, which only
+a thread can. The first runs on the caller's own. What belongs to a thread goes with the second: Python's
+context variables, torch's modes, autocast, the device and its stream. What belongs to the process and is a
+computation's own changes with the turn: the states of random generators. Of autocast's casts of weights there
+is one store, which is not emptied before both have ended. On CUDA autograd would run a backward on the one
+thread of the device, and hold it up there for whatever the first asks of autograd; so it runs where it is
+called, as on a CPU.
+
+[Note: one error] What one raises ends the other where it waits for its turn, and is what the caller gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+Computation = Callable[[], None]
+
+
+class Abandoned(BaseException):
+    """Ends a computation because of the error of the other. Nothing that a model catches."""
+
+
+class Turns:
+    """Of one engine."""
+
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
+        self._device, self._generators = device, tuple(generators)
+        self._pair: _Pair | None = None
+
+    def run(self, first: Computation, second: Computation) -> None:
+        """Both, as if the second came after the first; but the second begins. A backward does, because it is
+        soon at an exchange, and a forward computes before its own."""
+        self._pair = _Pair(first, second, self._generators)
+        try:
+            self._pair.run(self._device)
+        finally:
+            self._pair = None
+
+    def hand_over(self) -> None:
+        """An exchange is under way: the other goes on, if there is one."""
+        if self._pair is not None:
+            self._pair.hand_over()
+
+
+class _Pair:
+    def __init__(
+        self, first: Computation, second: Computation, generators: tuple[torch.Generator, ...]
+    ) -> None:
+        self._computations = (first, second)
+        self._generators = generators
+        self._thread = threading.get_ident()
+        """Of the first."""
+        self._turn = (threading.Semaphore(0), threading.Semaphore(0))
+        self._ended = [False, False]
+        self._random = self._states()
+        """Where random numbers go on when both have ended."""
+        self._raised: BaseException | None = None
+
+    def run(self, device: torch.device) -> None:
+        begun, second = self._random, _as_here(self._second, device)
+
+        def beside() -> None:
+            self._turn[1].acquire()
+            self._run(1, second)
+
+        threading.Thread(target=beside, name="zerodrift-turn", daemon=True).start()
+        try:
+            self._turn[1].release()
+            self._turn[0].acquire()
+            self._put(begun)
+            if self._raised is None:
+                self._run(0, self._computations[0])
+            self._wait()
+        except BaseException as error:  # an interrupt
+            self._raised = self._raised or error
+            self._turn[1].release()
+            self._wait()
+        torch.clear_autocast_cache()
+        self._put(self._random)
+        if self._raised is not None:
+            raise self._raised
+
+    def _run(self, number: int, computation: Computation) -> None:
+        try:
+            computation()
+        except Abandoned:
+            pass
+        except BaseException as error:
+            self._raised = self._raised or error
+        self._ended[number] = True
+        self._turn[1 - number].release()
+
+    def _second(self) -> None:
+        try:
+            self._computations[1]()
+        finally:
+            self._random = self._states()
+
+    def _wait(self) -> None:
+        """For the second. Not by `join`, which an interrupt makes believe that its thread has ended."""
+        while not self._ended[1]:
+            self._turn[0].acquire()
+
+    def hand_over(self) -> None:
+        own = int(threading.get_ident() != self._thread)
+        if not self._ended[1 - own] and self._raised is None:
+            random = self._states()
+            self._turn[1 - own].release()
+            self._turn[own].acquire()
+            self._put(random)
+        if self._raised is not None:
+            raise Abandoned
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _put(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _as_here(run: Computation, device: torch.device) -> Computation:
+    """For another thread: see [Note: two threads]. Stacks of modes are private in torch (2.13 to 2.15)."""
+    context, gradients = contextvars.copy_context(), torch.is_grad_enabled()
+    modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    for kind in {"cpu", device.type}:
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        modes.append(torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled()))
+    if device.type == "cuda":
+        modes += [torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device))]
+
+    def there() -> None:
+        torch.autocast_increment_nesting()  # never back to none on that thread, where torch empties the store
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            run()
+
+    return lambda: context.run(there)

@@ -1,0 +1,224 @@
+"""Two computations in turns: one at a time, in an order that no clock decides, with what belongs to each."""
+
+from __future__ import annotations
+
+import contextvars
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerodrift.experts.turns import Turns
+
+
+def turns() -> Turns:
+    return Turns(torch.device("cpu"), [torch.default_generator])
+
+
+def computation(both: Turns, log: list[str], name: str, exchanges: int, pause: float) -> Callable[[], None]:
+    """Computes, exchanges, computes, and so on."""
+
+    def run() -> None:
+        for number in range(exchanges):
+            time.sleep(pause)
+            log.append(f"{name}{number}")
+            both.hand_over()
+        log.append(f"{name}.")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "order"),
+    [
+        (3, 3, "B0 F0 B1 F1 B2 F2 B. F."),
+        (2, 4, "B0 F0 B1 F1 B2 F. B3 B."),
+        (4, 1, "B0 F0 B. F1 F2 F3 F."),
+        (1, 0, "B. F0 F."),
+        (0, 2, "B0 F. B1 B."),
+        (0, 0, "B. F."),
+    ],
+)
+@pytest.mark.parametrize("pauses", [(0.0, 0.0), (0.003, 0.0), (0.0, 0.003)])
+def test_the_order_follows_from_the_exchanges_alone(
+    first: int, second: int, order: str, pauses: tuple[float, float]
+) -> None:
+    log: list[str] = []
+    both = turns()
+    both.run(computation(both, log, "F", first, pauses[0]), computation(both, log, "B", second, pauses[1]))
+    assert log == order.split()
+
+
+def test_without_a_pair_an_exchange_goes_on() -> None:
+    turns().hand_over()
+
+
+@pytest.mark.parametrize("who", ["F", "B"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_error_of_one_ends_the_other_where_it_waits_and_is_the_only_one(who: str, after: int) -> None:
+    both, left = turns(), []
+
+    def run(name: str) -> Callable[[], None]:
+        def inside() -> None:
+            try:
+                for number in range(3):
+                    if name == who and number == after:
+                        raise KeyError(f"{name}{number}")
+                    try:
+                        both.hand_over()
+                    except Exception as error:  # as a model's own code may
+                        raise AssertionError("caught") from error
+            finally:
+                left.append(name)
+
+        return inside
+
+    for _ in range(2):  # and the next pair begins anew
+        left.clear()
+        with pytest.raises(KeyError, match=f"{who}{after}"):
+            both.run(run("F"), run("B"))
+        # What has not begun does not.
+        assert sorted(left) == (["B"] if (who, after) == ("B", 0) else ["B", "F"])
+
+
+def test_an_error_of_the_one_that_goes_on_alone() -> None:
+    both = turns()
+
+    def fails() -> None:
+        both.hand_over()
+        raise KeyError("late")
+
+    for pair in ((fails, lambda: None), (lambda: None, fails)):
+        with pytest.raises(KeyError, match="late"):
+            both.run(*pair)
+
+
+@pytest.mark.parametrize("when", ["before it begins", "while it waits", "when it has ended"])
+def test_an_interrupt_ends_both(when: str) -> None:
+    """It comes to the thread of the first, whatever that waits for."""
+    both, ended = turns(), []
+
+    def first() -> None:
+        if when == "while it waits":
+            both.hand_over()
+
+    def second() -> None:
+        if when != "before it begins":
+            both.hand_over()
+        try:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.1)
+            both.hand_over()
+            both.hand_over()
+            ended.append("goes on")
+        finally:
+            ended.append("ends")
+
+    with pytest.raises(KeyboardInterrupt):
+        both.run(first, second)
+    assert ended == ["ends"]
+
+
+def test_each_has_its_own_random_numbers_and_those_of_the_second_go_on() -> None:
+    def draws(both: Turns, found: list[float], seed: int) -> Callable[[], None]:
+        def inside() -> None:
+            before = torch.get_rng_state()
+            if seed:
+                torch.manual_seed(seed)
+            for _ in range(3):
+                found.append(torch.rand(()).item())
+                both.hand_over()
+            found.append(torch.rand(()).item())
+            if seed:
+                torch.set_rng_state(before)
+
+        return inside
+
+    runs = []
+    for sequential in (True, False):
+        both = turns()
+        first: list[float] = []
+        second: list[float] = []
+        torch.manual_seed(3)
+        pair = draws(both, first, 11), draws(both, second, 0)
+        if sequential:
+            pair[0]()
+            pair[1]()
+        else:
+            both.run(*pair)
+        runs.append((first, second, torch.rand(()).item()))
+    assert runs[0] == runs[1]
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is torch.add
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is torch.ops.aten.add.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_belongs_to_a_thread_goes_with_the_second() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+    found: list[Any] = []
+
+    def look() -> None:
+        one = torch.ones(2, 2)
+        torch.add(one, one)
+        product = torch.ones(2, 2, device="cpu") @ torch.ones(2, 2, device="cpu")
+        found.append((variable.get(), torch.is_grad_enabled(), product.dtype, one.device.type))
+
+    both = turns()
+    variable.set("set")
+    modes = torch.device("meta"), torch.autocast("cpu", torch.bfloat16)
+    with Functions() as functions, Operations() as operations, torch.no_grad(), modes[0], modes[1]:
+        both.run(look, look)
+    assert found == [("set", False, torch.bfloat16, "meta")] * 2
+    assert functions.seen == operations.seen == 2
+
+
+def test_a_cast_of_a_weight_is_kept_until_both_have_ended() -> None:
+    """Autocast empties the casts where its outermost context ends on a thread; then a weight that is used
+    again is cast again, and its gradient is two sums."""
+    both, weight, casts = turns(), torch.ones(2, 2, requires_grad=True), Casts()
+
+    def forward() -> None:
+        with torch.autocast("cpu", torch.bfloat16), casts:
+            weight @ weight
+            both.hand_over()
+            weight @ weight
+
+    def backward() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+
+    both.run(forward, backward)
+    assert casts.seen == 1
+
+
+class Casts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
