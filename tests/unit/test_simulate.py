@@ -61,7 +61,7 @@ def plan(world: int = 2, model: ModelSpec | None = None, stage: int = 3, **more:
 
 def unit(flops: int, saved: int = 100, entering: int = 10) -> UnitWork:
     one, two = (CountedOperation(count, DType.FP32, 0) for count in (flops, 2 * flops))
-    return UnitWork(Counter({one: 1}), Counter({two: 1}), saved, entering, 0, 0)
+    return UnitWork((Counter({one: 1}),), (Counter({two: 1}),), saved, entering, 0, 0)
 
 
 def work(made: Plan, flops: int = 10**9) -> Work:
@@ -222,7 +222,7 @@ def test_a_pipeline_waits_as_long_as_its_order_says(schedule: str) -> None:
     order = timeline(made)
     assert order is not None
     blocks = {each.name: unit(10**9) for each in made.units if each.name}
-    none = UnitWork({}, {}, 0, 0, 0, 0)
+    none = UnitWork(({},), ({},), 0, 0, 0, 0)
     amount = Work(blocks, none, none, 8, "8 tokens", DType.FP32)
     fast = cluster(host={"gb_per_s": 1e9})
     found = simulate(made, amount, fast, timeline=order)
@@ -245,6 +245,44 @@ def test_experts_wait_for_their_exchange() -> None:
     assert waited == pytest.approx(2 * 4 * size / 2 / 1e9, rel=0.01), "two blocks, there and back, twice"
 
 
+def in_turns(size: int) -> tuple[Simulation, Simulation]:
+    """DualPipeV with blocks of a millisecond forward, a third of it in the experts: in turns, and one after
+    the other."""
+    stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(4)]
+    model = ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *stacks))
+    block = {"stages": 2, "schedule": "dualpipev", "micro_batches": 8}
+    made = plan(4, model, stage=0, experts={"ranks": 2}, pipeline=block)
+    order = timeline(made)
+    assert order is not None and len(order.paired) == 22
+    third = {CountedOperation(10**9, DType.FP32, 0): 1}
+    unit_ = UnitWork((third,) * 3, (third,) * 3, 0, 0, size, size)
+    none = UnitWork(({},), ({},), 0, 0, 0, 0)
+    blocks = {each.name: unit_ for each in made.units if each.name}
+    amount = Work(blocks, none, none, 8, "8 tokens", DType.FP32)
+    fast = cluster(network={"gb_per_s": 1e9})
+    found = (
+        simulate(made, amount, fast, timeline=each)
+        for each in (order, dataclasses.replace(order, paired=frozenset()))
+    )
+    return next(found), next(found)
+
+
+def test_in_turns_what_travels_is_beside_what_is_computed() -> None:
+    size = 1 << 20  # half of it to the other rank, in half a millisecond: less than a part takes
+    together, apart = in_turns(size)
+
+    def waited(found: Simulation) -> float:
+        return sum(each.seconds for each in found.waited if each.what == "exchange")
+
+    for found in (together, apart):
+        assert found.seconds == pytest.approx(found.computed + found.exposed + found.idle)
+        assert sum(each.what == "exchange" for each in found.intervals) == 8 * 2 * 4
+    one, pairs = size / 2 / 1e9, 11  # on each of the two ranks
+    assert waited(apart) == pytest.approx(64 * one)
+    assert waited(together) == pytest.approx((64 - 4 * pairs) * one), "all that pairs exchange is hidden"
+    assert together.seconds < apart.seconds
+
+
 # --- how much a model computes --------------------------------------------------------------------------
 
 
@@ -263,7 +301,8 @@ def test_products_are_those_of_the_model_by_hand() -> None:
     assert {name: unit.flops for name, unit in found.blocks.items()} == {"layers.0": block, "layers.1": block}
     assert found.enter.flops == 0
     assert found.leave.flops == 2 * rows * WIDTH * VOCABULARY
-    back = sum(each.flops * count for each, count in found.blocks["layers.0"].backward.items())
+    (operations,) = found.blocks["layers.0"].backward
+    back = sum(each.flops * count for each, count in operations.items())
     assert back == 2 * block
     assert found.tokens == rows and found.products is DType.FP32
     assert counted(2, bf16={"enabled": True}).products is DType.BF16

@@ -11,6 +11,8 @@ other stages of a pipeline let a rank wait.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -122,9 +124,15 @@ class Player:
     def play(self, events: Iterable[Event], *, first: bool, last: bool, kind: str = "B") -> None:
         """Events of a micro-batch, the first or the last of its step or neither; `kind` is what its backward
         is of: all, inputs alone (`I`) or weights alone (`W`)."""
+        for _ in self.turns(events, first=first, last=last, kind=kind):
+            pass
+
+    def turns(self, events: Iterable[Event], *, first: bool, last: bool, kind: str) -> Iterator[None]:
+        """The same, to be gone on with: it stops where rows have begun to travel, as the engine does for
+        another to go on (`experts/turns.py`)."""
         for event in events:
             if isinstance(event, Computation):
-                self._compute(event, first, last, kind)
+                yield from self._compute(event, first, last, kind)
             else:
                 self._issue(event, first)
 
@@ -139,7 +147,7 @@ class Player:
 
     # --- what is computed -------------------------------------------------------------------------------
 
-    def _compute(self, event: Computation, first: bool, last: bool, kind: str) -> None:
+    def _compute(self, event: Computation, first: bool, last: bool, kind: str) -> Iterator[None]:
         if event.work == "update":
             count = sum(passes.updated(self._part, segment) for segment in self._part.segments)
             self._pass(count, "update", "")
@@ -152,11 +160,11 @@ class Player:
             self.streams.wait(sent.end, sent.call.purpose, self._unit(sent.call))
             self._pass(passes.gathered(self._part, self._part.segments[number]), sent.call.purpose, unit.name)
         if not event.back:
-            self._run(work.forward, work, "forward", unit.name)
+            yield from self._run(work, "forward", unit.name)
             return
         if self._recompute and unit.name and kind != "W":
-            self._run(work.forward, work, "recompute", unit.name)
-        self._run(work.backward, work, "backward", unit.name, kind)
+            yield from self._run(work, "recompute", unit.name)
+        yield from self._run(work, "backward", unit.name, kind)
         if event.work == "leave" and not self._together:
             return  # its gradients land when the whole root's do
         for number in unit.segments:
@@ -169,19 +177,19 @@ class Player:
             return self._work.blocks[name]
         return self._work.enter if event.work == "enter" else self._work.leave
 
-    def _run(
-        self,
-        operations: Mapping[CountedOperation, int],
-        work: UnitWork,
-        what: str,
-        unit: str,
-        kind: str = "B",
-    ) -> None:
-        self.streams.compute(self._seconds_of(operations) * (1.0 if kind == "B" else 0.5), what, unit)
+    def _run(self, work: UnitWork, what: str, unit: str, kind: str = "B") -> Iterator[None]:
+        """Part by part, with the rows that travel between them."""
+        parts, sizes = work.forward, (work.dispatched, work.combined)
+        if what == "backward":
+            parts, sizes = work.backward, (work.combined, work.dispatched)
         ranks = line(self._plan.mesh, "expert")
-        for size in (work.dispatched, work.combined) if ranks.ranks > 1 and kind != "W" else ():
+        travel = ranks.ranks > 1 and kind != "W"
+        for part, size in itertools.zip_longest(parts, sizes if travel else (), fillvalue=None):
+            if part is not None:
+                self.streams.compute(self._seconds_of(part) * (1.0 if kind == "B" else 0.5), what, unit)
             if size:
                 end = self.streams.send(to_all(size, ranks, self._cluster), "exchange", unit, size)
+                yield
                 self.streams.wait(end, "exchange", unit)
 
     def _seconds_of(self, operations: Mapping[CountedOperation, int]) -> float:
@@ -258,6 +266,15 @@ class Player:
         if call.segment < 0:
             return ""
         return self._part.units[self._part.segments[call.segment].unit].name
+
+
+def in_turns(computations: Iterable[Iterator[None]]) -> None:
+    """Each goes on until rows of it travel, then the next."""
+    left = deque(computations)
+    while left:
+        computation = left.popleft()
+        for _ in itertools.islice(computation, 1):
+            left.append(computation)
 
 
 def micro_batches_of(events: Iterable[Event]) -> Iterator[list[Event]]:

@@ -19,7 +19,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action, Timeline, needs
 from zerodrift.simulate.carry import line, message
 from zerodrift.simulate.cluster import GIGA, Cluster
-from zerodrift.simulate.play import Interval, Player, Streams, micro_batches_of
+from zerodrift.simulate.play import Interval, Player, Streams, in_turns, micro_batches_of
 from zerodrift.simulate.work import UnitWork, Work
 
 PLAYED = 4
@@ -201,18 +201,27 @@ def _pipeline(plan: Plan, work: Work, cluster: Cluster, recompute: bool, timelin
         moved = False
         for rank, player in enumerate(players):
             while places[rank] < len(waiting[rank]):
-                action, found = waiting[rank][places[rank]]
-                come = [_arrived(plan, work, cluster, ended, need, rank) for need in needs(action, last)]
+                place = places[rank]
+                next_ones = waiting[rank][place : place + 1 + (waiting[rank][place][0] in timeline.paired)]
+                come = [
+                    _arrived(plan, work, cluster, ended, need, rank)
+                    for action, _ in next_ones
+                    for need in needs(action, last)
+                ]
                 if any(time is None for time in come):
                     break
                 begin = max([player.streams.now, *(time for time in come if time is not None)])
                 idle[rank] += begin - player.streams.now
                 player.streams.now = begin
-                final = places[rank] == len(waiting[rank]) - 1
-                player.play(found, first=False, last=final, kind=action.kind)
+                final = place + len(next_ones) == len(waiting[rank])
+                played = [
+                    player.turns(found, first=False, last=final, kind=action.kind)
+                    for action, found in reversed(next_ones)  # of a pair the backward begins
+                ]
+                in_turns(played)
                 player.end_backward()
-                ended[action] = player.streams.now
-                places[rank] += 1
+                ended |= {action: player.streams.now for action, _ in next_ones}
+                places[rank] += len(next_ones)
                 moved = True
         if not moved:
             raise AssertionError("a schedule in which every rank waits for another")
@@ -265,4 +274,4 @@ def _memory(
 
 def _largest(unit: UnitWork) -> int:
     """What the largest operation makes: half of what it reads and writes."""
-    return max((operation.bytes for operation in (*unit.forward, *unit.backward)), default=0) // 2
+    return max((each.bytes for part in (*unit.forward, *unit.backward) for each in part), default=0) // 2

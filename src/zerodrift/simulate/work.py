@@ -11,6 +11,7 @@ divide.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,13 +39,19 @@ class CountedOperation:
     """Read and written."""
 
 
+Operations = Mapping[CountedOperation, int]
+"""CountedOperation -> how often."""
+
+
 @dataclass(frozen=True, slots=True)
 class UnitWork:
     """What one unit computes in a micro-batch; of the root, what comes before its blocks or behind them."""
 
-    forward: Mapping[CountedOperation, int]
-    """CountedOperation -> how often."""
-    backward: Mapping[CountedOperation, int]
+    forward: tuple[Operations, ...]
+    """In three parts where ranks divide its experts: before what goes there, what they do, and behind what
+    comes back; else in one."""
+    backward: tuple[Operations, ...]
+    """In the same parts, the last of a forward first."""
     saved: int
     """Bytes that autograd keeps of its forward, parameters not among them."""
     entering: int
@@ -58,7 +65,7 @@ class UnitWork:
     @property
     def flops(self) -> int:
         """Of the forward."""
-        return sum(operation.flops * count for operation, count in self.forward.items())
+        return sum(operation.flops * count for part in self.forward for operation, count in part.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +231,8 @@ def _counted(plan: Plan, seen: Trace, kept: _Kept, tokens: int) -> Work:
     def unit(place: str) -> UnitWork:
         dispatched, combined = _exchanged(forward[place], divided)
         return UnitWork(
-            Counter(_operation(operation, divided) for operation in forward[place]),
-            Counter(_operation(operation, divided) for operation in backward[place]),
+            _parted(forward[place], divided),
+            _parted(backward[place], divided),
             kept.saved[place],
             kept.entering[place],
             dispatched,
@@ -313,13 +320,24 @@ def _dtype(operation: TracedOperation) -> DType:
     return next((parse(tensor.dtype) for tensor in operation.inputs if tensor.dtype in known), DType.FP32)
 
 
+def _parted(operations: Sequence[TracedOperation], divided: Mapping[int, int]) -> tuple[Operations, ...]:
+    """Before the experts that ranks divide, theirs, and what comes after."""
+    own = [place for place, operation in enumerate(operations) if _is_of_experts(operation, divided)]
+    ends = (own[0], own[-1] + 1) if own else ()
+    bounds = (0, *ends, len(operations))
+    return tuple(
+        Counter(_operation(operation, divided) for operation in operations[start:stop])
+        for start, stop in itertools.pairwise(bounds)
+    )
+
+
+def _is_of_experts(operation: TracedOperation, divided: Mapping[int, int]) -> bool:
+    return bool(operation.flops) and any(tensor.memory in divided for tensor in operation.inputs)
+
+
 def _exchanged(operations: Sequence[TracedOperation], divided: Mapping[int, int]) -> tuple[int, int]:
     """Bytes of the rows that go into the experts of a unit, and come out."""
-    own = [
-        operation
-        for operation in operations
-        if operation.flops and any(tensor.memory in divided for tensor in operation.inputs)
-    ]
+    own = [operation for operation in operations if _is_of_experts(operation, divided)]
     if not own:
         return 0, 0
     rows = [tensor.bytes for tensor in own[0].inputs if tensor.memory not in divided]
