@@ -71,7 +71,7 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "files", "legible", "mesh", "record", "versions"},
     },
     "lightning": {"api", "config", "engine", "io", "errors"},
-    "verl": {"api", "config", "engine", "io", "errors"},
+    "verl": {"api", "comm", "config", "engine", "io", "errors"},
     "deepspeed": {
         *{"api", "io", "config", "engine", "comm", "observer", "optim", "plan", "policy", "dtypes", "errors"},
         *{"optimizers", "alias", "versions"},

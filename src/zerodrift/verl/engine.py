@@ -1,0 +1,335 @@
+"""A step as verl drives it: micro-batches, their loss, the update, and what is asked of an engine beside it.
+
+Model inputs, log-probabilities and values are made by verl's own code for models of `transformers`;
+optimizer, schedule and clipping norm are those of its `optim` block.
+
+Invariant: gradients are summed over the micro-batches of a step and averaged over ranks, as verl's losses are
+written for; temperature, softmax and entropy see logits in fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from verl.utils import tensordict_utils, torch_functional
+from verl.workers.config.optimizer import build_optimizer
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.utils import (
+    detach_tree,
+    enable_full_determinism,
+    postprocess_batch_func,
+    prepare_micro_batches,
+)
+
+from zerodrift.api import initialize
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ConfigError, UnsupportedError, first_line
+from zerodrift.verl.checkpoints import SavedRuns
+from zerodrift.verl.config import NAME, ZeroDriftEngineConfig, require_supported, written
+from zerodrift.verl.model import empty_model, read_model
+from zerodrift.verl.weights import Weights, adapter_of, adapter_weights, counted, model_weights
+
+
+@EngineRegistry.register(model_type="language_model", backend=NAME, device=["cuda", "cpu"])
+class ZeroDriftEngine(FSDPEngineWithLMHead):
+    """What verl calls. Of its base there is what makes model inputs and outputs; none of FSDP."""
+
+    def __init__(
+        self,
+        model_config: Any,
+        engine_config: ZeroDriftEngineConfig,
+        optimizer_config: Any,
+        checkpoint_config: Any,
+    ) -> None:
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.checkpoint_config = checkpoint_config
+        require_supported(engine_config, model_config, optimizer_config, checkpoint_config)
+        self.mode: str | None = None
+        self.rank = torch.distributed.get_rank()
+        self.sent: dict[str, str] = {}
+        """Name of each tensor that was last given to a sampler -> its digest."""
+        self._zerodrift: Engine | None = None
+        self._changes = 0
+        """How often weights have changed."""
+        self._runs = SavedRuns(checkpoint_config, model_config)
+        # What verl's code for inputs and outputs reads.
+        self.use_remove_padding = model_config.use_remove_padding
+        self.use_ulysses_sp, self.ulysses_device_mesh = False, None
+        self.ulysses_sequence_parallel_size = 1
+        self.pad_to_length = engine_config.pad_to_length
+        self.pad_to_length_bucket = engine_config.pad_to_length_bucket
+        self.compute_entropy_from_logits = _entropy(engine_config)
+        if engine_config.full_determinism:
+            enable_full_determinism(seed=engine_config.seed)
+
+    @property
+    def engine(self) -> Engine:
+        """Of zerodrift."""
+        if self._zerodrift is None:
+            raise UnsupportedError("engine", "must be asked for after `initialize`", got="none yet")
+        return self._zerodrift
+
+    # --- making it --------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        if self._zerodrift is not None:
+            self._zerodrift.destroy()
+        given, trains = self.model_config, not self.engine_config.forward_only
+        clip = float(self.optimizer_config.clip_grad or 0.0) if trains else 0.0
+        config = written(self.engine_config, clip)
+        weights = None
+        if given.model_type == "language_model" and not given.lora_rank:
+            model, weights = empty_model(given), given.local_path
+        else:
+            model = read_model(given)
+        self.pass_packed_cu_seqlens = "cu_seqlens" in signature(model.forward).parameters
+        if given.lora_rank:
+            model = self._build_lora_module(model)
+        optimizer = self._client_optimizer(model) if trains else None
+        self._zerodrift = initialize(
+            model, optimizer, config, weights=weights, quiet=self.engine_config.quiet
+        )
+        self._zerodrift.progress.accumulation = 1  # the losses of verl are divided already
+        self.module = _Callable(self._zerodrift)
+        self.optimizer = self._zerodrift.optimizer
+        self.lr_scheduler = self._build_lr_scheduler(self.optimizer) if trains else None
+
+    def _client_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        said = self.optimizer_config
+        if said.lr_warmup_steps is None:  # as verl documents it: the ratio counts
+            said.lr_warmup_steps = -1
+        try:
+            made: torch.optim.Optimizer = build_optimizer(model.parameters(), said)
+        except (AttributeError, ImportError, TypeError, ValueError) as error:
+            name = f"{said.optimizer_impl}.{said.optimizer}"
+            raise ConfigError(
+                "optim.optimizer", f"must be one that verl can build, {name} here", got=first_line(error)
+            ) from error
+        return made
+
+    # --- a step -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def train_mode(
+        self, disable_auto_offload: bool = False, zero_grad_on_exit: bool = True
+    ) -> Iterator[None]:
+        """Training; the gradients are forgotten at its end."""
+        self.mode = "train"
+        self.engine.train()
+        try:
+            yield
+        except BaseException:
+            self.engine.zero_grad()
+            raise
+        finally:
+            self.mode = None
+        if zero_grad_on_exit:
+            self.engine.zero_grad()
+
+    @contextlib.contextmanager
+    def eval_mode(self, disable_auto_offload: bool = False, zero_grad_on_exit: bool = True) -> Iterator[None]:
+        self.mode = "eval"
+        self.engine.eval()
+        try:
+            yield
+        finally:
+            self.mode = None
+
+    def optimizer_zero_grad(self) -> None:
+        self.engine.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip and update, or skip where a gradient is not finite. Returns the norm before clipping."""
+        if not self.engine.micro_batches:
+            raise UnsupportedError(
+                "optimizer_step", "must follow a `forward_backward_batch`", got="none since the last step"
+            )
+        self._changes += 1
+        norm = self.engine.step().grad_norm
+        assert norm is not None
+        return norm
+
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False
+    ) -> Any:
+        engine, group = self.engine, self.get_data_parallel_group()
+        if not forward_only and engine.micro_batches and not self._reduces_every:
+            raise UnsupportedError(
+                "forward_backward_batch",
+                "must be followed by `optimizer_step` or `optimizer_zero_grad` where `reduce.when` is last",
+                got="a second call in a step",
+                do="Write `precision: {reduce: {when: every}}`.",
+            )
+        tensordict_utils.assign_non_tensor(data, sp_size=1)
+        keeps = tensordict_utils.get_non_tensor_data(data=data, key="return_model_output", default=False)
+        tokens = data["loss_mask"].sum().to(engine.mesh.device)
+        torch.distributed.all_reduce(tokens, group=group)
+        tensordict_utils.assign_non_tensor(
+            data, batch_num_tokens=tokens.item(), dp_size=self.get_data_parallel_size()
+        )
+        batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
+        outputs = []
+        for number, batch in enumerate(batches):
+            with torch.set_grad_enabled(not forward_only):
+                loss, output = self.forward_step(batch, loss_function, forward_only)
+            if not forward_only:
+                engine.progress.boundary = number == len(batches) - 1
+                engine.backward(loss)
+                if not keeps:
+                    output.pop("model_output", None)
+            outputs.append(output)
+        return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+
+    def prepare_model_outputs(self, output: Any, *about: Any, **more: Any) -> dict[str, Any]:
+        return FSDPEngineWithLMHead.prepare_model_outputs(self, _in_fp32(output), *about, **more)
+
+    @property
+    def _reduces_every(self) -> bool:
+        updates = [row.columns.update for row in self.engine.plan.rows]
+        return all(update.reduce.when == "every" for update in updates if update is not None)
+
+    def forward_step(
+        self, micro_batch: Any, loss_function: Any, forward_only: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        device = self.engine.mesh.device
+        micro_batch = micro_batch.to(device)
+        inputs, arguments = self.prepare_model_inputs(micro_batch=micro_batch)
+        raw = self.module(**inputs, use_cache=False)
+        output = self.prepare_model_outputs(
+            output=raw, output_args=arguments, micro_batch=micro_batch, logits_processor_func=loss_function
+        )
+        metrics: dict[str, Any] = {}
+        loss = torch.tensor(1.0, device=device)
+        if loss_function is not None:
+            loss, metrics = loss_function(
+                model_output=output, data=micro_batch, dp_group=self.get_data_parallel_group()
+            )
+        return loss, {"model_output": detach_tree(output), "loss": loss.detach().item(), "metrics": metrics}
+
+    # --- ranks and places -------------------------------------------------------------------------------
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def get_data_parallel_size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    def get_data_parallel_group(self) -> Any:
+        return torch.distributed.group.WORLD
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return False
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return False  # it never has to be moved: `zero_optimization.offload_optimizer` keeps it on the host
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        there = self.engine.mesh.device.type
+        if device != there and (model or optimizer or grad):
+            raise UnsupportedError(
+                "to",
+                "must leave weights, moments and gradients where they are",
+                got=f"{device!r}, and they are on {there}",
+                do="Write `zero_optimization: {offload_optimizer: {device: cpu}}` for moments on the host.",
+            )
+
+    # --- weights for a sampler --------------------------------------------------------------------------
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **_: Any
+    ) -> tuple[Weights, dict[str, Any] | None]:
+        """Whole tensors by name, a unit at a time, in the dtypes of the `export` column. Every rank takes all
+        of them, before the next update. With an adapter: its tensors where `base_sync_done`, else those of
+        the model beneath."""
+        engine, adapter = self.engine, adapter_of(self.engine)
+        if adapter is not None and base_sync_done:
+            weights = adapter_weights(engine)
+        else:
+            weights = model_weights(engine, self.model_config.hf_config.model_type)
+        self.sent = {}
+        settings = None if adapter is None else adapter.to_dict()
+        return counted(weights, self.sent, lambda: self._changes), settings
+
+    def get_per_tensor_param_shard(self, **_: Any) -> Any:
+        raise UnsupportedError(
+            "rollout.checkpoint_engine.backend",
+            "must be one that sends whole tensors",
+            got="one that sends parts of them",
+            do="Write `naive` or `nccl`.",
+        )
+
+    prime_delta_snapshots = get_per_tensor_param_delta_shard = get_per_tensor_param_shard
+
+    def disable_adapter(self) -> Any:
+        model: Any = self.engine.module
+        return model.disable_adapter() if hasattr(model, "peft_config") else contextlib.nullcontext()
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_: Any,
+    ) -> None:
+        self._runs.save(self.engine, Path(local_path), self.lr_scheduler, hdfs_path, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **_: Any
+    ) -> None:
+        """As with verl's own engine for fsdp, a folder that is no copy of another is not deleted."""
+        self._changes += 1
+        self._runs.load(self.engine, Path(local_path), self.lr_scheduler)
+
+
+@EngineRegistry.register(model_type="value_model", backend=NAME, device=["cuda", "cpu"])
+class ZeroDriftValueEngine(ZeroDriftEngine):
+    """The same for a critic, whose outputs are values."""
+
+    def prepare_model_outputs(self, output: Any, *about: Any, **more: Any) -> dict[str, Any]:
+        return FSDPEngineWithValueHead.prepare_model_outputs(self, _in_fp32(output), *about, **more)
+
+
+def _in_fp32(output: Any) -> Any:
+    """Of a model: verl's softmax and losses run in the dtype of its logits."""
+    if output.logits.dtype.itemsize < 4:
+        output.logits = output.logits.float()
+    return output
+
+
+def _entropy(config: ZeroDriftEngineConfig) -> Callable[..., torch.Tensor]:
+    chunked = config.entropy_from_logits_with_chunking
+    made: Any = (
+        torch_functional.entropy_from_logits_with_chunking
+        if chunked
+        else torch_functional.entropy_from_logits
+    )
+    return torch.compile(made, dynamic=True) if config.use_torch_compile else made
+
+
+class _Callable:
+    """An engine as the module that verl's code calls and looks at."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.module, name)

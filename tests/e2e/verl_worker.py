@@ -1,0 +1,505 @@
+"""verl's own workers over zerodrift's engine, and over verl's fsdp2; started by torchrun on two ranks.
+
+    torchrun --nproc-per-node=2 tests/e2e/verl_worker.py FOLDER
+
+What was seen is in FOLDER/told.json: a case each, with what it has of each engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doors" / "on_cpu"))
+os.environ |= {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,zerodrift.verl", "VERL_ENGINE_DEVICE": "cuda"}
+os.environ |= {"VERL_USE_EXTERNAL_PLUGINS": "none", "HF_HUB_OFFLINE": "1"}
+
+import torch
+from hydra import compose, initialize_config_module
+from peft import PeftModel
+from safetensors import safe_open
+from tensordict.tensorclass import NonTensorData
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils
+from verl.workers.config import (
+    ActorConfig,
+    CriticConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+from zerodrift.errors import ZerodriftError
+from zerodrift.verl import ZeroDriftEngineConfig, digests_of, require_same
+
+SAMPLES, RESPONSE, CLIP = 4, 6, 0.5
+"""Samples of a rank; the most tokens of an answer; the norm that gradients are clipped to."""
+CASES: dict[str, Callable[[Path, int], Any]] = {}
+
+
+def case(make: Callable[[Path, int], Any]) -> Callable[[Path, int], Any]:
+    CASES[make.__name__] = make
+    return make
+
+
+# --- what is trained on ---------------------------------------------------------------------------------
+
+
+def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+
+def samples(seed: int, rank: int, **said: Any) -> Any:
+    """Prompts with answers, packed, and what a policy's and a critic's loss need of them."""
+    made = torch.Generator().manual_seed(100 * seed + rank)
+    prompts = [torch.randint(3, 64, (3 + i % 3,), generator=made) for i in range(SAMPLES)]
+    answers = [torch.randint(3, 64, (RESPONSE - i % 4,), generator=made) for i in range(SAMPLES)]
+    whole = [torch.cat(pair) for pair in zip(prompts, answers, strict=True)]
+    counts = torch.arange(RESPONSE)[None] < torch.tensor([len(answer) for answer in answers])[:, None]
+    tensors = {
+        "input_ids": nested(whole),
+        "position_ids": nested([torch.arange(len(one)) for one in whole]),
+        "prompts": nested(prompts),
+        "responses": nested(answers),
+        "response_mask": counts,
+        "loss_mask": counts,
+        **{
+            name: torch.randn(SAMPLES, RESPONSE, generator=made)
+            for name in ("advantages", "returns", "values")
+        },
+    }
+    how = {
+        "temperature": 1.0,
+        "pad_token_id": 0,
+        "global_batch_size": 2 * SAMPLES,
+        "max_response_len": RESPONSE,
+        "use_remove_padding": False,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2,
+        "max_token_len_per_gpu": 12,
+    }
+    data = tensordict_utils.get_tensordict(tensors, how | said)
+    lengths = [len(one) for one in whole]
+    tensordict_utils.assign_non_tensor(
+        data, global_token_num=NonTensorData(lengths), update_lr_scheduler=True
+    )
+    return data
+
+
+def chats(seed: int, rank: int, **said: Any) -> Any:
+    """The same for SFT, whose mask goes over all tokens."""
+    data = samples(seed, rank, **said)
+    lengths = zip(data["prompts"].offsets().diff(), data["input_ids"].offsets().diff(), strict=True)
+    data["loss_mask"] = nested([(torch.arange(int(of)) >= prompt).long() for prompt, of in lengths])
+    return data
+
+
+# --- who trains -----------------------------------------------------------------------------------------
+
+
+def worker(
+    path: Path,
+    strategy: str = "zerodrift",
+    kind: str = "language_model",
+    dtype: str = "float32",
+    config: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    **model: Any,
+) -> TrainingWorker:
+    if strategy == "zerodrift":
+        keys: Any = {"zero_optimization": {"stage": 3}} if config is None else config
+        engine: Any = ZeroDriftEngineConfig(config=keys, dtype=dtype, quiet=True)
+    else:
+        names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        mixed = dict.fromkeys(names, dtype)
+        engine = FSDPEngineConfig(strategy=strategy, mixed_precision=mixed, use_torch_compile=False)
+    made = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type=kind,
+            model_config=HFModelConfig(
+                path=str(path),
+                load_tokenizer=False,
+                use_remove_padding=False,
+                override_config={"attn_implementation": "sdpa"},
+                **model,
+            ),
+            engine_config=engine,
+            optimizer_config=FSDPOptimizerConfig(
+                **{"lr": 1e-3, "clip_grad": CLIP, "total_training_steps": 10} | (optim or {})
+            ),
+            checkpoint_config=CheckpointConfig(**(checkpoint or {})),
+        )
+    )
+    made.reset()
+    return made
+
+
+def metrics(output: Any, *more: str) -> dict[str, float]:
+    """Of a batch: loss, norm and learning rate, and others by name."""
+    found = tensordict_utils.get(output, "metrics")
+    names = [name for name in ("loss", "grad_norm", "lr", *more) if name in found]
+    return {name: number(found[name]) for name in names}
+
+
+def number(value: Any) -> float:
+    if isinstance(value, list):
+        return sum(map(number, value)) / len(value)
+    return float(getattr(value, "values", value) if not hasattr(value, "aggregate") else value.aggregate())
+
+
+def end(made: TrainingWorker) -> None:
+    if hasattr(made.engine, "engine"):
+        made.engine.engine.destroy()
+
+
+def both(train: Callable[[str], Any]) -> dict[str, Any]:
+    return {strategy: train(strategy) for strategy in ("zerodrift", "fsdp2")}
+
+
+# --- the cases ------------------------------------------------------------------------------------------
+
+
+@case
+def sft(folder: Path, rank: int) -> Any:
+    """Two steps, packed and padded, in micro-batches of a size and of a number of tokens."""
+
+    def train(strategy: str) -> Any:
+        made = worker(folder / "model", strategy, optim={"lr_scheduler_type": "cosine", "lr_warmup_steps": 3})
+        made.set_loss_fn(functools.partial(sft_loss, config=None))
+        found = {}
+        for packed in (False, True):
+            for dynamic in (False, True):
+                said = {"use_remove_padding": packed, "use_dynamic_bsz": dynamic}
+                steps = [metrics(made.train_batch(chats(seed, rank, **said))) for seed in (1, 2)]
+                steps.append(metrics(made.infer_batch(chats(3, rank, **said))))
+                found[f"packed {packed}, dynamic {dynamic}"] = steps
+                end(made)
+                made.reset()
+        end(made)
+        return found
+
+    return both(train)
+
+
+def policy() -> Any:
+    config = ActorConfig(
+        strategy="zerodrift",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=2,
+        entropy_coeff=0.01,
+        calculate_entropy=True,
+    )
+    return functools.partial(ppo_loss, config=config)
+
+
+def as_policy(made: TrainingWorker, data: Any) -> Any:
+    """With what the policy says before it is trained."""
+    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
+    seen = made.infer_batch(data.copy())
+    data["old_log_probs"] = no_padding_2_padding(seen["log_probs"], data)
+    return data, seen
+
+
+@case
+def ppo(folder: Path, rank: int) -> Any:
+    """Two updates by one batch: the first sees no change of the policy, the second does."""
+
+    def train(strategy: str) -> Any:
+        made = worker(folder / "model", strategy)
+        made.set_loss_fn(policy())
+        data, seen = as_policy(made, samples(1, rank, temperature=0.7))
+        entropy = seen["entropy"].values().double().mean().item()
+        names = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy_loss")
+        steps = [metrics(made.train_batch(data.copy()), *names) for _ in range(2)]
+        end(made)
+        return {"steps": steps, "entropy": entropy}
+
+    return both(train)
+
+
+@case
+def bits(folder: Path, rank: int) -> Any:
+    """Log-probabilities before training are those in training, to the bit, and in fp32."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        made = worker(folder / "model", dtype=dtype, enable_gradient_checkpointing=dtype == "bfloat16")
+        for packed in (False, True):
+            data, before = as_policy(made, samples(1, rank, temperature=0.7, use_remove_padding=packed))
+            tensordict_utils.assign_non_tensor(data, return_model_output=True)
+            with made.engine.train_mode():
+                during = made.engine.forward_backward_batch(data, policy())["model_output"]
+            kinds = {str(during[name].dtype) for name in ("log_probs", "entropy")}
+            same = [
+                torch.equal(before[name].values(), during[name].values()) for name in ("log_probs", "entropy")
+            ]
+            found[f"{dtype}, packed {packed}"] = [sorted(kinds), same]
+        end(made)
+    return found
+
+
+@case
+def critic(folder: Path, rank: int) -> Any:
+    """A step of a critic, and of the same in plain torch on one rank."""
+    config = CriticConfig(strategy="zerodrift", ppo_micro_batch_size_per_gpu=2)
+    loss = functools.partial(value_loss, config=config)
+    made = worker(folder / "critic", kind="value_model")
+    made.set_loss_fn(loss)
+    steps = [metrics(made.train_batch(samples(seed, rank)), "critic/vpred_mean") for seed in (1, 2)]
+    found = {"zerodrift": steps, "plain": []}
+    end(made)
+    model = LlamaForTokenClassification.from_pretrained(folder / "critic", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for seed in (1, 2):
+        total = 0.0
+        batches = [samples(seed, other) for other in range(2)]
+        tokens = sum(int(data["response_mask"].sum()) for data in batches)
+        for data in batches:
+            said = {"dp_size": 1, "batch_num_tokens": tokens}
+            tensordict_utils.assign_non_tensor(data, **said)
+            values = [model(one[None]).logits[0, :, 0] for one in data["input_ids"].unbind()]
+            part, _ = loss(model_output={"values": nested(values)}, data=data)
+            part.backward()
+            total += part.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["plain"].append({"loss": total, "grad_norm": norm})
+    return found
+
+
+@case
+def adapter(folder: Path, rank: int) -> Any:
+    """Trains, is switched off for the reference, and is handed over apart."""
+    made = worker(folder / "model", lora_rank=4, target_modules=["q_proj", "v_proj"])
+    made.set_loss_fn(policy())
+    data, first = as_policy(made, samples(1, rank))
+    steps = [metrics(made.train_batch(data.copy())) for _ in range(2)]
+    tensordict_utils.assign_non_tensor(data, no_lora_adapter=True)
+    without = made.infer_batch(data.copy())
+    _, after = as_policy(made, samples(1, rank))
+    again = metrics(made.train_batch(data.copy()))
+    parts, settings = made.engine.get_per_tensor_param(base_sync_done=True)
+    names = sorted(name for name, _ in parts)
+    end(made)
+    return {
+        "losses": [step["loss"] for step in (*steps, again)],
+        "without": torch.equal(without["log_probs"].values(), first["log_probs"].values()),
+        "with": torch.equal(after["log_probs"].values(), first["log_probs"].values()),
+        "names": names,
+        "rank": settings["r"],
+    }
+
+
+@case
+def sampler(folder: Path, rank: int) -> Any:
+    """Weights go out under the names of the model's folder, in their dtypes, while training goes on."""
+    config = {"zero_optimization": {"stage": 3}, "precision": {"export": "bf16"}}
+    config["precision"]["rules"] = [{"match": "*.mlp.gate.*", "pin": "fp32"}]
+    made = worker(folder / "experts", dtype="bfloat16", config=config)
+    made.set_loss_fn(functools.partial(sft_loss, config=None))
+    made.train_batch(chats(1, rank))
+    held = dict(made.engine.get_per_tensor_param()[0])
+    seen = []
+    for name, module in made.engine.module.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _, __, found: seen.append(str(found[0].dtype)))
+    made.train_batch(chats(2, rank))
+    require_same(made.engine.sent, digests_of(held.items()))
+    weights, _ = made.engine.get_per_tensor_param()
+    next(weights)
+    made.train_batch(chats(3, rank))
+    try:
+        next(weights)
+        said = ""
+    except ZerodriftError as error:
+        said = str(error)
+    end(made)
+    with safe_open(folder / "experts" / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    routers = {str(value.dtype) for name, value in held.items() if ".mlp.gate." in name}
+    others = {str(value.dtype) for name, value in held.items() if ".mlp.gate." not in name}
+    return {
+        "names": sorted(names ^ set(held)),
+        "kinds": [*routers, *others],
+        "logits": sorted(set(seen)),
+        "said": said,
+    }
+
+
+class Sampler:
+    """Stands for what generates: it keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, torch.Tensor] = {}
+        self.order: list[str] = []
+
+    async def resume(self, tags: list[str]) -> None:
+        self.order += tags
+
+    async def update_weights(self, weights: Any, **_: Any) -> None:
+        self.held = dict(weights)
+        self.order.append("update")
+
+
+@case
+def hybrid(folder: Path, rank: int) -> Any:
+    """verl's worker of actor and reference, made of verl's own config with zerodrift in it, and a sampler."""
+    own = "{zero_optimization: {stage: 3}, precision: {export: bf16}}"
+    said = [f"actor_rollout_ref.model.path={folder / 'model'}"]
+    said += ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
+    said += [
+        "actor_rollout_ref.model.use_remove_padding=true",
+        "+actor_rollout_ref.model.load_tokenizer=false",
+    ]
+    said += ["model_engine=zerodrift", f"actor_rollout_ref.actor.fsdp_config.config={own}"]
+    said += [f"actor_rollout_ref.{role}.fsdp_config.quiet=true" for role in ("actor", "ref")]
+    said += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
+    said += ["actor_rollout_ref.actor.use_kl_loss=true"]
+    said += [f"actor_rollout_ref.{role}.log_prob_micro_batch_size_per_gpu=2" for role in ("rollout", "ref")]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=said).actor_rollout_ref
+    reference = ActorRolloutRefWorker(config=copy.deepcopy(config), role="ref")
+    reference.init_model()
+    actor = ActorRolloutRefWorker(config=copy.deepcopy(config), role="actor")
+    actor.init_model()
+    data = samples(1, rank)
+    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
+    found = {}
+    for name, seen in (
+        ("ref_log_prob", reference.compute_ref_log_prob(data.copy())),
+        ("old_log_probs", actor.compute_log_prob(data.copy())),
+    ):
+        found[name] = seen["log_probs"].values()
+        data[name] = no_padding_2_padding(seen["log_probs"], data)
+    tensordict_utils.assign_non_tensor(data, mini_batch_size=2 * SAMPLES, epochs=2, dataloader_kwargs={})
+    updated = tensordict_utils.get(actor.update_actor(data), "metrics")
+    actor.rollout, actor.layered_summon, actor.peft_merge, actor.base_sync_done = (
+        Sampler(),
+        False,
+        False,
+        True,
+    )
+    asyncio.run(actor.update_weights())
+    require_same(actor.actor.engine.sent, digests_of(actor.rollout.held.items()))
+    for one in (reference.ref, actor.actor):
+        end(one)
+    return {
+        "alike": torch.equal(found["ref_log_prob"], found["old_log_probs"]),
+        "kl": [number(one) for one in updated["actor/ppo_kl"]],
+        "loss": updated["loss"],
+        "kinds": sorted({str(value.dtype) for value in actor.rollout.held.values()}),
+        "order": actor.rollout.order,
+    }
+
+
+@case
+def places(folder: Path, rank: int) -> Any:
+    """Moved where it is already; elsewhere with an error. Checkpoints hold what verl's block says."""
+    made = worker(folder / "model", checkpoint={"save_contents": ["model", "optimizer", "extra", "hf_model"]})
+    made.set_loss_fn(functools.partial(sft_loss, config=None))
+    made.to("device")
+    made.to("cpu")
+    made.train_batch(chats(1, rank))
+    for number in (1, 2, 3):
+        made.save_checkpoint(str(folder / f"saved/global_step_{number}"), None, number, 2)
+    straight = metrics(made.train_batch(chats(2, rank)))
+    end(made)
+    again = worker(folder / "model", config={"zero_optimization": {"stage": 1}})
+    again.set_loss_fn(functools.partial(sft_loss, config=None))
+    again.load_checkpoint(str(folder / "saved/global_step_3"))
+    resumed = metrics(again.train_batch(chats(2, rank)))
+    alone = worker(folder / "model", checkpoint={"save_contents": ["hf_model"]})
+    alone.save_checkpoint(str(folder / "alone"), None, 1, None)
+    lora = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    contents = {"save_contents": ["model", "optimizer", "extra", "hf_model"], "save_lora_only": True}
+    parts = worker(folder / "model", checkpoint=contents, **lora)
+    parts.set_loss_fn(functools.partial(sft_loss, config=None))
+    parts.train_batch(chats(1, rank))
+    parts.save_checkpoint(str(folder / "parts"), None, 1, None)
+    there = metrics(parts.infer_batch(chats(2, rank)))
+    base = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    outside = PeftModel.from_pretrained(base, folder / "parts" / "huggingface")
+    parts.engine.engine.destroy()
+    parts.reset()
+    parts.load_checkpoint(str(folder / "parts"))
+    back = metrics(parts.infer_batch(chats(2, rank)))
+    for one in (again, alone, parts):
+        end(one)
+    return {
+        "straight": straight,
+        "resumed": resumed,
+        "kept": sorted(path.name for path in (folder / "saved").iterdir()),
+        "alone": sorted(path.name for path in (folder / "alone").iterdir()),
+        "files": sorted(path.name for path in (folder / "alone" / "huggingface").iterdir()),
+        "parts": [there["loss"], back["loss"], loss_of(outside, 2)],
+        "bytes": [size(folder / "parts"), size(folder / "saved/global_step_3/state")],
+    }
+
+
+def loss_of(model: Any, seed: int) -> float:
+    """Of the chats of both ranks, in plain torch."""
+    total, count = 0.0, 0
+    for data in (chats(seed, rank) for rank in range(2)):
+        for tokens, mask in zip(data["input_ids"].unbind(), data["loss_mask"].unbind(), strict=True):
+            with torch.no_grad():
+                picked = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])
+            total -= (picked[:, 0] * mask[1:]).sum().item()
+            count += int(mask[1:].sum())
+    return total / count
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+# --- all of them ----------------------------------------------------------------------------------------
+
+
+def write_models(folder: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder / "model")
+    LlamaForTokenClassification(LlamaConfig(**sizes, **heads, num_labels=1)).save_pretrained(
+        folder / "critic"
+    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(folder / "experts")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        write_models(folder)
+    torch.distributed.barrier()
+    told = {name: run(folder, rank) for name, run in CASES.items() if name in (sys.argv[2:] or CASES)}
+    if rank == 0:
+        (folder / "told.json").write_text(json.dumps(told))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Where verl is not installed, or is another one: an error that says so."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+
+from zerodrift.errors import UnsupportedError
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "verl" or name == "zerodrift.verl"
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_without_verl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(UnsupportedError, match="needs `verl`; got no such package"):
+        importlib.import_module("zerodrift.verl")
+
+
+def test_a_verl_without_engines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ModuleType("verl")
+    other.__path__ = []
+    monkeypatch.setitem(sys.modules, "verl", other)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    with pytest.raises(UnsupportedError, match=r"must have what 0\.9\.1 has; got 0\.1: No module"):
+        importlib.import_module("zerodrift.verl")
