@@ -113,6 +113,29 @@ def test_what_the_other_blocks_ask_for_is_refused_too() -> None:
         require_supported(engine, SimpleNamespace(**critic))
 
 
+def test_auto_in_a_config_is_what_verl_says() -> None:
+    from zerodrift.errors import ConfigError
+    from zerodrift.verl import ZeroDriftEngineConfig
+    from zerodrift.verl.config import written
+
+    batches = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    keys: dict[str, Any] = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", **batches}
+    for dtype, mode in (("float32", "fp32"), ("bfloat16", None)):
+        found = written(ZeroDriftEngineConfig(config=keys, dtype=dtype, pins=["*.gate"]), 0.5)
+        assert not found.keys() & batches.keys() and found["gradient_clipping"] == 0.5
+        assert found["bf16"] == {"enabled": mode is None} and found["precision"].get("mode") == mode
+        assert found["precision"]["rules"] == [{"match": "*.gate", "pin": "fp32"}]
+    said = {
+        "train_batch_size": 8,
+        "pipeline": {"stages": 2},
+        "optimizer": {"type": "AdamW"},
+        "gradient_clipping": 1,
+    }
+    with pytest.raises(ConfigError) as raised:
+        written(ZeroDriftEngineConfig(config=said), 0.5)
+    assert all(name in str(raised.value) for name in said)
+
+
 def test_hydra_knows_it_by_name() -> None:
     from hydra import compose, initialize_config_module
     from verl.utils.config import omega_conf_to_dataclass

@@ -19,6 +19,7 @@ os.environ |= {"VERL_USE_EXTERNAL_MODULES": "zerodrift.verl", "VERL_ENGINE_DEVIC
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
@@ -162,8 +163,10 @@ def main() -> None:
     again.load_checkpoint(str(folder / "saved"))
     told["resumed"] = [step(again, number) for number in (3, 4)]
     again.engine.destroy()
-    exported = LlamaForCausalLM.from_pretrained(folder / "saved" / "huggingface", dtype="auto").state_dict()
-    told["exported"] = all(torch.equal(value, held[name]) for name, value in exported.items())
+    exported = load_file(folder / "saved" / "huggingface" / "model.safetensors")
+    told["exported"] = exported.keys() == held.keys() and all(
+        value.dtype is held[name].dtype and torch.equal(value, held[name]) for name, value in exported.items()
+    )
     lora = made(path, stage, dtype, lora_rank=4, target_modules=["q_proj", "v_proj"])
     told["lora"] = [step(lora, number)["loss"] for number in range(STEPS)]
     whole, adapter = lora.get_per_tensor_param()

@@ -13,10 +13,9 @@ from zerodrift.errors import UnsupportedError
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] == "verl" or name == "zerodrift.verl"
-    ]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in list(sys.modules):
+        if f"{name}.".startswith(("verl.", "zerodrift.verl.")):
+            monkeypatch.delitem(sys.modules, name)
 
 
 def test_without_verl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

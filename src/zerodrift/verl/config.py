@@ -25,6 +25,8 @@ MODES = {
 }
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """What verl's `checkpoint` block may name."""
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+"""What a config says of samples in a step, and verl decides."""
 SCHEDULE = ("optimizer", "optimizer_impl", "lr_scheduler_type", "min_lr_ratio", "num_cycles")
 """What an `optim` block has that this engine can build."""
 
@@ -51,11 +53,22 @@ class ZeroDriftEngineConfig(EngineConfig):
 
 
 def written(engine: ZeroDriftEngineConfig, clip: float) -> dict[str, Any]:
-    """The config with the pins, and with what verl says; an error where the config says something else."""
+    """The config with the pins, and with what verl says, which is what "auto" stands for; an error where the
+    config says something else."""
     heading, tree, problems = tree_of(convert_to_regular_types(engine.config or {}), "config")
-    for key in ("optimizer", "scheduler"):
-        if tree.get(key) is not None:
-            problems.add(key, "must be left to verl's `optim`", got="one in the config", do="Leave it out.")
+    for key, whose in (
+        ("optimizer", "optim"),
+        ("scheduler", "optim"),
+        *dict.fromkeys(BATCHES, "data").items(),
+    ):
+        if tree.get(key) not in (None, "auto"):
+            problems.add(
+                key, f"must be left to verl's `{whose}`", got="one in the config", do="Leave it out."
+            )
+    if ((tree.get("pipeline") or {}).get("stages") or 1) != 1:
+        problems.add(
+            "pipeline.stages", "must be 1: verl drives micro-batches", got=str(tree["pipeline"]["stages"])
+        )
     said: dict[str, tuple[Any, str]] = {"gradient_accumulation_steps": (1, "count of micro-batches")}
     if not engine.forward_only:
         said["gradient_clipping"] = clip, "optim.clip_grad"
@@ -64,14 +77,25 @@ def written(engine: ZeroDriftEngineConfig, clip: float) -> dict[str, Any]:
             got = f"{tree[key]} in the config and {there} there"
             problems.add(key, f"must be verl's {name}", got=got, do="Leave it out.")
     problems.raise_as(ConfigError, heading)
+    own = {key: there for key, (there, _) in said.items()}
+    rest = {key: value for key, value in tree.items() if key not in BATCHES}
+    return {**rest, **own, **_precision(engine, tree)}
+
+
+def _precision(engine: ZeroDriftEngineConfig, tree: dict[str, Any]) -> dict[str, Any]:
+    """The blocks that say a mode: that of verl's `dtype` where the config leaves it open."""
+    blocks: dict[str, Any] = {}
+    for key in ("bf16", "fp16"):
+        block = tree.get(key) or {}
+        if block.get("enabled") == "auto":
+            block = {**block, "enabled": MODES[engine.dtype] == key}
+        blocks |= {key: block} if block else {}
     precision = tree.get("precision") or {}
-    if "mode" not in precision and not any(
-        (tree.get(key) or {}).get("enabled") for key in ("bf16", "fp16", "torch_autocast")
-    ):
-        precision = {"mode": MODES[engine.dtype], **precision}
+    asked = [*blocks.values(), tree.get("torch_autocast") or {}]
+    if precision.get("mode") in (None, "auto") and not any(block.get("enabled") for block in asked):
+        precision = {**precision, "mode": MODES[engine.dtype]}
     pins = [{"match": pattern, "pin": "fp32"} for pattern in engine.pins]
-    precision = {**precision, "rules": [*(precision.get("rules") or ()), *pins]}
-    return {**tree, **{key: there for key, (there, _) in said.items()}, "precision": precision}
+    return {**blocks, "precision": {**precision, "rules": [*(precision.get("rules") or ()), *pins]}}
 
 
 def require_supported(
