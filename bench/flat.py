@@ -6,37 +6,69 @@
 Rank 0 of so many over torch's fake process group, stage 3, a decoder of small blocks, after three steps.
 Columns are KiB of Python objects that are still held, by the package whose code made them, as `tracemalloc`
 counts; then the plan's KiB of this rank's storage, masters and moments, and of what is gathered for a step:
-shares, and padding. `checkpoint` is what a save of all ranks writes beside the values, from the plan: entries
-of DCP's metadata, of which rank 0 writes one for each run of elements of one tensor in one rank's file, and
-the manifest's lines, two for each rank.
+shares, and padding.
+
+A checkpoint is written from its plan, with everything but the values: `for all` is KiB of the files that are
+there once, and `description` of what rank 0 writes beside its own. Rank 0 then looks up all that it reads, on
+as many ranks and on half of them: the descriptions that it opens, seconds of one core, and the most MiB that
+Python held. `entries` is what DCP's metadata would have, one for each run of elements of one tensor in one
+rank's file. The second table is of DeepSeek-V3, planned from its shapes.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import gc
 import multiprocessing
 import sys
 import tempfile
+import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepseek_v3_layout
 import host
 import torch
 import torch.distributed as dist
 from result import Result, flags
 
-from zerodrift import cost, initialize
+from zerodrift import cost, initialize, make_plan
 from zerodrift.comm import collectives
-from zerodrift.io.checkpoint.index import Chunk, write_index
+from zerodrift.io.checkpoint.descriptions import (
+    NO_SUMS,
+    Chunk,
+    Description,
+    description_file,
+    rank_files,
+    state_file,
+    tensors_file,
+    write_description,
+)
+from zerodrift.io.checkpoint.holders import holders
+from zerodrift.io.checkpoint.items import CheckpointReader, moment_key, weight_key
+from zerodrift.io.checkpoint.manifest import (
+    File,
+    Manifest,
+    SavedParameter,
+    write_entries,
+    write_manifest,
+    write_plan,
+)
 
 ROOMS = ("plan", "comm", "engine", "optim", "io", "torch.distributed")
-MOMENTS = 2
-WRITTEN = 512
-"""Ranks up to which the metadata is written; above, its entries are counted."""
+CONFIG = {
+    "precision": {"mode": "fp32"},
+    "zero_optimization": {"stage": 3},
+    "sharding": {"units": ["layers.*"]},  # however small: segments alike for any number of ranks
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SAVE = "step-00000001@01234567"
 
 
 def room_of(filename: str) -> str:
@@ -63,28 +95,134 @@ def tensors_of(engine: Any) -> tuple[int, int]:
     return bill.rest.total, bill.peak.gathered
 
 
-def chunks(plan: Any) -> Iterator[Chunk]:
-    """Of a checkpoint: what each rank's file holds of each tensor."""
+# --- a checkpoint -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a checkpoint has beside the values, and what looking up costs."""
+
+    for_all: int
+    description: int
+    opened: int
+    seconds: float
+    peak: int
+    opened_on_half: int
+    entries: int
+
+
+def runs(plan: Any, rank: int, ranks: int) -> Iterator[tuple[Any, int, int]]:
+    """(row, first element, last) of each parameter that one of so many ranks has something of."""
     for segment in plan.segments:
-        ranks = plan.slices(segment)
-        size = segment.padded // ranks
-        for row in (plan.rows[index] for index in segment.rows):
-            end = row.offset + max(row.numel, 1)
-            for rank in range(row.offset // size, (end - 1) // size + 1):
-                low, high = max(row.offset, rank * size), min(end, (rank + 1) * size)
-                for number in range(1 + MOMENTS):
-                    key, file, count = f"{row.name}.{number}", f"__{rank}_0.distcp", high - low
-                    start = low - row.offset
-                    yield Chunk(key, row.numel, start, count, torch.float32, file, 0, 4 * count)
+        size = segment.padded // plan.slices(segment)
+        low, high = (
+            size * plan.slices(segment) * rank // ranks,
+            size * plan.slices(segment) * (rank + 1) // ranks,
+        )
+        rows = segment.rows
+        first = bisect.bisect_right(rows, low, key=lambda index: plan.rows[index].offset) - 1
+        last = bisect.bisect_left(rows, high, key=lambda index: plan.rows[index].offset)
+        for row in (plan.rows[index] for index in rows[max(first, 0) : last]):
+            start, stop = max(low - row.offset, 0), min(high - row.offset, row.numel)
+            if start < stop:
+                yield row, start, stop
 
 
-def metadata(plan: Any, ranks: int) -> tuple[int, float | None]:
-    """(Entries, KiB of DCP's metadata)."""
-    if ranks > WRITTEN:
-        return sum(1 for _ in chunks(plan)), None
-    every = list(chunks(plan))
+def describe(folder: Path, plan: Any, rank: int) -> None:
+    """What one rank says of its file, of which there is none."""
+    chunks, offset = [], 0
+    for row, start, stop in runs(plan, rank, plan.mesh.world):
+        for key in (weight_key(row.name), *(moment_key(moment, row.name) for moment in MOMENTS)):
+            length = 4 * (stop - start) + 1200  # and what torch writes around it
+            place = (key, row.numel, start, stop - start, "float32", tensors_file(rank), offset, length)
+            chunks.append(Chunk(*place))
+            offset += length
+    tensors, state = (File(name(rank), offset, "0" * 64) for name in (tensors_file, state_file))
+    write_description(folder, Description(SAVE, rank, tensors, state, tuple(chunks)))
+
+
+def head(plan: Any, files: tuple[File, ...]) -> Manifest:
+    world, numel = plan.mesh.world, sum(row.numel for row in plan.rows)
+    return Manifest(
+        run="0" * 32,
+        tag=SAVE.partition("@")[0],
+        step=1,
+        skipped=0,
+        saved="2030-01-02T03:04:05+00:00",
+        versions=(),
+        source=plan.source,
+        mode=plan.policy.mode.value,
+        stage=3,
+        mesh=plan.mesh,
+        digest=plan.digest,
+        optimizer="adamw",
+        schedule="",
+        loss_scale=1.0,
+        lr=(1e-4,),
+        ranks=world,
+        parameters=len(plan.rows),
+        elements=numel,
+        files=files,
+        of_ranks=rank_files(SAVE, world, NO_SUMS),
+    )
+
+
+def looked_up(folder: Path, plan: Any, ranks: int) -> tuple[int, float, int]:
+    """(Descriptions opened, seconds, bytes) for rank 0 of so many to find all that it reads."""
+    mine = list(runs(plan, 0, ranks))
+    for rank in {rank for row, start, stop in mine for rank in holders(plan, row.name, start, stop)}:
+        if not (folder / description_file(rank)).exists():
+            describe(folder, plan, rank)
+    entry_of = {row.name: SavedParameter(row.names, row.shape, "fp32", 0, MOMENTS) for row, *_ in mine}
+    opened = Counter[str]()
+    sys.addaudithook(lambda event, of: opened.update([str(of[0])]) if event == "open" and of else None)
+
+    def look_up() -> None:
+        reader = CheckpointReader(folder)
+        for row, start, stop in mine:
+            reader.check(entry_of[row.name], start, stop)
+
+    began = time.process_time()
+    look_up()
+    taken = time.process_time() - began
+    opened.clear()
+    gc.collect()
+    tracemalloc.start()
+    look_up()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    names = [Path(path).name for path in opened if path.startswith(str(folder))]
+    return sum(name.startswith("rank-") for name in names), taken, peak
+
+
+def metadata(plan: Any) -> Metadata:
+    with tempfile.TemporaryDirectory() as name:
+        folder, ranks = Path(name), plan.mesh.world
+        table = [SavedParameter(row.names, row.shape, "fp32", 0, MOMENTS) for row in plan.rows]
+        files = (write_entries(folder, table), write_plan(folder, plan.to_json()))
+        write_manifest(folder, head(plan, files))
+        for_all = sum(path.stat().st_size for path in folder.iterdir())
+        opened, seconds, peak = looked_up(folder, plan, ranks)
+        on_half, *_ = looked_up(folder, plan, ranks // 2)
+        longest = (folder / description_file(0)).stat().st_size
+        cuts = sum(1 for row in plan.rows for _ in holders(plan, row.name, 0, row.numel))
+        return Metadata(for_all, longest, opened, seconds, peak, on_half, (1 + len(MOMENTS)) * cuts)
+
+
+def of_decoder(sizes: list[int], options: argparse.Namespace, queue: Any) -> None:
+    for ranks in sizes:
+        queue.put(metadata(make_plan(CONFIG, host.model(options), ranks)))
+
+
+def of_deepseek(sizes: list[int], queue: Any) -> None:
+    config = {"precision": {"mode": "bf16"}, "zero_optimization": {"stage": 3}}
     with tempfile.TemporaryDirectory() as folder:
-        return len(every), write_index(Path(folder), every).bytes / 1024
+        deepseek_v3_layout.write(folder)
+        for ranks in sizes:
+            queue.put(metadata(make_plan(config, folder, ranks)))
+
+
+# --- an engine ----------------------------------------------------------------------------------------------
 
 
 def like_gpus() -> None:
@@ -102,37 +240,47 @@ def first_measured(ranks: int, options: argparse.Namespace, queue: Any) -> None:
 
 def measured(ranks: int, options: argparse.Namespace, queue: Any) -> None:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
-    config = {
-        "precision": {"mode": "fp32"},
-        "zero_optimization": {"stage": 3},
-        "sharding": {"units": ["layers.*"]},  # however small: segments alike for any number of ranks
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }
     module, tokens = host.model(options), torch.randint(64, (1, 16))
     tracemalloc.start()
-    engine = initialize(module, config=config, device="cpu", quiet=True)
+    engine = initialize(module, config=CONFIG, device="cpu", quiet=True)
     for _ in range(3):
         engine.backward(engine(tokens))
         engine.step()
     rooms = held()
     tracemalloc.stop()
-    queue.put((dict(rooms), tensors_of(engine), metadata(engine.plan, ranks)))
+    queue.put((dict(rooms), tensors_of(engine)))
     engine.destroy()
     dist.destroy_process_group()
 
 
-def launch(ranks: int, options: argparse.Namespace) -> Any:
+def launch(target: Any, *arguments: Any, answers: int = 1) -> Iterator[Any]:
+    """What a process of its own finds."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    process = context.Process(target=first_measured, args=(ranks, options, queue))
+    process = context.Process(target=target, args=(*arguments, queue))
     process.start()
-    while queue.empty() and process.is_alive():
-        process.join(0.1)
-    found = None if queue.empty() else queue.get()
+    for _ in range(answers):
+        while queue.empty() and process.is_alive():
+            process.join(0.1)
+        if queue.empty():
+            sys.exit(f"{target.__name__}{arguments}: the process ended without an answer")
+        yield queue.get()
     process.join()
-    if found is None:
-        sys.exit(f"{ranks} ranks: the process ended without an answer")
-    return found
+
+
+def show(result: Result, title: str, sizes: list[int], found: Iterable[Metadata]) -> None:
+    columns = {
+        "ranks": ",",
+        "for all": ",.0f",
+        "description": ",.1f",
+        "opened": ",",
+        "s": ".2f",
+        "MiB": ".1f",
+    }
+    table = result.table({**columns, "opened on half": ",", "entries": ","}, title)
+    for ranks, of in zip(sizes, found, strict=True):
+        kib = of.for_all / 1024, of.description / 1024
+        table.row(ranks, *kib, of.opened, of.seconds, of.peak / 2**20, of.opened_on_half, of.entries)
 
 
 def main() -> None:
@@ -146,16 +294,16 @@ def main() -> None:
     result = Result.begin(title, options)
     columns = {name: ".0f" for name in (*ROOMS, "other")}
     table = result.table({"ranks": ",", **columns, "at rest": ".0f", "gathered": ".0f"}, "rooms and tensors")
-    saved = []
-    for ranks in map(int, options.ranks.split(",")):
-        rooms, tensors, entries = launch(ranks, options)
+    sizes = [int(ranks) for ranks in options.ranks.split(",")]
+    for ranks in sizes:
+        ((rooms, tensors),) = launch(first_measured, ranks, options)
         others = sum(rooms.values()) - sum(rooms.get(name, 0) for name in ROOMS)
-        sizes = [*(rooms.get(name, 0) for name in ROOMS), others, *tensors]
-        table.row(ranks, *(size / 1024 for size in sizes))
-        saved.append((ranks, *entries, 2 * ranks))
-    table = result.table({"ranks": ",", "entries": ",", "KiB": ".0f", "lines": ","}, "checkpoint")
-    for cells in saved:
-        table.row(*cells)
+        held = [*(rooms.get(name, 0) for name in ROOMS), others, *tensors]
+        table.row(ranks, *(size / 1024 for size in held))
+    found = launch(of_decoder, sizes, options, answers=len(sizes))
+    show(result, "checkpoint", sizes, found)
+    found = launch(of_deepseek, sizes, answers=len(sizes))
+    show(result, "checkpoint of DeepSeek-V3, 671B", sizes, found)
     result.save(options.save)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.described import found_elsewhere
 from tests.numerics.experts import error
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
@@ -242,5 +243,7 @@ def through_files(name: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("name", ONE)
 def test_files_do_not_know_of_expert_parallelism(name: str, tmp_path: Path) -> None:
     assert run_ranks(through_files, 4, name, str(tmp_path), timeout=200) == [[]] * 4
+    for kind in ("spread", "whole"):
+        assert found_elsewhere(tmp_path / kind / "step-00000002") == []
     for path in (tmp_path / "export").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()

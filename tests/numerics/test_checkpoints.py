@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.described import found_elsewhere
 from tests.numerics.networks import GPT, VOCABULARY, batch
 from tests.numerics.runs import Run, config, finish, make, train
 from tests.ranks.harness import run_ranks
@@ -245,6 +246,7 @@ def resharded(
     saved = run_ranks(save_one, source[1], str(folder), before)[0] if not folder.exists() else None
     saved = torch.load(tmp_path / f"{source}.pt", weights_only=False) if saved is None else saved
     torch.save(saved, tmp_path / f"{source}.pt")
+    assert found_elsewhere(folder / "step-00000003") == []
     results = run_ranks(load_one, target[1], str(folder), config(target[0], "bf16", **rest[1]))
     for run, client, said in results:
         assert saved.masters.keys() == run.masters.keys() and len(saved.masters) > 20

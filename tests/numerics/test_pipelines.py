@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from tests.described import found_elsewhere
 from tests.numerics.networks import GPT, VOCABULARY, batch
 from tests.numerics.runs import config, make, masters_and_states
 from tests.ranks.harness import run_ranks
@@ -205,6 +206,7 @@ def alone_with(folder: str, load: bool) -> dict[str, Any]:
 def test_a_checkpoint_of_a_pipeline_loads_into_any_other_shape_and_back(tmp_path: Path) -> None:
     folder = str(tmp_path / "pipeline")
     saved = run_ranks(saves, 2, folder)[0]
+    assert found_elsewhere(tmp_path / "pipeline" / "step-00000002") == []
     assert differences(saved, run_ranks(loads, 2, folder, "1f1b", 0)[0]) == []
     assert differences(saved, run_ranks(alone_with, 1, folder, True)[0]) == []
     for other in run_ranks(loads, 4, folder, "zbv", 3):

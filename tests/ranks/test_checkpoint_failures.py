@@ -120,8 +120,12 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(
     assert [step for *_, step in results] == [1, 1]
     assert [changed for _, changed, _ in results] == [[], []]
     messages = results[0][0]
-    assert messages == results[1][0] and len(messages) == 9
+    assert messages == results[1][0] and len(messages) == 11
     assert manifest in messages.pop("checkpoint.json")
+    for rank in range(2):
+        message = messages.pop(f"rank-{rank:05d}.json")
+        assert f"rank-{rank:05d}.json`: " in message and "Load an older checkpoint" in message
+        assert re.search(must if harm is remove else f"must be what rank {rank} wrote; got ", message)
     for name, message in messages.items():
         assert name in message and re.search(must, message), message
         assert "Load an older checkpoint" in message
@@ -391,6 +395,7 @@ POINTS = [
     (0, "open", "distcp"),
     (1, "open", "distcp"),
     (1, "open", "rank-00001.pt"),
+    (1, "open", "rank-00001.json"),
     (0, "open", "checkpoint.json"),
     (0, "os.rename", ".writing-"),
 ]
@@ -408,7 +413,7 @@ def test_a_rank_that_dies_in_a_save_costs_that_save_alone(
         assert step == 2 and names == [], "what the dead save left is gone"
 
 
-@pytest.mark.parametrize(("who", "word"), [(0, "distcp"), (1, ".metadata")])
+@pytest.mark.parametrize(("who", "word"), [(0, "distcp"), (1, "rank-00001.json")])
 def test_a_rank_that_dies_in_a_load_is_missed(who: int, word: str, tmp_path: Path) -> None:
     run_ranks(saved, 2, str(tmp_path))
     results = run_ranks(dies, 2, str(tmp_path), who, "open", word, True, dying={who})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.described import found_elsewhere
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config, make, train
 from tests.ranks.harness import run_ranks
@@ -53,6 +54,7 @@ def test_a_run_goes_on_with_the_other_backend(
     first: str, second: str, rest: dict[str, Any], tmp_path: Path
 ) -> None:
     straight = run_ranks(saved, 2, first, str(tmp_path), rest)
+    assert found_elsewhere(tmp_path / "step-00000002") == []
     assert run_ranks(resumed, 2, second, str(tmp_path), rest) == straight
 
 

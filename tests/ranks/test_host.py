@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from tests.numerics import runs
 from tests.ranks.harness import run_ranks
 from zerodrift import initialize
 from zerodrift.comm import collectives, mesh
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
+from zerodrift.io.checkpoint.manifest import MANIFEST
 from zerodrift.mesh import MeshShape
 
 pytestmark = pytest.mark.fresh_ranks
@@ -182,3 +185,28 @@ def test_what_the_host_holds_does_not_grow_with_ranks() -> None:
         assert many[room] <= 1.05 * few[room] + 4096 + (tables if room == "comm" else 0) or (
             room == "torch.distributed"
         ), (room, few[room], many[room])
+
+
+def saved(folder: str, sizes: list[int]) -> list[tuple[int, int, int]]:
+    """(Calls, bytes at the peak, bytes of the manifest) of a save, on rank 0 of so many."""
+    dist.destroy_process_group()
+    like_gpus()
+    found = []
+    for ranks in (sizes[0], *sizes):  # the first for imports, and what is looked up once
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
+        engine = initialize(network(), config=runs.config(3, "fp32"), device="cpu", quiet=True)
+        checkpoints = Checkpoints(engine, f"{folder}/{len(found)}", quiet=True)
+        tracemalloc.start()
+        count = calls(lambda: checkpoints.save("one"))  # noqa: B023
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        found.append((count, peak, (Path(folder) / str(len(found)) / "one" / MANIFEST).stat().st_size))
+        engine.destroy()
+        dist.destroy_process_group()
+    return found[1:]
+
+
+def test_a_save_does_not_grow_with_ranks(tmp_path: Path) -> None:
+    """But for a list of what went wrong on each, of nothing, and a look at it."""
+    (((few, low, short), (many, high, long)),) = run_ranks(saved, 1, str(tmp_path), [128, 4096])
+    assert many <= few + 4 * 4096 and high <= low + 32 * 4096 and long <= short + 16

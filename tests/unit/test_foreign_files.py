@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zerodrift as zd
+from tests.described import seal
 from tests.unit.laid_out import lay_out, values
 from zerodrift.api import initialize
 from zerodrift.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -49,10 +50,14 @@ def ours(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "ours"))
 
 
-def seal(tag: Path) -> None:
-    """The manifest of what lies there: whoever plants something seals it."""
-    manifest = read_manifest(tag)
-    write_manifest(tag, replace(manifest, files=tuple(measured(tag / file.name) for file in manifest.files)))
+@pytest.fixture
+def former(ours: Path) -> Path:
+    """The same in format 1, of which `.metadata` is the index."""
+    tag = ours / TAG
+    (tag / "rank-00000.json").unlink()
+    files = [measured(path) for path in tag.iterdir() if path.name != "checkpoint.json"]
+    write_manifest(tag, replace(read_manifest(tag), files=tuple(files), of_ranks=None))
+    return ours
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,11 @@ def every_reader_refuses(engine: Any, run: Path, out: Path, match: str) -> None:
         assert all(torch.equal(before[key], after[key]) for key in before), name
 
 
-def test_what_is_whole_is_read_by_all(ours: Path, engine: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_is_whole_is_read_by_all(
+    version: int, engine: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    ours = request.getfixturevalue("former" if version == 1 else "ours")
     for read in READERS.values():
         assert read(engine, ours, tmp_path / "out") is not None
     for name, value in values(0).items():
@@ -144,19 +153,19 @@ PLACES: dict[str, Callable[[Metadata, Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", PAYLOADS)
-def test_nothing_in_the_metadata_runs(what: str, ours: Path, engine: Any, tmp_path: Path) -> None:
-    proof, tag = tmp_path / "ran", ours / TAG
+def test_nothing_in_the_metadata_runs(what: str, former: Path, engine: Any, tmp_path: Path) -> None:
+    proof, tag = tmp_path / "ran", former / TAG
     good = metadata(tag)
     for put in PLACES.values():
         (tag / ".metadata").write_bytes(pickle.dumps(put(good, payloads(proof)[what])))
         seal(tag)
         every_reader_refuses(
-            engine, ours, tmp_path / "out", "must name the classes of torch's metadata alone"
+            engine, former, tmp_path / "out", "must name the classes of torch's metadata alone"
         )
         assert not proof.exists()
 
 
-def test_names_that_only_look_like_torchs_are_refused(ours: Path, engine: Any, tmp_path: Path) -> None:
+def test_names_that_only_look_like_torchs_are_refused(former: Path, engine: Any, tmp_path: Path) -> None:
     for module, name in (
         ("torch", "hub.load"),
         ("torch", "load"),
@@ -169,16 +178,16 @@ def test_names_that_only_look_like_torchs_are_refused(ours: Path, engine: Any, t
         data = (
             b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name)) + b"\x93."
         )
-        (ours / TAG / ".metadata").write_bytes(data)
-        seal(ours / TAG)
-        every_reader_refuses(engine, ours, tmp_path / "out", "must name the classes|must be readable")
+        (former / TAG / ".metadata").write_bytes(data)
+        seal(former / TAG)
+        every_reader_refuses(engine, former, tmp_path / "out", "must name the classes|must be readable")
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\x80\x04K\x01.", b"no pickle", b"\x80\x04]."], ids=repr)
-def test_metadata_that_is_none(data: bytes, ours: Path, engine: Any, tmp_path: Path) -> None:
-    (ours / TAG / ".metadata").write_bytes(data)
-    seal(ours / TAG)
-    every_reader_refuses(engine, ours, tmp_path / "out", r"\.metadata`: must be readable")
+def test_metadata_that_is_none(data: bytes, former: Path, engine: Any, tmp_path: Path) -> None:
+    (former / TAG / ".metadata").write_bytes(data)
+    seal(former / TAG)
+    every_reader_refuses(engine, former, tmp_path / "out", r"\.metadata`: must be readable")
 
 
 @pytest.mark.parametrize("what", PAYLOADS[:2])
@@ -237,20 +246,20 @@ def test_every_place_that_unpickles_is_restricted() -> None:
 @pytest.mark.parametrize(
     "where", ["../secret", "{top}/secret", "..", ".", "", "a/../../secret", "/dev/zero", "s\0"]
 )
-def test_no_path_leads_out_of_a_checkpoint(where: str, ours: Path, engine: Any, tmp_path: Path) -> None:
-    tag, path = ours / TAG, where.format(top=tmp_path)
+def test_no_path_leads_out_of_a_checkpoint(where: str, former: Path, engine: Any, tmp_path: Path) -> None:
+    tag, path = former / TAG, where.format(top=tmp_path)
     shutil.copy(tag / "__0_0.distcp", tmp_path / "secret")  # it would fit
-    shutil.copy(tag / "__0_0.distcp", ours / "secret")
+    shutil.copy(tag / "__0_0.distcp", former / "secret")
     good = metadata(tag)
     for info in (good.storage_data or {}).values():
         info.relative_path = path
     (tag / ".metadata").write_bytes(pickle.dumps(good))
     seal(tag)
-    every_reader_refuses(engine, ours, tmp_path / "out", "must name files that are in it")
+    every_reader_refuses(engine, former, tmp_path / "out", "must name files that are in it")
 
 
 @pytest.mark.parametrize(
-    "name", ["__0_0.distcp", "shared.pt", "parameters.json", ".metadata", "checkpoint.json"]
+    "name", ["__0_0.distcp", "shared.pt", "parameters.json", "rank-00000.json", "checkpoint.json"]
 )
 @pytest.mark.parametrize("kind", ["link", "FIFO", "device", "folder"])
 def test_a_file_of_a_checkpoint_is_a_file(
@@ -279,9 +288,9 @@ def test_a_manifest_names_files_that_are_in_its_folder(ours: Path, engine: Any, 
         assert not inspect(tag, verify=True).complete  # type: ignore[union-attr]
 
 
-def test_chunks_that_do_not_make_a_tensor(ours: Path, engine: Any, tmp_path: Path) -> None:
+def test_chunks_that_do_not_make_a_tensor(former: Path, engine: Any, tmp_path: Path) -> None:
     """Twice the same, none, of other lengths, far beyond the end of the file."""
-    tag = ours / TAG
+    tag = former / TAG
     key = "weights.0.weight"
 
     def harmed(change: Callable[[Any, Any], None]) -> None:
@@ -290,7 +299,7 @@ def test_chunks_that_do_not_make_a_tensor(ours: Path, engine: Any, tmp_path: Pat
         change(good.state_dict_metadata[key], (good.storage_data or {})[MetadataIndex(key, torch.Size([0]))])
         (tag / ".metadata").write_bytes(pickle.dumps(good))
         seal(tag)
-        every_reader_refuses(engine, ours, tmp_path / "out", "must")
+        every_reader_refuses(engine, former, tmp_path / "out", "must")
         (tag / ".metadata").write_bytes(kept)
 
     harmed(lambda tensor, info: tensor.chunks.append(tensor.chunks[0]))

@@ -26,8 +26,8 @@ from tests.unit.test_foreign_files import CONFIG, network, snapshot
 from zerodrift.api import initialize
 from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zerodrift.errors import ZerodriftError
+from zerodrift.io.checkpoint.descriptions import verified
 from zerodrift.io.checkpoint.folder import CheckpointFolder
-from zerodrift.io.checkpoint.manifest import verified
 from zerodrift.io.convert import convert
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run

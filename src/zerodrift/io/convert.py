@@ -26,7 +26,14 @@ from zerodrift.errors import CheckpointError, Problems, UnsupportedError
 from zerodrift.io.atomic import new_folder
 from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.contents import VERSIONS
-from zerodrift.io.checkpoint.folder import CheckpointFolder, automatic
+from zerodrift.io.checkpoint.descriptions import (
+    Description,
+    rank_files,
+    state_file,
+    tensors_file,
+    write_description,
+)
+from zerodrift.io.checkpoint.folder import CheckpointFolder, automatic, save_of
 from zerodrift.io.checkpoint.index import write_index
 from zerodrift.io.checkpoint.items import Item, moment_key, weight_key, write_items
 from zerodrift.io.checkpoint.manifest import (
@@ -307,10 +314,10 @@ def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: 
         f"writing {path.parent}", 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries), shown
     )
     try:
-        data, written = write_items(path / "__0_0.distcp", _items(source, bar))
+        data, written = write_items(path / tensors_file(0), _items(source, bar))
     finally:
         bar.close()
-    files = [data, write_index(path, written), write_entries(path, entries)]
+    files = [write_index(path, written), write_entries(path, entries)]
     shared = {
         "global_steps": trained.step,
         "skipped_steps": trained.skipped,
@@ -323,7 +330,8 @@ def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: 
     }
     files.append(write_whole(path / SHARED, states.packed(shared, "schedule")))
     own = {"random": None, "client": trained.client, "modules": {}, "buffers": {}}
-    files.append(write_whole(path / states.own_file(0), states.packed(own, "client")))
+    state = write_whole(path / state_file(0), states.packed(own, "client"))
+    sums = write_description(path, Description(save_of(path), 0, data, state, tuple(written)))
     manifest = Manifest(
         run=uuid.uuid4().hex,
         tag=tag,
@@ -344,9 +352,10 @@ def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: 
         parameters=len(entries),
         elements=source.elements,
         files=tuple(sorted(files, key=lambda file: file.name)),
+        of_ranks=rank_files(save_of(path), 1, sums),
     )
     write_manifest(path, manifest)
-    return sum(file.bytes for file in files)
+    return manifest.bytes
 
 
 def _saved(entry: SavedParameter) -> SavedParameter:

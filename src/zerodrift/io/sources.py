@@ -22,6 +22,7 @@ from zerodrift import optimizers
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.descriptions import verified
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.checkpoint.items import CHUNK, CheckpointReader, Destination, moment_key, weight_key
 from zerodrift.io.checkpoint.manifest import (
@@ -31,7 +32,6 @@ from zerodrift.io.checkpoint.manifest import (
     SavedParameter,
     read_entries,
     read_plan,
-    verified,
 )
 from zerodrift.io.deepspeed.checkpoint import DeepSpeedCheckpoint, open_deepspeed
 from zerodrift.io.deepspeed.files import is_deepspeed
@@ -125,15 +125,16 @@ def _open(
 def _from_zerodrift(path: Path) -> ConvertSource:
     manifest, table = verified(path), read_entries(path)
     reader, shared = CheckpointReader(path), states.read_state(path, SHARED)
-    reader.check(table)
+    for entry in table:
+        reader.check(entry)
     document = read_plan(path)
     return ConvertSource(
         f"a zerodrift checkpoint, step {manifest.step}",
         path,
         table,
         shared["buffers"],
-        lambda entry: _chunks(reader, weight_key(entry.name)),
-        lambda entry, key: _chunks(reader, moment_key(key, entry.name)),
+        lambda entry: _chunks(reader, weight_key(entry.name), entry, DType(entry.dtype).torch),
+        lambda entry, key: _chunks(reader, moment_key(key, entry.name), entry, torch.float32),
         _trained(manifest, shared),
         None if document is None else Plan.from_json(document),
     )
@@ -157,8 +158,8 @@ def _trained(manifest: Manifest, shared: Mapping[str, Any]) -> Trained:
     )
 
 
-def _chunks(reader: CheckpointReader, key: str) -> Iterator[Run]:
-    total, dtype = reader.numel(key), reader.dtype(key)
+def _chunks(reader: CheckpointReader, key: str, entry: SavedParameter, dtype: torch.dtype) -> Iterator[Run]:
+    total = math.prod(entry.shape)
     for start in range(0, total, CHUNK):
         into = torch.empty(min(CHUNK, total - start), dtype=dtype)
         reader.read([Destination(key, start, into)])

@@ -25,8 +25,9 @@ from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.io.atomic import new_folder
-from zerodrift.io.checkpoint.items import CheckpointReader, weight_key
-from zerodrift.io.checkpoint.manifest import read_entries, verified
+from zerodrift.io.checkpoint.descriptions import verified
+from zerodrift.io.checkpoint.items import CheckpointReader
+from zerodrift.io.checkpoint.manifest import read_entries
 from zerodrift.model.meta import attempt
 from zerodrift.train.job import Lora
 
@@ -113,14 +114,15 @@ def read_from_checkpoint(
     base.to(dtype)
     verified(place)
     reader, table = CheckpointReader(place), read_entries(place)
-    reader.check(table)
+    for entry in table:
+        reader.check(entry)
     entries = {name: entry for entry in table for name in entry.names}
     model = with_adapters(base, lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     require_all(place, trained, {name: entry.shape for name, entry in entries.items()})
     with torch.no_grad():
         for name, parameter in trained.items():
-            parameter.copy_(reader.full(weight_key(entries[name].name)).view(parameter.shape))
+            parameter.copy_(reader.weight(entries[name]))
     return model
 
 

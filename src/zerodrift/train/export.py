@@ -18,8 +18,9 @@ from torch import nn
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError
 from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.items import CheckpointReader, weight_key
-from zerodrift.io.checkpoint.manifest import SHARED, read_entries, verified
+from zerodrift.io.checkpoint.descriptions import verified
+from zerodrift.io.checkpoint.items import CheckpointReader
+from zerodrift.io.checkpoint.manifest import SHARED, read_entries
 from zerodrift.io.safetensors.export import export as export_model
 from zerodrift.model.factory import make
 from zerodrift.model.huggingface import CONFIG
@@ -82,7 +83,8 @@ def read_checkpoint(model: nn.Module, place: Path) -> None:
     """The weights and buffers of a checkpoint into a model that has memory for them."""
     verified(place)
     reader, table = CheckpointReader(place), read_entries(place)
-    reader.check(table)
+    for entry in table:
+        reader.check(entry)
     entries = {name: entry for entry in table for name in entry.names}
     parameters = dict(model.named_parameters())
     missing = [
@@ -93,5 +95,5 @@ def read_checkpoint(model: nn.Module, place: Path) -> None:
     models.require_whole(place, missing, ())
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(reader.full(weight_key(entries[name].name)).view(parameter.shape))
+            parameter.copy_(reader.weight(entries[name]))
         states.put_buffers(model, states.read_state(place, SHARED)["buffers"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zerodrift.errors import ConfigError
 from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.descriptions import state_file
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.checkpoint.manifest import MANIFEST
 from zerodrift.model import safetensors
@@ -102,6 +103,6 @@ def base_of(checkpoint: Path) -> str | None:
 
 
 def _carried(checkpoint: Path, key: str) -> str | None:
-    client = states.read_state(checkpoint, states.own_file(0)).get("client")
+    client = states.read_state(checkpoint, state_file(0)).get("client")
     text = client.get(key) if isinstance(client, dict) else None
     return text if isinstance(text, str) else None

@@ -21,9 +21,10 @@ from zerodrift.deepspeed.consolidated import write
 from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.io.atomic import new_file
 from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.descriptions import verified
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
-from zerodrift.io.checkpoint.items import CheckpointReader, weight_key
-from zerodrift.io.checkpoint.manifest import SHARED, read_entries, verified
+from zerodrift.io.checkpoint.items import CheckpointReader
+from zerodrift.io.checkpoint.manifest import SHARED, read_entries
 from zerodrift.io.deepspeed.checkpoint import open_deepspeed
 from zerodrift.io.deepspeed.files import is_deepspeed
 from zerodrift.io.paths import writing
@@ -59,7 +60,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     for entry in read_entries(checkpoint):
         if exclude_frozen_parameters and entry.group < 0:
             continue
-        value = reader.full(weight_key(entry.name)).float().view(entry.shape)
+        value = reader.weight(entry).float()
         state |= dict.fromkeys(entry.names, value)
     return state | states.read_state(checkpoint, SHARED)["buffers"]
 

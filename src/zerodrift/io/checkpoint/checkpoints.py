@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+import numpy as np
+
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.digest import Digest
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError, said
 from zerodrift.io.checkpoint import contents
 from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.descriptions import Sums, damage_seen, other_files, state_file
 from zerodrift.io.checkpoint.differences import (
     Allowed,
     CheckpointDifference,
@@ -39,18 +42,18 @@ from zerodrift.io.checkpoint.manifest import (
     SHARED,
     Manifest,
     SavedParameter,
-    damage,
     raise_damage,
     read_entries,
     read_manifest,
     read_plan,
 )
-from zerodrift.io.checkpoint.writing import Head, RankContents, Save, require_own
+from zerodrift.io.checkpoint.writing import Head, RankContents, Save, over_ranks, require_own
 from zerodrift.io.deepspeed.files import is_deepspeed
 
 if TYPE_CHECKING:
     from zerodrift.comm.collectives import Collectives
     from zerodrift.engine.engine import Engine
+    from zerodrift.optim.updater import Counters
 
 T = TypeVar("T")
 Parts = Literal["all", "weights"]
@@ -75,7 +78,7 @@ class Loaded:
 
     def client_of(self, rank: int) -> Any:
         """The `client` that one of the saving ranks gave."""
-        return states.read_state(self.path, states.own_file(rank))["client"]
+        return states.read_state(self.path, state_file(rank))["client"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,29 +162,30 @@ class Checkpoints:
         digests, first = comm.broadcast_object(mine, 0)
         apart = frozenset(name for name, digest in mine[0].items() if digests.get(name) != digest)
 
-        def prepare() -> tuple[bytes, Any]:
+        def prepare() -> tuple[bytes, Counters]:
             counters = {} if engine.updater is None else engine.updater.counters()
             return contents.own_state(engine, client, apart), counters
 
         own, counters = everywhere(comm, prepare)
-        ranks = comm.gather_object(contents.summary(engine, counters, mine[1] == first, digests))
+        counters = contents.merged(comm.all_gather_object(counters, "data"))
+        stages = comm.gather_object(contents.summary(engine, counters, digests), "pipeline")
+        alike = not over_ranks(comm, np.array([mine[1] != first], np.int64))[0]
         self.digest = digest = engine.digest()
         head = None
 
         def summarize() -> Head | None:
             if comm.mesh.rank():
                 return None
-            return contents.head(engine, self.run, named, ranks, digest, frozen)
+            return contents.head(engine, self.run, named, stages, digest, alike=alike, frozen=frozen)
 
         head = everywhere(comm, summarize)
         under_way = Save(comm, self._folder, named, None if self._shared else self.run, latest)
-        name = states.own_file(comm.mesh.rank())
         if self._asynchronous:
             self._pending = (under_way, head)
             engine.progress.background = self
-            under_way.start(lambda: RankContents(contents.copied(engine, frozen), name, own))
+            under_way.start(lambda: RankContents(contents.copied(engine, frozen), own))
         else:
-            under_way.write(RankContents(contents.items(engine, frozen), name, own))
+            under_way.write(RankContents(contents.items(engine, frozen), own))
             self._say_saved(under_way.finish(head, self._keep))
 
     def wait(self) -> None:
@@ -265,7 +269,7 @@ class Checkpoints:
 
     def _load(self, path: Path, parts: frozenset[Part], without: frozenset[Allowed], verify: bool) -> Loaded:
         engine, comm = self._engine, self._comm
-        manifest = everywhere(comm, lambda: self._verified(path, verify))
+        manifest = self._verified(path, verify)
         saved = everywhere(comm, lambda: self._judged(path, manifest, parts, without))
         before = everywhere(comm, lambda: states.StateBeforeLoad(engine))
         try:
@@ -299,10 +303,18 @@ class Checkpoints:
             require_saved(self._engine, digests, self.digest, saved.path, moments=_takes(saved, parts))
 
     def _verified(self, path: Path, verify: bool) -> Manifest:
-        """The manifest, and this rank's share of the files' checksums."""
-        manifest = read_manifest(path)
-        rank, ranks = self._comm.mesh.rank(), self._comm.mesh.size("world")
-        raise_damage(damage(path, manifest.files[rank::ranks], content=verify))
+        """The manifest of what is as it was written; each rank looks at its share of the files."""
+        comm = self._comm
+        rank, ranks = comm.mesh.rank(), comm.mesh.size("world")
+
+        def look() -> tuple[Manifest, Sums]:
+            manifest = read_manifest(path)
+            problems, sums = damage_seen(path, manifest, content=verify, rank=rank, ranks=ranks)
+            raise_damage(problems)
+            return manifest, sums
+
+        manifest, sums = everywhere(comm, look)
+        raise_damage(other_files(path, manifest, over_ranks(comm, sums)))
         return manifest
 
     def _judged(
@@ -317,10 +329,10 @@ class Checkpoints:
             known = {name for row in engine.plan.rows for name in row.names}
             table = tuple(entry for entry in table if known & set(entry.names))
             without -= set() if apart else {"model"}
-        reader.check(table)
+        contents.check_held(engine, reader, table)
         shared = states.read_state(path, SHARED)
         rank, ranks = self._comm.mesh.rank(), self._comm.mesh.size("world")
-        own = states.read_state(path, states.own_file(rank)) if manifest.ranks == ranks else None
+        own = states.read_state(path, state_file(rank)) if manifest.ranks == ranks else None
         problems: list[Problem] = []
         if "buffers" not in without:
             here = contents.shapes(dict(states.buffers(engine.module)))
@@ -378,7 +390,7 @@ class Checkpoints:
             return own["client"]
         if not shared["alike"]:
             return None
-        return states.read_state(path, states.own_file(0))["client"]
+        return states.read_state(path, state_file(0))["client"]
 
 
 _HALF_LOADED = Problem(

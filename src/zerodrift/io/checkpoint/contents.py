@@ -36,16 +36,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSummary:
-    """What a rank tells rank 0 for the head."""
+class StageSummary:
+    """What a rank of a pipeline tells rank 0 for the head."""
 
     counters: Counters
-    alike: bool
-    """Whether the client's state is rank 0's."""
     moments: dict[str, tuple[str, ...]]
-    """Of a stage of a pipeline: the moments that its parameters have."""
+    """The moments that its parameters have."""
     buffers: dict[str, torch.Tensor]
-    """Of a stage: those that rank 0 has not."""
+    """Those that rank 0 has not."""
 
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
@@ -81,15 +79,15 @@ def _item(key: str, part: Part) -> Item:
     return Item(key, part.numel, part.start, part.values)
 
 
-def summary(engine: Engine, counters: Counters, alike: bool, known: Collection[str]) -> RankSummary:
-    """By this rank; `known` are the buffers that rank 0 has."""
+def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
+    """By this rank; `counters` are of its whole stage, and `known` are the buffers that rank 0 has."""
     if engine.plan.policy.pipeline is None or engine.mesh.rank("data"):
-        return RankSummary(counters, alike, {}, {})
+        return StageSummary(counters, {}, {})
     updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
     buffers = states.buffers(engine.module)
-    return RankSummary(
-        counters, alike, moments, {name: buffer.cpu() for name, buffer in buffers if name not in known}
+    return StageSummary(
+        counters, moments, {name: buffer.cpu() for name, buffer in buffers if name not in known}
     )
 
 
@@ -113,11 +111,19 @@ def entries(
 
 
 def head(
-    engine: Engine, run: str, tag: str, ranks: Sequence[RankSummary], digest: Digest, frozen: bool = True
+    engine: Engine,
+    run: str,
+    tag: str,
+    stages: Sequence[StageSummary],
+    digest: Digest,
+    *,
+    alike: bool,
+    frozen: bool,
 ) -> Head:
-    """What rank 0 adds, of what all ranks told; with `frozen` parameters or without."""
-    counters, alike = merged([rank.counters for rank in ranks]), all(rank.alike for rank in ranks)
-    moments = {name: names for rank in ranks for name, names in rank.moments.items()}
+    """What rank 0 adds, of what all stages told; with `frozen` parameters or without. `alike` is whether all
+    clients gave the same."""
+    counters = merged([stage.counters for stage in stages])
+    moments = {name: names for stage in stages for name, names in stage.moments.items()}
     rows = _saved(engine, frozen)
     plan, updater = engine.plan, engine.updater
     manifest = Manifest(
@@ -143,8 +149,8 @@ def head(
         digests=recorded(engine, digest),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
-    for rank in ranks:
-        shared["buffers"] = {**rank.buffers, **shared["buffers"]}
+    for stage in stages:
+        shared["buffers"] = {**stage.buffers, **shared["buffers"]}
     return Head(
         manifest,
         entries(engine, counters, frozen, moments),
@@ -207,6 +213,15 @@ def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Cou
                     got=f"{', '.join(odd)} too",
                     do="`allow=('optimizer',)` begins with new moments.",
                 )
+
+
+def check_held(engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter]) -> None:
+    """That all is there that this rank would read."""
+    by_name = {name: entry for entry in table for name in entry.names}
+    for piece in Shards(engine).pieces():
+        for span in piece.held:
+            if span.row.name in by_name:
+                reader.check(by_name[span.row.name], span.start, span.start + span.numel)
 
 
 def fill(

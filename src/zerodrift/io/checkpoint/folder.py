@@ -39,13 +39,20 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _AUTOMATIC = re.compile(r"step-\d{8,}")
 _OURS = re.compile(rf"({re.escape(_WRITING)}|{re.escape(_OLD)})({_TAG.pattern})@[0-9a-f]{{8}}")
 """Hidden names that a save gives."""
-_PARTS = re.compile(rf"\.metadata|{re.escape(PARAMETERS)}|{re.escape(SHARED)}|rank-\d+\.pt|__\d+_\d+\.distcp")
+_PARTS = re.compile(
+    rf"\.metadata|{re.escape(PARAMETERS)}|{re.escape(SHARED)}|rank-\d+\.(pt|json)|__\d+_\d+\.distcp"
+)
 """Files of a checkpoint, the manifest apart."""
 
 
 def automatic(step: int) -> str:
     """The tag of a save that was given none."""
     return f"step-{step:08d}"
+
+
+def save_of(path: Path) -> str:
+    """Which save writes into a folder of `begin`: no other has the name."""
+    return path.name.removeprefix(_WRITING)
 
 
 def check_tag(tag: str) -> None:

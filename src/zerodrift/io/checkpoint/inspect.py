@@ -20,12 +20,12 @@ from rich.console import RenderableType
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problem, several
+from zerodrift.io.checkpoint.descriptions import all_damage
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.io.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     SavedParameter,
-    damage,
     read_entries,
     read_manifest,
 )
@@ -160,7 +160,7 @@ def _inspect_weights(path: Path) -> WeightsInspection:
 
 def _inspect_one(path: Path, verify: bool) -> Inspection:
     manifest = read_manifest(path)
-    problems = [str(problem) for problem in damage(path, manifest.files, content=verify)]
+    problems = [str(problem) for problem in all_damage(path, manifest, content=verify)]
     try:
         table: Sequence[SavedParameter] = read_entries(path)
     except CheckpointError:
@@ -232,7 +232,7 @@ def _one_text(inspection: Inspection, width: int) -> list[RenderableType]:
         ("plan", f"mode {head.mode}, stage {head.stage}, {head.mesh}" if head.digest else "none: converted"),
         ("optimizer", _optimizer(head)),
         ("run", head.run),
-        ("size", f"{figures.size(head.bytes)} in {len(head.files) + 1} files"),
+        ("size", f"{figures.size(head.bytes)} in {head.file_count + 1} files"),
         ("complete", _state(inspection)),
     ]
     parts: list[RenderableType] = [
@@ -301,5 +301,5 @@ def _optimizer(head: Manifest) -> str:
 
 def _state(inspection: Inspection) -> str:
     if not inspection.complete:
-        return f"no: {len(inspection.problems)} of {len(inspection.manifest.files)} files"
+        return f"no: {len(inspection.problems)} of {inspection.manifest.file_count} files"
     return "yes, every bit" if inspection.verified else "yes, by sizes"

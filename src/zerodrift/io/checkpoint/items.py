@@ -4,28 +4,30 @@ A parameter's weight and each of its moments is one DCP tensor of one dimension,
 `moments.<key>.<name>`, cut into chunks wherever ranks or size cut it; the real shape is in the table of
 parameters. DCP's own reader reads these files. Its writer would keep every tensor of a file until the file
 is closed (torch 2.13), so the same bytes are written here, one chunk at a time; where each lies is
-`index`'s business.
+`lookup`'s business.
 
 Invariant: neither direction holds more than one chunk beside the caller's tensors.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import io
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
+from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, said
-from zerodrift.io.checkpoint.index import OTHER, Chunk, Tensor, read_index
+from zerodrift.io.checkpoint.descriptions import Chunk
+from zerodrift.io.checkpoint.index import OTHER
+from zerodrift.io.checkpoint.lookup import open_lookup
 from zerodrift.io.checkpoint.manifest import File, SavedParameter
 from zerodrift.io.paths import open_own
 
@@ -73,7 +75,7 @@ def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:
                         item.numel,
                         item.start + low,
                         values.numel(),
-                        values.dtype,
+                        str(values.dtype).removeprefix("torch."),
                         path.name,
                         offset,
                         stream.count - offset,
@@ -124,52 +126,23 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._index = read_index(folder)
+        self._lookup = open_lookup(folder)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._index
-
-    def keys(self) -> Iterator[str]:
-        yield from self._index
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self._tensor(key).dtype
-
-    def numel(self, key: str) -> int:
-        return self._tensor(key).numel
-
-    def _tensor(self, key: str) -> Tensor:
-        tensor = self._index.get(key)
-        if tensor is None:
-            raise CheckpointError(self._folder, f"must hold the tensor {key!r}", got="none", do=OTHER)
-        return tensor
-
-    def check(self, entries: Iterable[SavedParameter]) -> None:
-        """That every tensor of a table of parameters is there, in its length."""
-        for entry in entries:
-            numel = math.prod(entry.shape)
-            for key in (weight_key(entry.name), *(moment_key(key, entry.name) for key in entry.moments)):
-                if numel and self.numel(key) != numel:
-                    raise CheckpointError(
-                        self._folder,
-                        f"must hold {numel:,} elements of {key!r}",
-                        got=f"{self.numel(key):,}",
-                        do=OTHER,
-                    )
+    def check(self, entry: SavedParameter, start: int = 0, stop: int | None = None) -> None:
+        """That a run of elements of a parameter, or all, and of its moments, is there."""
+        numel = math.prod(entry.shape)
+        for key in (weight_key(entry.name), *(moment_key(key, entry.name) for key in entry.moments)):
+            for chunk in self._lookup.find(key, start, numel if stop is None else stop):
+                if chunk.numel != numel:
+                    must = f"must hold {numel:,} elements of {key!r}"
+                    raise CheckpointError(self._folder, must, got=f"{chunk.numel:,}", do=OTHER)
 
     def read(self, wanted: Sequence[Destination]) -> None:
         """Fill every `into`."""
         parts: list[tuple[Chunk, Destination]] = []
         for want in wanted:
-            stop = want.start + want.into.numel()
-            chunks = self._tensor(want.key).chunks
-            if stop > self.numel(want.key):
-                raise AssertionError(f"{want.key} has no element {stop - 1}")
-            first = bisect.bisect_right(chunks, want.start, key=lambda chunk: chunk.start) - 1
-            for chunk in itertools.islice(chunks, max(first, 0), None):
-                if chunk.start >= stop:
-                    break
-                parts.append((chunk, want))
+            chunks = self._lookup.find(want.key, want.start, want.start + want.into.numel())
+            parts += ((chunk, want) for chunk in chunks)
         # In the order of the files; what several runs want of one chunk follows each other.
         parts.sort(key=lambda part: (part[0].file, part[0].offset))
         for chunk, of in itertools.groupby(parts, key=lambda part: part[0]):
@@ -193,7 +166,8 @@ class CheckpointReader:
         except Exception as error:
             raise CheckpointError(self._folder, "must be readable", got=said(error), do=OTHER) from error
         if not (
-            isinstance(values, torch.Tensor) and (values.dtype, values.shape) == (chunk.dtype, (chunk.count,))
+            isinstance(values, torch.Tensor)
+            and (str(values.dtype), values.shape) == (f"torch.{chunk.dtype}", (chunk.count,))
         ):
             raise CheckpointError(
                 self._folder,
@@ -204,8 +178,8 @@ class CheckpointReader:
             )
         return values
 
-    def full(self, key: str) -> torch.Tensor:
-        """A tensor in full, flat, in its own dtype: for tools that work on one parameter at a time."""
-        into = torch.empty(self.numel(key), dtype=self.dtype(key))
-        self.read([Destination(key, 0, into)])
-        return into
+    def weight(self, entry: SavedParameter) -> torch.Tensor:
+        """A whole weight in its own dtype: for tools that work on one parameter at a time."""
+        into = torch.empty(math.prod(entry.shape), dtype=DType(entry.dtype).torch)
+        self.read([Destination(weight_key(entry.name), 0, into)])
+        return into.view(entry.shape)

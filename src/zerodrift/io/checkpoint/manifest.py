@@ -1,10 +1,11 @@
 """What a checkpoint says of itself: the manifest, its table of parameters, and the checksums of its files.
 
 No torch here: `inspect` reads this much on any machine. The manifest is the last file of a save, so a
-folder without one is a save that was cut short.
+folder without one is a save that was cut short. It has as many bytes on any number of ranks: what each rank
+wrote is in `descriptions.py`. In format 1, which is still read, it names the files of all ranks.
 
 Invariant: a manifest that `read_manifest` returns is the one that was written, bit for bit, and `damage` is
-empty only where every file it names is too.
+empty only where every file it is given is too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from zerodrift.io.paths import open_own, own_file, short
 from zerodrift.mesh import MeshShape
 from zerodrift.record import decode, encode
 
-FORMAT = 1
 MANIFEST = "checkpoint.json"
 PARAMETERS = "parameters.json"
 PLAN = "plan.json"
@@ -60,6 +60,20 @@ class SavedParameter:
 
 
 @dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of all ranks, which are described beside them."""
+
+    save: str
+    """Which save wrote them; in each description, so that none of another is taken for one of these."""
+    ranks: int
+    """How many have a description."""
+    bytes: int
+    """Of the files and their descriptions."""
+    seal: str
+    """The sum of the descriptions' checksums: no file of a rank is another, whoever looks at which."""
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The head of a checkpoint."""
 
@@ -93,12 +107,25 @@ class Manifest:
     elements: int
     """Of the model."""
     files: tuple[File, ...]
+    """But those of ranks; in format 1 those too."""
     digests: tuple[tuple[str, str], ...] = field(default=(), metadata={"omitted": True})
     """Of the values that were saved; see `digests.py`. Empty where nobody took them."""
+    of_ranks: RankFiles | None = field(default=None, metadata={"omitted": True})
+    """None in format 1."""
+
+    @property
+    def format(self) -> int:
+        return 1 if self.of_ranks is None else 2
+
+    @property
+    def file_count(self) -> int:
+        """The manifest not counted."""
+        return len(self.files) + (3 * self.of_ranks.ranks if self.of_ranks else 0)
 
     @property
     def bytes(self) -> int:
-        return sum(file.bytes for file in self.files)
+        """Of all files but the manifest."""
+        return sum(file.bytes for file in self.files) + (self.of_ranks.bytes if self.of_ranks else 0)
 
 
 # --- writing ------------------------------------------------------------------------------------------
@@ -106,16 +133,16 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """The last file of a checkpoint, with a checksum of its own."""
-    head = json.dumps(encode(manifest), indent=1)
-    write_whole(folder / MANIFEST, _sealed(head))
+    write_whole(folder / MANIFEST, _sealed(manifest.format, json.dumps(encode(manifest), indent=1)))
 
 
-def _sealed(head: str) -> str:
-    return f'{{"format": {FORMAT}, "sha256": "{_digest(head)}",\n"checkpoint": {head}}}\n'
+def _sealed(version: int, head: str) -> str:
+    return f'{{"format": {version}, {sealed("checkpoint", head)}}}\n'
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def sealed(name: str, head: str) -> str:
+    """Members of a JSON object: a value, and before it the checksum of its text."""
+    return f'"sha256": "{hashlib.sha256(head.encode()).hexdigest()}",\n"{name}": {head}'
 
 
 def write_entries(folder: Path, entries: Iterable[SavedParameter]) -> File:
@@ -177,20 +204,23 @@ def read_manifest(folder: Path) -> Manifest:
         version, head = document["format"], document["checkpoint"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"no manifest ({type(error).__name__})") from None
-    if version != FORMAT:
+    if version not in (1, 2):
         raise CheckpointError(
             path,
-            f"must be of format {FORMAT}",
+            "must be of format 1 or 2",
             got=repr(version),
             do="Read it with the zerodrift that wrote it.",
         )
     # Over the whole text: the checksum of what it parses to would miss a flip in what nobody reads.
-    if text != _sealed(json.dumps(head, indent=1)):
+    if text != _sealed(version, json.dumps(head, indent=1)):
         raise _damaged(path, "another text than its checksum is of")
     try:
-        return decode(Manifest, head)
+        manifest = decode(Manifest, head)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"other fields ({error})") from None
+    if manifest.format != version:
+        raise _damaged(path, "another format than its fields are of")
+    return manifest
 
 
 def read_entries(folder: Path) -> tuple[SavedParameter, ...]:
@@ -241,13 +271,6 @@ def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list
             got = str(error) if isinstance(error, CheckpointError) else error.strerror or str(error)
             problems.append(Problem(str(path), "must be readable", got=got, do=REMEDY))
     return problems
-
-
-def verified(folder: Path) -> Manifest:
-    """The manifest of a checkpoint that is as it was written, every bit; raises otherwise."""
-    manifest = read_manifest(folder)
-    raise_damage(damage(folder, manifest.files))
-    return manifest
 
 
 def raise_damage(damaged: Iterable[Problem]) -> None:

@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
 
 
-def own_file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
-
-
 # --- the same on every rank -----------------------------------------------------------------------------
 
 

@@ -12,18 +12,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError, said
 from zerodrift.io.atomic import NewFolder
-from zerodrift.io.checkpoint.folder import CheckpointFolder
-from zerodrift.io.checkpoint.index import Chunk, write_index
+from zerodrift.io.checkpoint.descriptions import (
+    NO_SUMS,
+    Chunk,
+    Description,
+    Sums,
+    rank_files,
+    state_file,
+    tensors_file,
+    write_description,
+)
+from zerodrift.io.checkpoint.folder import CheckpointFolder, save_of
+from zerodrift.io.checkpoint.index import FEW, write_index
 from zerodrift.io.checkpoint.items import Item, write_items
 from zerodrift.io.checkpoint.manifest import (
     SHARED,
-    File,
     Manifest,
     SavedParameter,
     write_entries,
@@ -39,7 +52,7 @@ class Head:
     """What rank 0 adds to the ranks' files."""
 
     manifest: Manifest
-    """Without its files."""
+    """Without files."""
     entries: tuple[SavedParameter, ...]
     plan: dict[str, Any] | None
     shared: bytes
@@ -51,16 +64,14 @@ class RankContents:
     """What one rank writes."""
 
     items: Iterable[Item]
-    name: str
-    """Of the file for `own`."""
     own: bytes
     """The state of this rank alone."""
 
 
 @dataclass(slots=True)
 class _Outcome:
-    files: list[File]
-    written: list[Chunk]
+    chunks: list[Chunk]
+    sums: Sums
     error: ZerodriftError | None = None
 
 
@@ -89,7 +100,7 @@ class Save:
         self._rank = comm.mesh.rank()
         self._new: NewFolder | None = None
         """On rank 0 alone."""
-        self._outcome = _Outcome([], [])
+        self._outcome = _Outcome([], NO_SUMS)
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         path: Path | ZerodriftError | None = None
@@ -114,11 +125,12 @@ class Save:
     def write(self, job: RankContents) -> None:
         """Write this rank's files. Never raises: what went wrong is in the outcome."""
         try:
-            file, written = write_items(
-                self._path / f"__{self._rank}_0.distcp", self._until_stopped(job.items)
-            )
-            self._outcome.written = written
-            self._outcome.files = [file, write_whole(self._path / job.name, job.own)]
+            tensors = self._path / tensors_file(self._rank)
+            file, chunks = write_items(tensors, self._until_stopped(job.items))
+            state = write_whole(self._path / state_file(self._rank), job.own)
+            self._outcome.chunks = chunks
+            written = Description(save_of(self._path), self._rank, file, state, tuple(chunks))
+            self._outcome.sums = write_description(self._path, written)
         except Exception as error:
             self._outcome.error = _refused(error, self._folder.path)
 
@@ -148,23 +160,31 @@ class Save:
         """Collective: whether every rank has written its files."""
         if self._new is not None:
             self._new.lock.touch()
-        return not any(self._comm.all_gather_object(self._running))
+        return not over_ranks(self._comm, np.array([self._running], np.int64))[0]
 
     def finish(self, head: Head | None, keep: int) -> Path:
         """Collective: wait for all ranks and make it a checkpoint, or raise on all what went wrong on any."""
         if self._thread is not None:
             self._thread.join()
+        comm, outcome = self._comm, self._outcome
         try:
-            outcomes = self._comm.gather_object(self._outcome)
-            path = self._publish(outcomes, head, keep) if self._rank == 0 else None
-            return _of_rank_0(self._comm, path)
+            errors = comm.all_gather_object(outcome.error)
+            total = _Outcome([], NO_SUMS)
+            if not any(errors):
+                if len(errors) <= FEW:
+                    total.chunks = list(chain.from_iterable(comm.gather_object(outcome.chunks)))
+                total.sums = over_ranks(comm, outcome.sums)
+            path = self._publish(errors, total, head, keep) if self._rank == 0 else None
+            return _of_rank_0(comm, path)
         except RankError:
             self.abandon()
             raise
 
-    def _publish(self, outcomes: Sequence[_Outcome], head: Head | None, keep: int) -> Path | ZerodriftError:
+    def _publish(
+        self, errors: Sequence[ZerodriftError | None], total: _Outcome, head: Head | None, keep: int
+    ) -> Path | ZerodriftError:
         """On rank 0: the last files, the rename, and the folder in order again."""
-        failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+        failed = {rank: error for rank, error in enumerate(errors) if error is not None}
         try:
             if failed:
                 first = next(iter(failed.values()))
@@ -178,14 +198,14 @@ class Save:
                 )
             if head is None:
                 raise AssertionError("rank 0 has the head")
-            files = [file for outcome in outcomes for file in outcome.files]
-            files.append(write_index(self._path, [w for outcome in outcomes for w in outcome.written]))
-            files.append(write_entries(self._path, head.entries))
-            files.append(write_whole(self._path / SHARED, head.shared))
+            files = [write_entries(self._path, head.entries), write_whole(self._path / SHARED, head.shared)]
+            if len(errors) <= FEW:
+                files.append(write_index(self._path, total.chunks))
             if head.plan is not None:
                 files.append(write_plan(self._path, head.plan))
             ordered = tuple(sorted(files, key=lambda file: file.name))
-            write_manifest(self._path, replace(head.manifest, files=ordered))
+            of_ranks = rank_files(save_of(self._path), len(errors), total.sums)
+            write_manifest(self._path, replace(head.manifest, files=ordered, of_ranks=of_ranks))
             home = self._folder.publish(self._new, self._latest)
             if keep:
                 self._folder.prune(keep)
@@ -206,6 +226,12 @@ class Save:
         if self._new is not None:
             self._new.remove()
             self._new = None
+
+
+def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
+    """Collective: the sum of every rank's int64 numbers, modulo 2^64."""
+    own = torch.from_numpy(numbers).to(comm.mesh.device)
+    return np.array(comm.read(comm.all_reduce_sum(own, "world", "checkpoint")), np.int64)
 
 
 def _of_rank_0(comm: Collectives, path: Path | ZerodriftError | None) -> Path:
