@@ -8,8 +8,6 @@ from types import ModuleType
 
 import pytest
 
-from zerodrift.errors import UnsupportedError
-
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +18,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_verl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verl", None)
-    with pytest.raises(UnsupportedError, match="needs `verl`; got no such package"):
+    with pytest.raises(ImportError, match="needs `verl`; got no such package"):
         importlib.import_module("zerodrift.verl")
 
 
@@ -29,5 +27,5 @@ def test_a_verl_without_engines_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     other.__path__ = []
     monkeypatch.setitem(sys.modules, "verl", other)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
-    with pytest.raises(UnsupportedError, match=r"must have what 0\.9\.1 has; got 0\.1: No module"):
+    with pytest.raises(ImportError, match=r"must have what 0\.9\.1 has; got 0\.1: No module"):
         importlib.import_module("zerodrift.verl")

@@ -11,7 +11,7 @@ Invariant: nothing of verl decides a dtype.
 
 from importlib.metadata import version
 
-from zerodrift.errors import UnsupportedError
+from zerodrift.errors import Problem
 
 TESTED = "0.9.1"
 
@@ -20,9 +20,10 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "verl":
         raise
-    raise UnsupportedError(
+    absent = Problem(
         "zerodrift.verl", "needs `verl`", got="no such package", do=f"Run `pip install verl=={TESTED}`."
-    ) from error
+    )
+    raise ImportError(str(absent), name="verl") from error
 
 try:
     from zerodrift.verl.config import NAME, ZeroDriftEngineConfig, require_supported
@@ -32,9 +33,10 @@ try:
 except ImportError as error:
     if not (error.name or "").startswith(verl.__name__):
         raise
-    raise UnsupportedError(
+    other = Problem(
         "verl", f"must have what {TESTED} has", got=f"{version('verl')}: {error}", do=f"Install {TESTED}."
-    ) from error
+    )
+    raise ImportError(str(other), name=error.name) from error
 
 register()
 
