@@ -12,6 +12,7 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import native
 from zerodrift.kernels.squares import (
     DIGITS,
+    add_squares,
     block_square_sums,
     digits,
     reference_square_sums,
@@ -94,6 +95,17 @@ def test_digits_of_many_ranks_add_up() -> None:
         parts = [digits(block_square_sums(part)) for part in flat.chunk(ranks)]
         assert total(torch.stack(parts).sum(0)) == whole
         assert all(part[:DIGITS].max() < 1 << 34 for part in parts)
+
+
+def test_many_tensors_add_up_in_one_call() -> None:
+    flats = [wild(count) for count in (0, 5, BLOCK, BLOCK * 7 + 3)]
+    together, one_by_one = digits(torch.empty(0, dtype=torch.float64)), digits(block_square_sums(flats[0]))
+    add_squares(flats, together)
+    for flat in flats:
+        digits(block_square_sums(flat), one_by_one)
+    assert torch.equal(together, one_by_one) and together.any()
+    add_squares([], together)
+    assert torch.equal(together, one_by_one)
 
 
 def test_threads_do_not_change_bits() -> None:

@@ -133,7 +133,7 @@ class FullyShardExecutor:
         self.drop()
         self.passes.flush()
         gradients = [(member, member.gradient()) for member in self._trained]
-        counted = (gradient for member, gradient in gradients if member.counts(self.comm.mesh))
+        counted = [gradient for member, gradient in gradients if member.counts(self.comm.mesh)]
         order, self.passes.checksum = self.passes.checksum, 0
         return global_norm(counted, self.comm, self._progress.unscale, BetweenRanks(order))
 

@@ -105,6 +105,7 @@ class Collectives:
         apart = mesh.asynchronous and self._way != "pairs"
         self._gathers = Lane(mesh.device) if apart else None
         self._reductions = Lane(mesh.device) if apart else None
+        self._at = mesh.watch.at
         self._last: StartedCollective | None = None
         """What was started last."""
 
@@ -131,20 +132,19 @@ class Collectives:
         line = self.mesh.axis(axis)
         _check_slices(out, shard, line)
         self._note("all_gather", out, axis, None)
-        place = line.slice(out, line.rank)
         if line.group is None or not out.numel():
-            _copy(place, shard)
+            _copy(line.slice(out, line.rank), shard)
             return Handle()
         turn = self._turn("all_gather", line, of)
         if self._gathers is not None:
             with self._gathers.beside():
-                self._start(turn, line, _gather_single, out, _cast(shard, place))()
+                self._start(turn, line, _gather_single, out, _cast(shard, out, line))()
             return Handle(self._gathers.joined(out, shard))
-        shard = _cast(shard, place)
+        shard = _cast(shard, out, line)
         if self._way == "pairs":
             with self._at(turn):
                 finish = self._pairs.gather(turn, line, out, shard)
-            _copy(place, shard)  # while the messages travel
+            _copy(line.slice(out, line.rank), shard)  # while the messages travel
             return self._under_way(turn, finish)
         return Handle(self._start(turn, line, _gather_single, out, shard))
 
@@ -191,8 +191,9 @@ class Collectives:
                 finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
             return self._under_way(turn, finish)
         if self.carrier == how.order == "native" and full.dtype is how.dtype:
-            parts = torch.empty_like(out, dtype=full.dtype)[None]
-            arrive = self._start(turn, line, _reduce_scatter_single, parts[0], full, bytewise=False)
+            arrived = out if _may_arrive_in(out, full, how) else torch.empty_like(out, dtype=full.dtype)
+            parts: Sequence[torch.Tensor] | torch.Tensor = [arrived]
+            arrive = self._start(turn, line, _reduce_scatter_single, arrived, full, bytewise=False)
         else:
             received = torch.empty_like(full)
             parts = received.view(line.size, -1)
@@ -407,9 +408,6 @@ class Collectives:
         self._last = line.trail.begin(op, of)
         return self._last
 
-    def _at(self, turn: StartedCollective) -> contextlib.AbstractContextManager[None]:
-        return self.mesh.watch.at(turn)
-
     def _under_way(self, turn: StartedCollective, finish: Callable[[], None]) -> Handle:
         def wait() -> None:
             with self._at(turn):
@@ -473,15 +471,24 @@ def _nothing() -> None:
     """What there is to wait for where the device does."""
 
 
-def _fold_received(arrive: Callable[[], None], out: torch.Tensor, parts: torch.Tensor, how: Sum) -> None:
+def _may_arrive_in(out: torch.Tensor, full: torch.Tensor, how: Sum) -> bool:
+    """Whether a sum that the carrier forms may be written to where it belongs."""
+    apart = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+    return apart and out.dtype is full.dtype and not how.add
+
+
+def _fold_received(
+    arrive: Callable[[], None], out: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, how: Sum
+) -> None:
     arrive()
     fold(out, parts, how)
 
 
-def _cast(shard: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """A slice in the dtype of its place, which it is in then."""
-    if shard.dtype is place.dtype:
+def _cast(shard: torch.Tensor, out: torch.Tensor, line: Axis) -> torch.Tensor:
+    """A slice in the dtype of `out`; where that is another one, it is in its place there."""
+    if shard.dtype is out.dtype:
         return shard
+    place = line.slice(out, line.rank)
     _copy(place, shard)
     return place
 
@@ -516,7 +523,7 @@ def _check_slices(full: torch.Tensor, shard: torch.Tensor, line: Axis) -> None:
 
 
 def _check_sum(values: torch.Tensor, how: Sum) -> None:
-    if torch.promote_types(values.dtype, how.dtype) is not how.dtype:
+    if values.dtype is not how.dtype and torch.promote_types(values.dtype, how.dtype) is not how.dtype:
         raise AssertionError(f"a sum in {how.dtype} would round values that travel in {values.dtype}")
 
 

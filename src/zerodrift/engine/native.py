@@ -194,6 +194,9 @@ class NativeExecutor:
             norm = self._norm_of_reduced()
         if norm.written:
             self._settle()
+        else:
+            for segment in self.segments:
+                segment.nobody_wrote()
         return norm
 
     def _sum_over_ends(self) -> None:

@@ -146,7 +146,7 @@ class BetweenRanks:
 
 
 def global_norm(
-    gradients: Iterable[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
     comm: Collectives,
     unscale: float,
     apart: BetweenRanks | None = None,
@@ -159,8 +159,7 @@ def global_norm(
     """
     apart = apart or BetweenRanks()
     summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
-    for gradient in gradients:
-        squares.digits(squares.block_square_sums(gradient), summed[:-3])
+    squares.add_squares(gradients, summed[:-3])
     summed[-1] = apart.checksum()
     if shown is not None:
         summed[-3], summed[-2] = shown.written, shown.checksum

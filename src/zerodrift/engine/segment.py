@@ -287,6 +287,10 @@ class FlatSegment:
         first = self.rank * (self.spec.padded // self.ranks) if self.sharded else 0
         return self._rows_of(overwritten, self.full, first)
 
+    def nobody_wrote(self) -> None:
+        """Ranks have agreed on it, for all that was looked at so far."""
+        self._overwritten = None
+
     @property
     def gathers(self) -> bool:
         """Whether the full form is anything else than storage."""

@@ -35,6 +35,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.comm.fold import Sum
+from zerodrift.dtypes import BLOCK
 from zerodrift.engine.buffers import GradientBuffers
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.treesum import TreeSum
@@ -93,7 +94,9 @@ class TrainedSegment(FlatSegment):
         self._whole: torch.Tensor | None = None
         """Stage 0: the buffer that `reduced` is a slice of, to be gathered in place."""
         self._grads: list[torch.Tensor] = []
-        """Of `landing`, one per parameter."""
+        """Of `landing`, one per parameter, as soon as somebody asked; see `_homes`."""
+        self._travels = False
+        """Whether `landing` is on its way to other ranks."""
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to that."""
         self.tree = update.reduce.order == "tree"
@@ -137,7 +140,7 @@ class TrainedSegment(FlatSegment):
 
     def open_gradients(self) -> None:
         """Preset every `param.grad` to its place in the landing buffer, where there is one already."""
-        for number, (parameter, grad) in enumerate(zip(self.parameters, self._grads, strict=False)):
+        for number, (parameter, grad) in enumerate(zip(self.parameters, self._homes, strict=False)):
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = grad
                 self._opened.add(number)
@@ -176,7 +179,7 @@ class TrainedSegment(FlatSegment):
             elif self.landing is None:
                 self._land_first(arrived)
             else:
-                for number, (grad, home) in enumerate(zip(arrived, self._grads, strict=True)):
+                for number, (grad, home) in enumerate(zip(arrived, self._homes, strict=True)):
                     if grad is None or grad is home or grad.data_ptr() == home.data_ptr():
                         continue
                     if number in self._opened:
@@ -277,25 +280,59 @@ class TrainedSegment(FlatSegment):
                     parameter.grad, grad.cleared = None, False
         return cleared
 
+    @property
+    def _homes(self) -> list[torch.Tensor]:
+        """The place of each parameter in the landing buffer; none where what arrives must not be added to
+        it, because it is not there, or travels."""
+        if self.landing is None or self._travels:
+            return []
+        if not self._grads:
+            self._grads = [self.view(self.landing, row) for row in self.rows]
+        return self._grads
+
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
         """Copy the first gradients into a buffer; zero what got none, and the gaps between parameters."""
         dtype = self.update.accumulate.dtype.torch
         landing = self._landing_pool.take(self.spec.padded, dtype, self.full.device)
-        pieces = landing.split(self._lengths)
-        homes = self._grads = [
-            piece.view(row.shape) for piece, row in zip(pieces[1::2], self.rows, strict=True)
-        ]
-        pairs = [(home, grad) for home, grad in zip(homes, arrived, strict=True) if grad is not None]
-        empty = [home for home, grad in zip(homes, arrived, strict=True) if grad is None]
-        empty += [gap for gap, length in zip(pieces[::2], self._lengths[::2], strict=True) if length]
-        if pairs:
-            self._copy(
-                [home for home, _ in pairs],
-                [grad.to_dense() if grad.is_sparse else grad for _, grad in pairs],
-            )
-        if empty:
-            torch._foreach_zero_(empty)
-        self.landing = landing
+        self.landing, self._grads = landing, []
+        if self.tree:
+            self._land_without_negative_zeros(landing, arrived)
+            return
+        pieces = []
+        for row, gap, grad in zip(self.rows, self._gaps, arrived, strict=True):
+            pieces += [gap, self._zeros(row.numel) if grad is None else _dense(grad).reshape(-1)]
+        end = self.spec.padded - self._lengths[-1]
+        torch.cat(pieces, out=landing[:end])
+        landing[end:].zero_()
+
+    def _land_without_negative_zeros(self, landing: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
+        """See [Note: tree]."""
+        pairs = list(zip(self._homes, arrived, strict=True))
+        here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
+        if here:
+            self._copy([home for home, _ in here], [grad for _, grad in here])
+        gaps = landing.split(self._lengths)[::2]
+        torch._foreach_zero_([*gaps, *(home for home, grad in pairs if grad is None)])
+
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        """Of the buffer: elements of no parameter and of one, in turn, to its end."""
+        lengths, end = [], 0
+        for row in self.rows:
+            lengths += [row.offset - end, row.numel]
+            end = row.offset + row.numel
+        return [*lengths, self.spec.padded - end]
+
+    @functools.cached_property
+    def _gaps(self) -> list[torch.Tensor]:
+        """Zeros for what lies before each parameter."""
+        return [self._zeros(length) for length in self._lengths[:-1:2]]
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        """So many, in little memory."""
+        dtype = self.update.accumulate.dtype.torch
+        few = torch.zeros(min(count, BLOCK), dtype=dtype, device=self.full.device)
+        return few if count <= BLOCK else few[:1].expand(count)
 
     def _copy(self, homes: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Under the tree without negative zeros: see [Note: tree]."""
@@ -314,15 +351,6 @@ class TrainedSegment(FlatSegment):
         if here:
             torch._foreach_add_([home for home, _ in here], [grad for _, grad in here])
         self._sum.added()
-
-    @functools.cached_property
-    def _lengths(self) -> list[int]:
-        """Of the buffer: elements of no parameter and of one, in turn, to its end."""
-        lengths, end = [], 0
-        for row in self.rows:
-            lengths += [row.offset - end, row.numel]
-            end = row.offset + row.numel
-        return [*lengths, self.spec.padded - end]
 
     # --- the tree over micro-batches --------------------------------------------------------------------
 
@@ -383,8 +411,7 @@ class TrainedSegment(FlatSegment):
             raise AssertionError(f"segment {self.number} has no gradient to reduce")
         if self.ranks == 1:
             return Handle()
-        # What arrives while this travels must not be added to what travels.
-        self._grads = []
+        self._travels = True
         flat, reduce = self.landing, self.update.reduce
         if before != 1.0 or reduce.wire.torch is not flat.dtype:
             with torch.no_grad():
@@ -408,8 +435,7 @@ class TrainedSegment(FlatSegment):
             return
         if self.landing is not None and self.landing is not self._whole:
             self._landing_pool.give(self.landing)
-        self.landing = None
-        self._grads = []
+        self.landing, self._grads, self._travels = None, [], False
         if self.tree and not self._sums_whole and self.reduced is not None:
             self._sum.add(self.reduced)
             self.reduced = None
@@ -478,7 +504,7 @@ class TrainedSegment(FlatSegment):
             if flat is not None:
                 self._landing_pool.give(flat)
         self.landing = self.reduced = self._whole = None
-        self._grads = []
+        self._grads, self._travels = [], False
         self._opened.clear()
 
     # --- after the update -------------------------------------------------------------------------------

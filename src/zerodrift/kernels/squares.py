@@ -30,6 +30,9 @@ DIGITS = 44
 LOWEST = -352
 """The lowest digit counts multiples of 2^LOWEST."""
 
+AT_ONCE = 1 << 20
+"""Blocks whose sums become digits in one call: of 2^28 elements, in 8 MiB."""
+
 _MASK = 0xFFFFFFFF
 
 
@@ -85,6 +88,16 @@ def digits(sums: Tensor, out: Tensor | None = None) -> Tensor:
     out[: DIGITS - 1] &= _MASK
     out[1:DIGITS] += carry
     return out
+
+
+def add_squares(flats: Sequence[Tensor], out: Tensor) -> None:
+    """Add the squares of what is in flat tensors to the digits in `out`, in one addition for all of them."""
+    blocks = [-(-flat.numel() // BLOCK) for flat in flats]
+    sums = torch.empty(sum(blocks), dtype=torch.float64, device=out.device)
+    for flat, mine in zip(flats, sums.split(blocks), strict=True):
+        block_square_sums(flat, mine)
+    for some in sums.split(AT_ONCE):
+        digits(some, out)
 
 
 def _add_digits(sums: Tensor, out: Tensor) -> None:
