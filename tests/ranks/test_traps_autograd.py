@@ -78,6 +78,48 @@ def saved_views_outlive_a_reshard(stage: int) -> Any:
     return wrong
 
 
+class Wanders(nn.Module):
+    """Takes another way in each forward: more nodes, fewer, others, and one that saves several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 4 == 0:
+            return self.linear(x) * self.other.weight[0]
+        if self.calls % 4 == 1:
+            return self.linear(self.norm(self.other(x)).tanh())
+        if self.calls % 4 == 2:
+            return Cube.apply(torch.einsum("ab,cb,db->ad", x, self.linear.weight, self.other.weight), x[0])
+        return self.other(self.norm(x)) + self.linear(x).tanh()
+
+
+def forwards_that_take_other_ways(stage: int) -> Any:
+    """What one forward has saved is looked for where the one before had: here it never is all there."""
+    engine, plain = pair(Stack(block=Wanders), stage)
+    wrong = []
+    for step in range(6):
+        loss = engine(data(step))
+        held = [
+            segment.number
+            for unit in engine.executor.units
+            for segment in unit.gathering
+            if unit.spec.name and segment.full.untyped_storage().nbytes()
+        ]
+        wrong += [f"step {step}: segments {held} hold memory after a forward"] if held else []
+        engine.backward(loss)
+        plain(data(step)).backward()
+        wrong += [f"step {step}: {name}" for name in differs(engine, plain)]
+        engine.zero_grad()
+        plain.zero_grad()
+    engine.destroy()
+    return wrong
+
+
 def checkpointing_gives_the_same_gradient(stage: int) -> Any:
     wrong = {}
     for how in ("reentrant", "other"):
@@ -329,6 +371,7 @@ def a_gpt_in_a_plain_loop(stage: int) -> Any:
 
 CHECKS = [
     saved_views_outlive_a_reshard,
+    forwards_that_take_other_ways,
     checkpointing_gives_the_same_gradient,
     checkpointing_a_shared_block_reentrantly,
     a_block_may_change_its_input_in_place,

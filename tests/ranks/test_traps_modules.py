@@ -78,9 +78,22 @@ def generation(stage: int) -> Any:
     return wrong or (found != expected)
 
 
+def raises(error: type[BaseException]) -> Callable[..., None]:
+    def hook(*called: Any) -> None:
+        raise error
+
+    return hook
+
+
 def calls_of_parts(stage: int) -> Any:
-    """A unit that is called by itself gathers itself, and so does a part of one, in no forward too."""
+    """A unit that is called by itself gathers itself, and so does a part of one, in no forward too, also
+    after a forward of the unit that has raised."""
     engine, plain = pair(GPT(tied=False), stage)
+    for raised in (ValueError, KeyboardInterrupt):
+        handle = engine.module.layers[1].mlp.up.register_forward_hook(raises(raised))
+        with pytest.raises(raised):
+            engine(batch(0))
+        handle.remove()
     x = torch.ones(1, 3, 32)
     problems, losses = [], [torch.zeros(()), torch.zeros(())]
     for path in ("layers.1", "layers.1.mlp.up", "layers.0.mlp", "norm"):

@@ -3,7 +3,8 @@
 After a unit's forward the graph behind its outputs is gone through, and each view of the unit's buffers that
 a node has saved for its backward is replaced by its place in the buffer. When the node runs, the unit is
 gathered, if it is not, and the view made anew. So a backward finds its weights however it comes to a node:
-through the unit's output, a feature that was captured inside, or a loss that was put aside.
+through the unit's output, a feature that was captured inside, or a loss that was put aside. The places where
+the graph of the forward before had such views are looked at first: mostly they are there again, all of them.
 
 Invariant: only memory is at stake here, never a value. A view that is not found (a node that cannot be
 reached, or that keeps tensors its own way) holds the buffer's memory, and a segment never frees what is held.
@@ -15,11 +16,10 @@ reached, or that keeps tensors its own way) holds the buffer's memory, and a seg
 from __future__ import annotations
 
 import functools
-import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -43,90 +43,206 @@ class SavedView:
     dtype: torch.dtype
     row: int
     """The parameter of the segment that it is a view of."""
-    version: int
-    """Of that parameter, when it was saved."""
 
-    def tensor(self) -> torch.Tensor:
-        """The view, of a full form that is there."""
-        parameter = self.segment.parameters[self.row]
-        if parameter._version != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: `{self.segment.rows[self.row].name}` is at version {parameter._version}, and "
-                f"version {self.version} was saved"
-            )
+    def is_what(self, raw: Any) -> bool:
+        """Whether this view is what was saved, and nobody has packed it."""
+        if raw.unpack_hook is not None:
+            return False
         full = self.segment.full
-        flat = full if full.dtype is self.dtype else full.view(self.dtype)
-        return flat.as_strided(self.size, self.stride, self.offset)
+        try:
+            tensor = raw.data
+            return (
+                type(tensor) in _PLAIN
+                and tensor.shape == self.size
+                and tensor.dtype is self.dtype
+                and tensor.data_ptr() == full.data_ptr() + self.offset * self.dtype.itemsize
+                and tensor.stride() == self.stride
+                and not (full.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()))
+            )
+        except RuntimeError:
+            return False  # as in `_saved_view`
 
 
-def pack(
-    outputs: Iterable[torch.Tensor], after: int, segments: Sequence[FlatSegment], gather: Callable[[], None]
-) -> None:
-    """Replace what the nodes behind `outputs` have saved of full segments; `after` is the newest node that
-    was there before. `gather` makes the segments full."""
-    # Parameters may be of classes that would be asked for each of their attributes.
-    with torch._C.DisableTorchFunctionSubclass():
-        buffers = [_Buffer.of(segment) for segment in segments]
-        unpack = functools.partial(_unpack, gather)
-        for raw, view in _saved_views(outputs, after, buffers):
-            raw.register_hooks(functools.partial(_place, view), unpack)
+class Packing:
+    """Replaces what the graphs of one unit have saved of its full segments.
+
+    Most forwards build the graph of the one before again. So what was found there is looked for at the same
+    places first, and everywhere only where that was not all: then something else still holds the buffers.
+    """
+
+    def __init__(self) -> None:
+        self._route = _Route([], [])
+
+    def pack(
+        self,
+        outputs: Sequence[torch.Tensor],
+        after: int,
+        segments: Sequence[FlatSegment],
+        gather: Callable[[], None],
+    ) -> None:
+        """Of the nodes behind `outputs`; `after` is the newest node that was there before. `gather` makes the
+        segments full."""
+        # Parameters may be of classes that would be asked for each of their attributes.
+        with torch._C.DisableTorchFunctionSubclass():
+            unpack = functools.partial(_unpack, gather)
+            again = self._route.follow(outputs)
+            for raw, view in again:
+                _replace(raw, view, unpack)
+            if not any([segment.is_held for segment in segments]):
+                return
+            found = _saved_views(outputs, after, [_Buffer.of(segment) for segment in segments])
+            for saved in found:
+                _replace(saved.raw, saved.view, unpack)
+            if found:  # where some were packed already, the next forward finds them all
+                self._route = _Route([], []) if again else _Route.to(found)
 
 
-def _place(view: SavedView, saved: torch.Tensor) -> SavedView:
-    return view
+def _replace(raw: Any, view: SavedView, unpack: Callable[[Any], torch.Tensor]) -> None:
+    packed = view, view.segment.parameters[view.row]._version
+    if raw.unpack_hook is None:
+        raw.register_hooks(lambda saved: packed, unpack)
 
 
-def _unpack(gather: Callable[[], None], view: SavedView) -> torch.Tensor:
-    if not view.segment.is_full:
+def _unpack(gather: Callable[[], None], packed: tuple[SavedView, int]) -> torch.Tensor:
+    """The view, of a full form that is there then. It was saved with that version of its parameter."""
+    view, version = packed
+    segment = view.segment
+    if not segment.is_full:
         gather()
-    return view.tensor()
+    parameter = segment.parameters[view.row]
+    if parameter._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: `{segment.rows[view.row].name}` is at version {parameter._version}, and "
+            f"version {version} was saved"
+        )
+    flat = segment.full if segment.full.dtype is view.dtype else segment.full.view(view.dtype)
+    return flat.as_strided(view.size, view.stride, view.offset)
 
 
-def _saved_views(
-    outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[_Buffer]
-) -> list[tuple[Any, SavedView]]:
-    """Where newer nodes have saved a view that nobody has packed, and that view. Every tensor of every node
-    comes by here, so what is none is told by its address alone."""
-    lowest = min([buffer.start for buffer in buffers], default=0)
-    highest = max([buffer.end for buffer in buffers], default=0)
-    visited: set[Any] = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
-    nodes = list(visited)
+@dataclass(frozen=True, slots=True, eq=False)
+class _GraphNode:
+    """A node that was come to, and from where."""
+
+    node: Any
+    before: _GraphNode | None
+    """None for that of an output."""
+    edge: int
+    """Which of those that follow the one before; which of the outputs."""
+
+
+class _FoundView(NamedTuple):
+    """A view that a node has saved."""
+
+    at: _GraphNode
+    name: str
+    """The attribute."""
+    place: int
+    """Among several of that attribute; -1 where there is one."""
+    raw: Any
+    view: SavedView
+
+
+def _saved_views(outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[_Buffer]) -> list[_FoundView]:
+    """Where newer nodes have saved a view that nobody has packed. Every tensor of every node comes by here,
+    so what is none is told by its address alone."""
+    visited: set[Any] = set()
+    nodes: list[_GraphNode] = []
+    for number, output in enumerate(outputs):
+        if output.grad_fn is not None and output.grad_fn not in visited:
+            visited.add(output.grad_fn)
+            nodes.append(_GraphNode(output.grad_fn, None, number))
     found = []
-    for node in nodes:  # which grows meanwhile
+    for at in nodes:  # which grows meanwhile
+        node = at.node
         if node._sequence_nr() <= after:
             continue
         kind: Any = type(node)
-        read = _reader(kind)
-        for saved in () if read is None else read(node)[:-1]:
-            for raw in saved if type(saved) is tuple else (saved,):
-                if raw is None or raw.unpack_hook is not None:
-                    continue
-                tensor = raw.data
-                if tensor is None:
-                    continue
-                try:
-                    address = tensor.data_ptr()
-                except RuntimeError:
-                    continue  # it has none: another layout, or a tensor around tensors
-                if lowest <= address < highest:
-                    view = _view_of(tensor, address, buffers)
-                    if view is not None:
-                        found.append((raw, view))
-        for following, _ in node.next_functions:
+        for name in _names(kind):
+            saved = getattr(node, name)
+            for place, raw in enumerate(saved) if type(saved) is tuple else ((-1, saved),):
+                view = None if raw is None else _saved_view(raw, buffers)
+                if view is not None:
+                    found.append(_FoundView(at, name, place, raw, view))
+        for edge, (following, _) in enumerate(node.next_functions):
             if following is None or type(following) is _LEAF or following in visited:
                 continue
             visited.add(following)
-            nodes.append(following)
+            nodes.append(_GraphNode(following, at, edge))
     return found
 
 
+def _saved_view(raw: Any, buffers: Sequence[_Buffer]) -> SavedView | None:
+    """The view that was saved, if it is of a buffer and nobody has packed it."""
+    if raw.unpack_hook is not None:
+        return None
+    try:
+        tensor = raw.data
+        if tensor is None:
+            return None
+        address = tensor.data_ptr()
+    except RuntimeError:
+        return None  # it has none: another layout, a tensor around tensors, or one whose node has run
+    for buffer in buffers:
+        if buffer.start <= address < buffer.end:
+            return _view_of(tensor, address, buffer)
+    return None
+
+
+_Read: TypeAlias = tuple[int, str, int, SavedView]
+
+
+class _Route:
+    """The way to what was found, through no other nodes than those between."""
+
+    def __init__(self, steps: list[tuple[int, int, Any]], reads: list[_Read]) -> None:
+        self._steps = steps
+        """Of each node: the step before it, -1 for an output's; which of those that follow; its class."""
+        self._reads = reads
+        """Of each view: the step, the attribute, and its place there."""
+
+    @classmethod
+    def to(cls, found: Iterable[_FoundView]) -> _Route:
+        places: dict[_GraphNode | None, int] = {None: -1}
+        steps: list[tuple[int, int, Any]] = []
+        reads = []
+        for saved in found:
+            way: list[_GraphNode] = []
+            at: _GraphNode | None = saved.at
+            while at is not None and at not in places:
+                way.append(at)
+                at = at.before
+            for node in reversed(way):
+                places[node] = len(steps)
+                steps.append((places[node.before], node.edge, type(node.node)))
+            reads.append((places[saved.at], saved.name, saved.place, saved.view))
+        return cls(steps, reads)
+
+    def follow(self, outputs: Sequence[torch.Tensor]) -> list[tuple[Any, SavedView]]:
+        """What is saved there in another graph, if that is the same up to there; else nothing."""
+        nodes: list[Any] = []
+        found = []
+        try:
+            for before, edge, kind in self._steps:
+                node = outputs[edge].grad_fn if before < 0 else nodes[before].next_functions[edge][0]
+                if type(node) is not kind:
+                    return []
+                nodes.append(node)
+            for step, name, place, view in self._reads:
+                saved = getattr(nodes[step], name)
+                raw = saved if place < 0 else saved[place]
+                if raw is None or not view.is_what(raw):
+                    return []
+                found.append((raw, view))
+        except IndexError:
+            return []
+        return found
+
+
 @functools.cache
-def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]] | None:
-    """What gives all that a kind of node has saved, and its class, so that it is a tuple; None where a kind
-    saves nothing."""
-    names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-    return operator.attrgetter(*names, "__class__") if names else None
+def _names(kind: Any) -> tuple[str, ...]:
+    """The attributes in which a kind of node has what it saves."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +263,15 @@ class _Buffer:
         return cls(segment, start, start + full.numel() * size, size, full.dtype.is_complex)
 
 
-def _view_of(tensor: torch.Tensor, address: int, buffers: Sequence[_Buffer]) -> SavedView | None:
+def _view_of(tensor: torch.Tensor, address: int, buffer: _Buffer) -> SavedView | None:
     # Another layout keeps its bytes in its own way, as do tensors around tensors, of `torch.func` too.
     if (
         (type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor))
         or tensor.layout is not torch.strided
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or (buffer.is_complex and (tensor.is_conj() or tensor.is_neg()))  # a pending conjugation is no place
     ):
         return None
-    for buffer in buffers:
-        if not buffer.start <= address < buffer.end:
-            continue
-        if buffer.is_complex and (tensor.is_conj() or tensor.is_neg()):  # a pending conjugation is no place
-            return None
-        segment = buffer.segment
-        row = bisect_right(segment.starts, (address - buffer.start) // buffer.size) - 1
-        place = int(tensor.storage_offset())
-        version = segment.parameters[row]._version
-        return SavedView(segment, tensor.shape, tensor.stride(), place, tensor.dtype, row, version)
-    return None
+    segment = buffer.segment
+    row = bisect_right(segment.starts, (address - buffer.start) // buffer.size) - 1
+    return SavedView(segment, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, row)

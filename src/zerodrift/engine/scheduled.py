@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -53,6 +53,7 @@ class ScheduledUnits:
         self._uses = Counter(unit.number for held in self._units.values() for unit in held)
         """Unit -> how many of this rank's pieces use it; only the root has more than one."""
         self._all_step = part.policy.sharding.keep_gathered == "step"
+        self._packings = {piece: saved.Packing() for piece in mine}
         self._ended: Counter[int] = Counter()
         """Unit -> micro-batches that have ended in it, once per piece."""
         self._tree = part.policy.tree
@@ -77,11 +78,11 @@ class ScheduledUnits:
             for unit in self._of(piece):
                 unit.release()
 
-    def pack(self, piece: int, left: Iterable[torch.Tensor]) -> None:
+    def pack(self, piece: int, left: Sequence[torch.Tensor]) -> None:
         """Let what autograd has saved of a piece's parameters go, behind what has left it in a forward."""
         if not self._all_step:
             gathered = [segment for unit in self._of(piece) for segment in unit.segments if segment.gathers]
-            saved.pack(left, BEFORE_ALL, gathered, lambda: self.gather(piece))
+            self._packings[piece].pack(left, BEFORE_ALL, gathered, lambda: self.gather(piece))
 
     @property
     def all_step(self) -> bool:

@@ -91,6 +91,7 @@ class FlatSegment:
         """Of `full`, one per parameter."""
         self.stubs: list[torch.Tensor] = []
         """What parameters are while `full` is not there; see [Note: freeing]."""
+        self._stub_addresses: list[int] = []
         self._own = 0
         """How many tensors of this segment share the memory of `full` while no parameter does."""
         self._counts: list[int] = []
@@ -150,6 +151,7 @@ class FlatSegment:
         """From now on parameters are these elements, one each, expanded, while they are not there."""
         self._absent = absent
         self.stubs = [one.expand(row.shape) for one, row in zip(absent, self.rows, strict=True)]
+        self._stub_addresses = list(map(torch.Tensor.data_ptr, self.stubs))
         if not self.is_full and self._absences:
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter, stub in zip(self.parameters, self.stubs, strict=True):
@@ -171,7 +173,8 @@ class FlatSegment:
             parameter.data = tensor
 
     def _hide(self) -> None:
-        self._show(self.stubs)
+        for parameter, stub in zip(self.parameters, self.stubs, strict=True):
+            parameter.data = stub
         if not self._absences:
             pairs = zip(self.parameters, self.rows, strict=True)
             borrow = _borrow(weakref.ref(self))
@@ -186,9 +189,9 @@ class FlatSegment:
     @property
     def is_shown(self) -> bool:
         """Whether every parameter is such a view, and trained or frozen as planned."""
-        addresses = map(torch.Tensor.data_ptr, self.parameters)
-        expected = map(torch.Tensor.data_ptr, self.shown)
-        return all(map(operator.eq, addresses, expected)) and list(map(_KIND, self.parameters)) == self._kinds
+        addresses = list(map(torch.Tensor.data_ptr, self.parameters))
+        expected = list(map(torch.Tensor.data_ptr, self._views)) if self.is_full else self._stub_addresses
+        return addresses == expected and list(map(_KIND, self.parameters)) == self._kinds
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's equal slice of a `[padded]` buffer."""
@@ -253,6 +256,11 @@ class FlatSegment:
             self.finish_gather()
         if self.is_full and not self._resident and not self._lent:
             self._free()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything but the parameters, and the segment itself, holds the full form's memory."""
+        return _holders(self.full) > self._own + len(self.parameters) or self._is_saved
 
     @property
     def _is_saved(self) -> bool:

@@ -73,7 +73,7 @@ def in_transform() -> bool:
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return current_backward() != -1
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class LiveUnit:
@@ -104,8 +104,13 @@ class LiveUnit:
         """Whether its last forward in training was under activation checkpointing."""
         self.traversal: Traversal
         """The way through all units that this one is on."""
+        self._parts: list[tuple[Any, int]] = []
+        """Hooks on what is inside of it: where each is, and its number there."""
+        self._taken_off: list[tuple[Any, int, Any]] = []
+        """Those that are not there while the unit is under way, which would do nothing."""
         self._calls: list[ForwardInputs] = []
         """Forwards under way, the innermost last."""
+        self._packing = saved.Packing()
         self._borrowed: list[LiveUnit] = []
         """Units whose parameters its forward uses."""
         self._first, self._last = -1, [-1]
@@ -165,6 +170,7 @@ class LiveUnit:
         """What was under way is not: an exception ended it."""
         self.uses = 0
         self._calls.clear()
+        self._put_back_hooks()
         self._borrowed.clear()
         self.traversal.under_way.clear()
         self.release()
@@ -219,7 +225,7 @@ class LiveUnit:
         returns a handle. See [Note: parts]."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is not part or self._calls or self._in_its_backward():
+            if module is not part or self._in_its_backward():
                 return
             self._enter(args, kwargs, whole=False)
             handle: Any = part.register_forward_hook(
@@ -232,7 +238,9 @@ class LiveUnit:
                 self._exit(output, whole=False)
             self._end()
 
-        return part.register_forward_pre_hook(before, with_kwargs=True)
+        attached = part.register_forward_pre_hook(before, with_kwargs=True)
+        self._parts.append((part._forward_pre_hooks, attached.id))
+        return attached
 
     def _in_its_backward(self) -> bool:
         """Whether what runs now is computed again for a backward of the unit that is under way."""
@@ -246,7 +254,8 @@ class LiveUnit:
             with temporarily_clear_interpreter_stack():
                 self.gather()
             return  # see [Note: transforms]
-        if in_backward():
+        inside = in_backward()
+        if inside:
             backward.begin()
             self.traversal.recompute(self, backward)
             self._open_gradients(backward)
@@ -256,9 +265,9 @@ class LiveUnit:
                 self.traversal.enter(torch.is_grad_enabled())
             self.traversal.forward(self)
         self._begin(ForwardInputs.of(args, kwargs))
-        discarded = in_backward() and will_be_recomputed()  # see [Note: recomputation]
+        discarded = inside and will_be_recomputed()  # see [Note: recomputation]
         if torch.is_grad_enabled() and not discarded:
-            self._calls[-1].tell(lambda: self.backward_is_over(backward), inside=in_backward())
+            self._calls[-1].tell(lambda: self.backward_is_over(backward), inside=inside)
 
     def _exit(self, output: Any, *, whole: bool) -> None:
         """It has returned this."""
@@ -279,7 +288,7 @@ class LiveUnit:
         left = [tensor for tensor in (*tensors_in(output), *call.changed()) if call.made(tensor)]
         nodes = {tensor.grad_fn for tensor in left if tensor.grad_fn is not None}
         for other in self._borrowed if nodes else ():
-            saved.pack(left, call.newest, other.gathering, other.gather)
+            saved.Packing().pack(left, call.newest, other.gathering, other.gather)
         if not nodes:
             self.release()
             return
@@ -289,10 +298,13 @@ class LiveUnit:
             node.register_prehook(lambda grads: self._backward_begins(backward, nobody_tells))
         self.uses += 1
         if self._gathers and not self._keep_after_forward:
-            saved.pack(left, call.newest, self.gathering, lambda: self._backward_begins(backward))
+            self._packing.pack(left, call.newest, self.gathering, lambda: self._backward_begins(backward))
         self.leave()
 
     def _begin(self, call: ForwardInputs) -> None:
+        if not self._calls:
+            there = [(hooks, number) for hooks, number in self._parts if number in hooks]
+            self._taken_off = [(hooks, number, hooks.pop(number)) for hooks, number in there]
         self._calls.append(call)
         self.traversal.under_way.append(self)
 
@@ -304,7 +316,14 @@ class LiveUnit:
             while under_way and under_way.pop() is not self:
                 pass  # one that nobody has told of its end
         if not self._calls:
+            self._put_back_hooks()
             self._give_back()
+
+    def _put_back_hooks(self) -> None:
+        for hooks, number, hook in self._taken_off:
+            hooks[number] = hook
+            hooks.move_to_end(number, last=False)
+        self._taken_off = []
 
     # --- parameters that others use; see [Note: parts] ---------------------------------------------------
 
