@@ -15,7 +15,6 @@ that of gloo.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import cProfile
 import importlib
 import multiprocessing
@@ -23,7 +22,7 @@ import pstats
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,11 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt import GPT
 from result import Result, flags
+from tests.host_calls import calls
 
 CARRIED = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 CARRIED += ("all_to_all_single",)
@@ -188,32 +189,10 @@ def measured(case: str, ranks: int, options: argparse.Namespace, queue: Any) -> 
         step()
         times.append(1e3 * (time.process_time() - began - carrier.seconds))
     peak = resident() - base
-    calls = min(counted(step) for _ in range(3))  # some things are looked at now and then
+    count = min(calls(step) for _ in range(3))  # some things are looked at now and then
     if options.profile == case:
         print_profile(step)
-    queue.put(Cell(took, min(times), calls, peak))
-
-
-def counted(run: Step) -> int:
-    """Calls of and from Python, on this thread and autograd's, which is the same one on a CPU."""
-    count = 0
-
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    with profiled(seen):
-        run()
-    return count
-
-
-@contextlib.contextmanager
-def profiled(seen: Any) -> Iterator[None]:
-    sys.setprofile(seen)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
+    queue.put(Cell(took, min(times), count, peak))
 
 
 def print_profile(step: Step) -> None:

@@ -10,6 +10,7 @@ Invariant: a dtype has one short name (`bf16`), used in config keys, tables, err
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,7 +82,7 @@ class DType(enum.Enum):
     def safetensors(self) -> str:
         return _FORMATS[self].safetensors
 
-    @property
+    @functools.cached_property
     def torch(self) -> torch.dtype:
         """The torch dtype. Imports torch."""
         import torch

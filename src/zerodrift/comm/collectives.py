@@ -191,9 +191,10 @@ class Collectives:
                 finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
             return self._under_way(turn, finish)
         if self.carrier == how.order == "native" and full.dtype is how.dtype:
-            arrived = out if _may_arrive_in(out, full, how) else torch.empty_like(out, dtype=full.dtype)
-            parts: Sequence[torch.Tensor] | torch.Tensor = [arrived]
-            arrive = self._start(turn, line, _reduce_scatter_single, arrived, full, bytewise=False)
+            if _is_the_sum(out, full, how):
+                return Handle(self._start(turn, line, _reduce_scatter_single, out, full, bytewise=False))
+            parts = torch.empty_like(out, dtype=full.dtype)[None]
+            arrive = self._start(turn, line, _reduce_scatter_single, parts[0], full, bytewise=False)
         else:
             received = torch.empty_like(full)
             parts = received.view(line.size, -1)
@@ -471,15 +472,13 @@ def _nothing() -> None:
     """What there is to wait for where the device does."""
 
 
-def _may_arrive_in(out: torch.Tensor, full: torch.Tensor, how: Sum) -> bool:
-    """Whether a sum that the carrier forms may be written to where it belongs."""
+def _is_the_sum(out: torch.Tensor, full: torch.Tensor, how: Sum) -> bool:
+    """Whether what a carrier forms is all there is to do, and may be written where it belongs."""
     apart = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
-    return apart and out.dtype is full.dtype and not how.add
+    return apart and out.dtype is full.dtype and how.divisor == 1.0 and not how.add
 
 
-def _fold_received(
-    arrive: Callable[[], None], out: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, how: Sum
-) -> None:
+def _fold_received(arrive: Callable[[], None], out: torch.Tensor, parts: torch.Tensor, how: Sum) -> None:
     arrive()
     fold(out, parts, how)
 
@@ -517,9 +516,11 @@ def _check_flat(*tensors: torch.Tensor) -> None:
 
 
 def _check_slices(full: torch.Tensor, shard: torch.Tensor, line: Axis) -> None:
-    _check_flat(full, shard)
-    if shard.numel() * line.size != full.numel():
-        raise AssertionError(f"{line.size} slices of {shard.numel()} elements for {full.numel()}")
+    count, ranks = shard.numel(), line.size
+    if shard.shape != (count,) or full.shape != (count * ranks,):
+        raise AssertionError(f"{ranks} slices of {tuple(shard.shape)} for {tuple(full.shape)}")
+    if not (full.is_contiguous() and shard.is_contiguous()):
+        _check_flat(full, shard)
 
 
 def _check_sum(values: torch.Tensor, how: Sum) -> None:

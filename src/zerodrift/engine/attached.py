@@ -113,7 +113,7 @@ class EngineHook:
         self._call, self._apart, self._require = call, _disable_dynamo(call), require
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._apart if torch.compiler.is_compiling() else self._call)(*args, **kwargs)
+        return (self._apart if torch.compiler.is_dynamo_compiling() else self._call)(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce__()[0]()
@@ -282,7 +282,8 @@ class AttachedParameters:
                     written += [row for row in segment.written_while_absent() if row not in written]
                 for row in written:
                     problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
-                segment.know()
+                if written:
+                    segment.know()
 
     def look(self) -> torch.Tensor | None:
         """Whether somebody has written an element that stands for what is not there, on the device; None

@@ -82,7 +82,7 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
     lookup = None if boundary.lookup is None else boundary.lookup.torch
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs_given = list(tensors_in((args, kwargs)))
+        inputs_given = tensors_in((args, kwargs))
         dtype = next((tensor.dtype for tensor in inputs_given if tensor.is_floating_point()), None)
         device = inputs_given[0].device.type if inputs_given else "cpu"
         switch = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None

@@ -28,7 +28,8 @@ class ForwardInputs:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs:
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
+        given = (*args, *kwargs.values())
+        inputs = [tensor for tensor in tensors_in(given) if not tensor.is_inference()]
         numbers = [_number(tensor) for tensor in inputs]
         return cls(tuple((tensor, tensor._version) for tensor in inputs), max(numbers, default=BEFORE_ALL))
 

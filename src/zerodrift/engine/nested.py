@@ -32,26 +32,30 @@ _CLOSED = (
 """What holds no tensors of a caller's."""
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor, each once."""
+    if type(value) is torch.Tensor:
+        return [value]
+    found = []
     seen: dict[int, Any] = {}
     """By id; held, so that no id comes again."""
     queue = deque([(value, 0)])
     while queue:
         item, depth = queue.popleft()
-        if isinstance(item, _CLOSED) or id(item) in seen:
+        kind = type(item)
+        if id(item) in seen or (kind is not torch.Tensor and isinstance(item, _CLOSED)):
             continue
         seen[id(item)] = item
-        kind = type(item)
-        if kind is tuple or kind is list or kind is dict:  # what is most often there, in few calls
-            queue.extend([(child, depth) for child in (item.values() if kind is dict else item)])
+        if kind is torch.Tensor or isinstance(item, torch.Tensor):  # what is most often there, in few calls
+            found.append(item)
             continue
-        if isinstance(item, torch.Tensor):
-            yield item
+        if kind is tuple or kind is list or kind is dict:
+            queue.extend([(child, depth) for child in (item.values() if kind is dict else item)])
             continue
         deeper = depth + _leads_anywhere(item)
         if deeper <= DEPTH:
             queue.extend((child, deeper) for _, child in _parts(item))
+    return found
 
 
 class Replacement:

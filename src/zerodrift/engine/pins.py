@@ -115,7 +115,7 @@ def _class_for(
     ) -> Any:
         named = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            given = list(tensors_in((args, kwargs)))
+            given = tensors_in((args, kwargs))
             result = _run(func, named, given, (args, kwargs or {}), output)
             if named in CASTS and not warned and _narrows(args[0], result):
                 warned.append(name)

@@ -190,8 +190,12 @@ class FlatSegment:
     def is_shown(self) -> bool:
         """Whether every parameter is such a view, and trained or frozen as planned."""
         addresses = list(map(torch.Tensor.data_ptr, self.parameters))
-        expected = list(map(torch.Tensor.data_ptr, self._views)) if self.is_full else self._stub_addresses
-        return addresses == expected and list(map(_KIND, self.parameters)) == self._kinds
+        if self.is_full:
+            expected = list(map(torch.Tensor.data_ptr, self._views))
+            return addresses == expected and list(map(_KIND, self.parameters)) == self._kinds
+        # What stands for a value cannot be viewed as anything else.
+        trained = {*map(_TRAINED, self.parameters)}
+        return addresses == self._stub_addresses and trained == {self.spec.columns.trained}
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's equal slice of a `[padded]` buffer."""
@@ -230,7 +234,8 @@ class FlatSegment:
 
     def finish_gather(self) -> None:
         """The full form is there when this returns."""
-        self.start_gather()
+        if self._gathering is None:
+            self.start_gather()
         handle, self._gathering = self._gathering, None
         if handle is None:
             return
@@ -490,6 +495,7 @@ def _uses(parameters: Iterable[torch.Tensor]) -> list[int]:
 
 
 _KIND = operator.attrgetter("dtype", "shape", "requires_grad")
+_TRAINED = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
 
 

@@ -45,7 +45,9 @@ from zerodrift.optim.updater import Owned
 from zerodrift.plan.table import Row, Segment
 from zerodrift.policy.nouns import Master, Update
 
-_TRAINABLE = operator.attrgetter("requires_grad")
+_TRAINABLE, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_NO_GRADIENT = {type(None), CollectedGradient}
+"""What is in `param.grad` of one that autograd, or somebody else, has given none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +150,16 @@ class TrainedSegment(FlatSegment):
     @property
     def loose(self) -> str:
         """The first parameter with a gradient that was not collected; "" where there is none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if {*map(type, map(_GRAD, self.parameters))} <= _NO_GRADIENT:
+                return ""
         pairs = zip(self.rows, self._given(), strict=True)
         return next((row.name for row, grad in pairs if grad is not None), "")
 
     def _given(self) -> list[torch.Tensor | None]:
         """What is in `param.grad` of each, where that is not what the engine has."""
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [parameter.grad for parameter in self.parameters]
-        return [None if type(grad) is CollectedGradient else grad for grad in grads]
+            return [None if type(grad) is CollectedGradient else grad for grad in map(_GRAD, self.parameters)]
 
     @property
     def waits(self) -> bool:
@@ -300,7 +304,10 @@ class TrainedSegment(FlatSegment):
             return
         pieces = []
         for row, gap, grad in zip(self.rows, self._gaps, arrived, strict=True):
-            pieces += [gap, self._zeros(row.numel) if grad is None else _dense(grad).reshape(-1)]
+            if grad is None:
+                pieces += [gap, self._zeros(row.numel)]
+            else:
+                pieces += [gap, (grad.to_dense() if grad.is_sparse else grad).reshape(-1)]
         end = self.spec.padded - self._lengths[-1]
         torch.cat(pieces, out=landing[:end])
         landing[end:].zero_()

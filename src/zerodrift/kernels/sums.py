@@ -38,15 +38,17 @@ def _compiled(total: Tensor, parts: Sequence[Tensor] | Tensor, tree: bool) -> bo
     if built is None:
         return False
     if isinstance(parts, Tensor):
-        addresses = np.arange(len(parts), dtype=np.int64) * (parts.stride(0) * parts.itemsize)
+        addresses = np.arange(parts.shape[0], dtype=np.int64) * (parts.stride(0) * parts.itemsize)
         addresses += parts.data_ptr()
+        kind = parts.dtype
     else:
         addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
-    types = native.TYPES[parts[0].dtype], native.TYPES[total.dtype]
+        kind = parts[0].dtype
+    types = native.TYPES[kind], native.TYPES[total.dtype]
     threads = torch.get_num_threads()
     built.sums(
         total.numel(),
-        len(parts),
+        len(addresses),
         addresses.ctypes.data,
         types[0],
         total.data_ptr(),

@@ -198,7 +198,7 @@ class _Watch:
             self._operations.forward = False
         if output is None:
             return
-        outputs = list(tensors_in(output))
+        outputs = tensors_in(output)
         floating = [tensor for tensor in outputs if tensor.is_floating_point() and tensor.dim()]
         logits = getattr(output, "logits", None)
         if isinstance(logits, torch.Tensor):

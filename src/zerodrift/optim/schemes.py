@@ -110,22 +110,23 @@ def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Te
 
 def check(scheme: Scheme, of: SliceTensors) -> None:
     """That the tensors are what the scheme says: the compiled path sees addresses and nothing else."""
-    wanted = {"storage": (of.storage, scheme.storage.torch)}
-    if of.master is not None:
-        wanted["master"] = (of.master, torch.float32 if scheme.master is Master.FP32 else torch.int16)
-    wanted |= {f"moments[{i}]": (moment, scheme.state.dtype.torch) for i, moment in enumerate(of.moments)}
-    for name, (tensor, dtype) in wanted.items():
-        if tensor.dtype is not dtype or tensor.shape != (of.numel,) or not tensor.is_contiguous():
+    state, numel, blocks = scheme.state.dtype.torch, of.numel, of.blocks
+    for name, held, dtype, length in (
+        ("storage", (of.storage,), scheme.storage.torch, numel),
+        ("master", (of.master,), torch.float32 if scheme.master is Master.FP32 else torch.int16, numel),
+        ("moments", of.moments, state, numel),
+        ("scales", of.scales, torch.float32, blocks),
+        ("groups", (of.groups,), torch.int32, blocks),
+        ("keys", (of.keys,), torch.int64, blocks),
+    ):
+        for tensor in held:
+            if tensor is None or (
+                tensor.dtype is dtype and tensor.shape == (length,) and tensor.is_contiguous()
+            ):
+                continue
             raise AssertionError(
-                f"{name} must be {dtype}, flat and contiguous: {tensor.dtype}, {tensor.shape}"
+                f"{name} must be {dtype}, flat, contiguous and of {length}: {tensor.dtype}, {tensor.shape}"
             )
-    tables = [("groups", of.groups, torch.int32), ("keys", of.keys, torch.int64)]
-    tables += [(f"scales[{i}]", scale, torch.float32) for i, scale in enumerate(of.scales)]
-    for name, table, dtype in tables:
-        if table is None:
-            continue
-        if table.dtype is not dtype or table.shape != (of.blocks,) or not table.is_contiguous():
-            raise AssertionError(f"{name} must be {dtype}, one per block: {table.dtype}, {table.shape}")
     if (of.master is None) != (scheme.master is Master.SAME):
         raise AssertionError(f"master `{scheme.master}` with a master tensor: {of.master is not None}")
     if scheme.state.drawn and of.moments and of.keys is None:

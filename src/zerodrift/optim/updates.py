@@ -33,6 +33,7 @@ from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 class Root(enum.Enum):
     """Whose square root Adam takes. See [Note: roots]."""
 
+    __hash__ = object.__hash__  # as `DType`
     EXACT = "exact"
     """Correctly rounded: the same bits on every machine, and those of torch's fused kernels."""
     TORCH = "torch"

@@ -51,6 +51,7 @@ class Mode(enum.Enum):
 class Master(enum.Enum):
     """What the optimizer updates."""
 
+    __hash__ = object.__hash__  # as `DType`
     FP32 = "fp32"
     """A copy in fp32."""
     SPLIT = "split"
@@ -65,6 +66,7 @@ class Master(enum.Enum):
 class State(enum.Enum):
     """The optimizer's moments, and how they are rounded."""
 
+    __hash__ = object.__hash__  # as `DType`
     FP32 = "fp32"
     BF16 = "bf16"
     BF16_STOCHASTIC = "bf16-stochastic"
