@@ -47,7 +47,7 @@ def test_what_is_written_is_read_in_place() -> None:
     values = numbers(1000)
     start = own.write(values, [1], 2)
     values.zero_()
-    found = peer.read(start, values.nbytes, 2).view(torch.int64)
+    found = peer.read(start, values.nbytes).view(torch.int64)
     assert torch.equal(found, numbers(1000))
 
 
@@ -56,16 +56,16 @@ def test_a_message_lies_where_no_reader_is_left() -> None:
     own, peer = both()
     first = own.write(numbers(100), [1, 2], 3)
     second = own.write(numbers(100, 100), [1], 3)
-    assert first == FIRST and second >= first + 800
-    assert peer.read(first, 800, 3).numel() == 800
+    assert first.flags == FIRST and second.flags >= first.values + 800
+    assert peer.read(first, 800).numel() == 800
     peer.done(first, 1)
     third = own.write(numbers(100, 200), [1], 3)
-    assert third > second  # rank 2 has not read the first
+    assert third.flags > second.flags  # rank 2 has not read the first
     peer.done(first, 2)
-    assert own.write(numbers(120, 300), [2], 3) > third  # the gap is too small
+    assert own.write(numbers(120, 300), [2], 3).flags > third.flags  # the gap is too small
     assert own.write(numbers(100, 400), [2], 3) == first
     for start, begin in ((second, 100), (third, 200), (first, 400)):
-        assert torch.equal(peer.read(start, 800, 3).view(torch.int64), numbers(100, begin))
+        assert torch.equal(peer.read(start, 800).view(torch.int64), numbers(100, begin))
 
 
 @linux
@@ -73,7 +73,7 @@ def test_memory_that_grows_is_mapped_again_and_goes_when_it_was_read() -> None:
     own, peer = both()
     large = numbers(shared.KEPT // 8 + 1)
     places = [own.write(numbers(10, 7), [1], 2), own.write(large, [1], 2)]
-    assert torch.equal(peer.read(places[1], large.nbytes, 2).view(torch.int64), large)
+    assert torch.equal(peer.read(places[1], large.nbytes).view(torch.int64), large)
     own.release()
     assert own._size > shared.KEPT + FIRST  # somebody has to read it
     peer.done(places[0], 1)
@@ -81,7 +81,58 @@ def test_memory_that_grows_is_mapped_again_and_goes_when_it_was_read() -> None:
     own.release()
     assert own._size == shared.KEPT + FIRST
     again = own.write(large, [1], 2)
-    assert torch.equal(peer.read(again, large.nbytes, 2).view(torch.int64), large)
+    assert torch.equal(peer.read(again, large.nbytes).view(torch.int64), large)
+
+
+@linux
+def test_parts_of_a_buffer_are_read_where_they_are_and_written_when_they_were_read() -> None:
+    own, peer = both()
+    size = 1 << 16
+    buffer = own.empty(2 * size, 3).view(torch.int64)
+    first, second = buffer.copy_(numbers(buffer.numel())).chunk(2)
+    places = own.write(second, [1], 3), own.write(first, [2], 3)
+    assert not own.is_read(buffer)
+    for place, sent, reader in zip(places, (second, first), (1, 2), strict=True):
+        found = peer.read(place, size).view(torch.int64)
+        assert torch.equal(found, sent)
+        sent.zero_()  # no copy was made
+        assert torch.equal(found, sent)
+        peer.done(place, reader)
+    assert own.is_read(buffer)
+    assert own.is_read(torch.empty(3))  # none of this memory
+    buffer.fill_(1)
+    twice = [own.write(first, [1], 3) for _ in range(2)]
+    assert twice[0].values != twice[1].values  # to one that has not read the last, a copy
+
+
+@linux
+def test_a_buffer_that_is_let_go_of_stays_until_it_was_read() -> None:
+    own, peer = both()
+    buffer = own.empty(1 << 16, 2)
+    place = own.write(buffer.fill_(7), [1], 2)
+    del buffer
+    other = own.empty(1 << 16, 2)
+    assert peer.read(place, 1 << 16).eq(7).all()
+    peer.done(place, 1)
+    again = own.empty(1 << 16, 2)
+    assert own.write(again, [1], 2) == place and other.numel() == 1 << 16
+
+
+@linux
+def test_memory_of_others_is_mapped_while_it_is_read() -> None:
+    own, peer = both()
+    values = numbers(1 << 17)
+    place = own.write(values, [1], 2)
+    before = mapped()
+    found = peer.read(place, values.nbytes)
+    assert mapped() == before + 1 and found.sum() > 0
+    del found
+    assert mapped() == before
+
+
+def mapped() -> int:
+    """How often memory of this kind is mapped here."""
+    return Path("/proc/self/maps").read_text().count("/memfd:zerodrift")
 
 
 # Whose memory it is

@@ -26,6 +26,7 @@ forward does so in all of them. In the same way ranks compare what is frozen and
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -219,8 +220,8 @@ class FlatSegment:
         if not self._views:
             self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
             self._views = self._views_of_full()
-        self._allocate(self.full)
         if not self.sharded:
+            self._allocate(self.full)
             with torch.no_grad():
                 self.full.copy_(self.storage)
             self._gathering = Handle()
@@ -229,7 +230,8 @@ class FlatSegment:
         target = self.full
         if columns.gather is not columns.compute:
             target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
-        self._gathering = self._comm.start_all_gather(target, self.storage, self.axis, self._of)
+        allocate = functools.partial(self._allocate, target)
+        self._gathering = self._comm.start_all_gather(target, self.storage, self.axis, self._of, allocate)
         return True
 
     def finish_gather(self) -> None:
@@ -241,6 +243,7 @@ class FlatSegment:
             return
         handle.wait()
         if self._wide is not None:
+            self._allocate(self.full)
             with torch.no_grad():
                 self.full.copy_(self._wide)
             self._wide = None
@@ -311,7 +314,8 @@ class FlatSegment:
 
     @staticmethod
     def _allocate(flat: torch.Tensor) -> None:
-        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        if not flat.untyped_storage().nbytes():
+            flat.untyped_storage().resize_(flat.nbytes)
 
     @property
     def owned(self) -> torch.Tensor:
