@@ -32,6 +32,7 @@ from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.trained import TrainedSegment, make
 from zerodrift.engine.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
+from zerodrift.kernels import resting
 from zerodrift.model import recipe
 from zerodrift.model.dtensors import is_dtensor
 from zerodrift.optim.split import split
@@ -174,12 +175,13 @@ class SegmentFiller:
         self.storage = segment.storage
         kind = segment.update.master if isinstance(segment, TrainedSegment) else Master.SAME
         self._split = kind is Master.SPLIT
+        owned = segment.owned
         self.master: torch.Tensor | None = None
         """fp32 values, or the low halves of a split master."""
         if self._split:
-            self.master = torch.zeros_like(segment.owned, dtype=torch.int16)
+            self.master = resting.zeros(owned.shape, torch.int16, owned.device)
         elif kind is Master.FP32:
-            self.master = torch.empty_like(segment.owned, dtype=torch.float32)
+            self.master = resting.zeros(owned.shape, torch.float32, owned.device)
         # Not all of it: a pass over fresh memory costs as much as reading it full from files.
         for low, high in _gaps(segment):
             for flat in (self.storage, self.master):

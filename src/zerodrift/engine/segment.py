@@ -37,6 +37,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.engine.ungathered import mark_gathered, mark_ungathered, ungathered_class
+from zerodrift.kernels import resting
 from zerodrift.kernels.prints import BYTES, prints
 from zerodrift.plan.table import Row, Segment
 
@@ -79,7 +80,7 @@ class FlatSegment:
         self.sharded = columns.storage.axis != "" and self.ranks > 1
         device = comm.mesh.device
         numel = spec.padded // self.ranks if self.sharded else spec.padded
-        self.storage = torch.empty(numel, dtype=columns.storage.dtype.torch, device=device)
+        self.storage = resting.zeros(numel, columns.storage.dtype.torch, device)
         """At rest, in the storage dtype: `[padded]`, or this rank's `[padded / ranks]`.
         `place.py` fills it."""
         self._resident = not self.sharded and columns.storage.dtype is columns.compute

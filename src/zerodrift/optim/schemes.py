@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zerodrift.dtypes import ADMITTED, BLOCK, DType
 from zerodrift.errors import UnsupportedError
+from zerodrift.kernels import resting
 from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import random_words, round_stochastic
 from zerodrift.optim.split import join, split
@@ -84,10 +85,11 @@ def allocate(
     """
     scaled = moments if scheme.state is State.EIGHT_BIT else 0
     blocks = -(-storage.numel() // BLOCK)
+    like, device = scheme.state.dtype.torch, storage.device
     tensors = SliceTensors(
         storage=storage,
         master=_first_master(scheme, storage, initial),
-        moments=tuple(torch.zeros_like(storage, dtype=scheme.state.dtype.torch) for _ in range(moments)),
+        moments=tuple(resting.zeros(storage.shape, like, device) for _ in range(moments)),
         scales=tuple(storage.new_zeros(blocks, dtype=torch.float32) for _ in range(scaled)),
         groups=groups,
         keys=keys,
@@ -104,7 +106,7 @@ def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Te
     if scheme.master is Master.SPLIT:
         # Zeros mean that storage is exact.
         halves = initial is not None and initial.dtype is torch.int16
-        return initial if halves else torch.zeros_like(storage, dtype=torch.int16)
+        return initial if halves else resting.zeros(storage.shape, torch.int16, storage.device)
     return storage.float() if initial is None else initial
 
 
