@@ -175,6 +175,32 @@ def test_this_system_has_it() -> None:
     assert descriptors() == before
 
 
+def when_memory_is_taken() -> list[tuple[bool, bool]]:
+    """By carrier: whether a gather had its memory before it was waited for, and whether it is right."""
+    found = []
+    for carrier in BOTH:
+        comm = joined(carrier)
+        size, slice_ = comm.mesh.size("world"), 1 << 14
+        out = torch.empty(size * slice_)
+        out.untyped_storage().resize_(0)
+        taken: list[None] = []
+
+        def allocate(out: torch.Tensor = out, taken: list[None] = taken) -> None:
+            taken.append(out.untyped_storage().resize_(out.nbytes))
+
+        shard = torch.full((slice_,), float(comm.mesh.rank()))
+        gather = comm.start_all_gather(out, shard, "world", allocate=allocate)
+        early = bool(taken)
+        gather.wait()
+        found.append((early, torch.equal(out, torch.arange(float(size)).repeat_interleave(slice_))))
+    return found
+
+
+@linux
+def test_what_is_gathered_takes_its_memory_when_it_is_waited_for() -> None:
+    assert run_ranks(when_memory_is_taken, 2) == [[(False, True), (True, True)]] * 2
+
+
 def peers_and_sums(elsewhere: int) -> tuple[list[int], list[bool]]:
     """Who is shared with, and what comes out, where one rank is on another host."""
     with pytest.MonkeyPatch.context() as patch:
