@@ -22,24 +22,25 @@ def _from_checkpoint(model: nn.Module, folder: str) -> nn.Module:
     return model
 
 
-OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-
-
 class Engine:
     """One model."""
 
-    def __init__(self, model: nn.Module, config: dict[str, Any], optimizer: Any, schedule: Any) -> None:
+    def __init__(
+        self, model: nn.Module, config: dict[str, Any], optimizer: Any, schedule: Any, parameters: Any = None
+    ) -> None:
         self.module = model
         for value in (*model.parameters(), *model.buffers()):
             dist.broadcast(value.data, 0)
         if optimizer is None:
             block = config["optimizer"]
             params = {key: value for key, value in block["params"].items() if key != "torch_adam"}
-            optimizer = OPTIMIZERS[block["type"]](model.parameters(), **params)
+            given = list(model.parameters()) if parameters is None else parameters
+            optimizer = getattr(torch.optim, block["type"])(given, **params)
         self.optimizer = optimizer(list(model.parameters())) if not hasattr(optimizer, "step") else optimizer
         if schedule is None and "scheduler" in config:
             block = config["scheduler"]
-            schedule = getattr(lr_schedules, block["type"])(self.optimizer, **block["params"])
+            home = lr_schedules if hasattr(lr_schedules, block["type"]) else torch.optim.lr_scheduler
+            schedule = getattr(home, block["type"])(self.optimizer, **block["params"])
         self.lr_scheduler = schedule
         self._steps = config.get("gradient_accumulation_steps", 1)
         self._counts = config.get("managed_gradient_accumulation", True)
@@ -126,7 +127,7 @@ def initialize(
     lr_scheduler: Any = None,
     model_parameters: Any = None,
 ) -> tuple[Any, ...]:
-    engine = Engine(model, config, optimizer, lr_scheduler)
+    engine = Engine(model, config, optimizer, lr_scheduler, model_parameters)
     return engine, engine.optimizer, None, lr_scheduler
 
 

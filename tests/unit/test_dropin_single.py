@@ -104,6 +104,27 @@ def test_what_is_not_here_is_refused_by_name() -> None:
         make({**CONFIG, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}})
 
 
+def test_an_engine_is_not_compiled_nor_its_module_instead() -> None:
+    engine = make()[0]
+    assert not hasattr(engine, "compile") and not hasattr(engine, "is_compiled")
+    with pytest.raises(UnsupportedError, match=r"`engine.compile`.*torch.compile"):
+        engine.compile()
+    engine.destroy()
+
+
+def test_momentum_that_a_schedule_brings_must_be_there_from_the_start() -> None:
+    cycle = {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 9}}
+    for momentum in (0.0, 0.9):
+        sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": momentum}}
+        engine = make({**CONFIG, "optimizer": sgd, "scheduler": cycle})[0]
+        if momentum:
+            step(engine)
+        else:
+            with pytest.raises(UnsupportedError, match="`momentum`: must be above 0 when the engine is made"):
+                step(engine)
+        engine.destroy()
+
+
 def test_other_launchers_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
@@ -222,7 +243,7 @@ def test_getters_tell_what_the_plan_does() -> None:
     engine, *_ = make({**CONFIG, "bf16": {"enabled": True}, "gradient_clipping": 0.7})
     assert engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization()
     assert engine.get_data_types() == (torch.bfloat16, torch.float32)
-    assert engine.gradient_clipping() == 0.7 and engine.optimizer_name() == "AdamW"
+    assert engine.gradient_clipping() == 0.7 and engine.optimizer_name() == "adamw"
     assert engine.get_mom() == [(0.9, 0.999)] and engine.loss_scale() == 0
     assert not engine.amp_enabled() and engine.dp_world_size == 1 and engine.local_rank == 0
     with pytest.raises(NotHereError, match=r"`engine.offload_states`"):

@@ -14,13 +14,20 @@ import pytest
 
 from tests.unit.test_house import trees
 from zerodrift import errors
-from zerodrift.deepspeed.unsupported import MisuseError, NotHereError
+from zerodrift.deepspeed.unsupported import (
+    MissingCheckpointError,
+    MisuseError,
+    NotHereError,
+    RefusedConfigError,
+)
 from zerodrift.errors import Problem, ZerodriftError
 
 RELAYING = {"comm.alarm", "comm.shared_errors", "comm.watch", "train.launch"}
 """What they raise was said by another rank or process."""
 
-OURS = {Problem.__name__, MisuseError.__name__, NotHereError.__name__} | {
+DROP_INS = (MisuseError, NotHereError, RefusedConfigError, MissingCheckpointError)
+
+OURS = {Problem.__name__, *(kind.__name__ for kind in DROP_INS)} | {
     name
     for name, value in vars(errors).items()
     if isinstance(value, type) and issubclass(value, ZerodriftError)

@@ -2,13 +2,15 @@
 
 The config may be a dict, a file (JSON or YAML), or base64 of JSON, and may come by four ways; a model may be
 in pieces from `zero.Init`; optimizer and schedule may be objects, functions that make them, or blocks of the
-config. All of it ends in one call of the engine that `zerodrift.initialize` makes.
+config, which may name any class of torch's. All of it ends in one call of the engine that
+`zerodrift.initialize` makes.
 
 Invariant: on every rank the same things are refused, before anything is allocated.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -25,9 +27,11 @@ from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.ops import OVER_PARAMETERS
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.spellings import MANAGED
+from zerodrift.deepspeed.unsupported import RefusedConfigError
 from zerodrift.deepspeed.written import with_additions, written_config
-from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
 from zerodrift.optim.flat import TORCH_DECAY
+from zerodrift.optim.schedules import SCHEDULES
 from zerodrift.optimizers import ADAMW, TYPES, either, meant
 
 Path = str | os.PathLike[str]
@@ -54,16 +58,21 @@ def initialize(  # DeepSpeed's thirteen parameters
             "model", "must be a torch.nn.Module", got=type(model).__name__, do="Pass `model=...`."
         )
     _refuse(mpu, mesh_param)
-    passed = written_config(args, config, config_params)
-    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    if hasattr(args, "local_rank"):
-        args.local_rank = local_rank()
-    with with_additions(passed) as written:
-        loaded = load({key: value for key, value in written.items() if key != MANAGED})
-        built = _optimizer(optimizer, model_parameters, model, written)
-        has_one = built is not None or loaded.optimizer is not None
-        schedule = lr_scheduler if has_one else None
-        engine = make_engine(model, built, loaded, schedule=schedule, quiet=errand() is None)
+    try:
+        passed = written_config(args, config, config_params)
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+        if hasattr(args, "local_rank"):
+            args.local_rank = local_rank()
+        with with_additions(passed) as written:
+            built = _optimizer(optimizer, model_parameters, model, written)
+            schedule = _of_torch(written, "scheduler") if lr_scheduler is None else lr_scheduler
+            loaded = load(_without_torchs(written))
+            has_one = built is not None or loaded.optimizer is not None
+            engine = make_engine(
+                model, built, loaded, schedule=schedule if has_one else None, quiet=errand() is None
+            )
+    except ConfigError as error:
+        raise RefusedConfigError.joined([error]) from error
     wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer)
     return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
 
@@ -103,10 +112,47 @@ def _optimizer(
             "must be a torch.optim.Optimizer or a function that makes one",
             got=type(given).__name__,
         )
+    make = _of_torch(written, "optimizer")
+    if make is not None:
+        return make([p for p in model.parameters() if p.requires_grad] if parameters is None else parameters)
     block = written.get("optimizer")
     if not block or parameters is None or _is_everything(parameters, model):
         return None
     return _of_block(block.get("type", ""), dict(block.get("params") or {}), parameters)
+
+
+TORCHS = {
+    "optimizer": (torch.optim, torch.optim.Optimizer, TYPES),
+    "scheduler": (torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler, SCHEDULES),
+}
+"""Blocks of the config that may name a class of torch's: where it is, what it is one of, and what has a name
+in zerodrift."""
+
+
+def _of_torch(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] | None:
+    """What makes the class of torch's that a block names; None where it names none."""
+    block = written.get(key)
+    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+        return None
+    kind, (module, base, own) = block["type"], TORCHS[key]
+    named = getattr(module, kind, None)
+    if not (isinstance(named, type) and issubclass(named, base)) or {kind, kind.lower()} & own.keys():
+        return None
+    return functools.partial(_made, named, f"{key}.params", dict(block.get("params") or {}))
+
+
+def _made(kind: type, where: str, params: dict[str, Any], over: Any) -> Any:
+    try:
+        return kind(over, **params)
+    except (TypeError, ValueError) as error:
+        must = f"must be arguments of `torch.optim`'s {kind.__name__}"
+        raise ConfigError(where, must, got=first_line(error)) from error
+
+
+def _without_torchs(written: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine below reads: it gets what torch makes as an object."""
+    gone = {MANAGED, *(key for key in TORCHS if _of_torch(written, key) is not None)}
+    return {key: value for key, value in written.items() if key not in gone}
 
 
 def _listed(given: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zerodrift.comm.collectives import Collectives
+from zerodrift.deepspeed.unsupported import MisuseError
 from zerodrift.engine.unit import loss_in
 from zerodrift.errors import ModelError, UnsupportedError
 
@@ -52,6 +53,19 @@ def loss_of(output: Any) -> torch.Tensor:
             do="Or write the loop with `forward`, `backward` and `step`.",
         )
     return loss
+
+
+def require_loss(loss: Any) -> None:
+    """That `backward` gets what DeepSpeed asserts: a scalar that was computed with gradients."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
+        return
+    got, todo = f"a {type(loss).__name__}", "Pass the tensor that the forward's outputs gave."
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        got = f"one of shape {list(loss.shape)}"
+        todo = "Call `backward` of the outputs with their gradients."
+    elif isinstance(loss, torch.Tensor):
+        got = "one without a graph: it was computed without gradients, or of nothing that is trained"
+    raise MisuseError("backward", "must get a loss of one element, with a graph", got=got, do=todo)
 
 
 def take(batches: Iterator[Any] | None, count: int) -> list[Any]:

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.deepspeed.imports import ImportedCheckpoint, imported, saved_by_deepspeed
+from zerodrift.deepspeed.unsupported import MissingCheckpointError
 from zerodrift.deepspeed.utils import logger
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import UnsupportedError
+from zerodrift.errors import CheckpointError, UnsupportedError
 from zerodrift.io.atomic import new_file
 from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded, Part
 from zerodrift.io.checkpoint.differences import Allowed
@@ -123,6 +124,8 @@ def load(
         if lead:
             there = CheckpointFolder(path)
             looked.append((saved_by_deepspeed(path, tag), "" if tag is not None else there.latest()))
+            if tag is not None and not looked[0][0]:
+                require(there, str(tag))
             if tag is None and looked[0] == (False, "") and there.halves():
                 there.newest()  # which says what is missing
     theirs, named = below.comm.broadcast_object(looked[0] if lead else None, 0)
@@ -136,6 +139,14 @@ def load(
     client = loaded.client or {}
     _count(engine, wanted, client.get("counts", {}))
     return str(loaded.path), dict(client.get("client", {}))
+
+
+def require(folder: CheckpointFolder, tag: str) -> Path:
+    """The checkpoint of that tag, or DeepSpeed's kinds of error."""
+    try:
+        return folder.find(tag)
+    except CheckpointError as error:
+        raise MissingCheckpointError.joined([error]) from error
 
 
 def _load(

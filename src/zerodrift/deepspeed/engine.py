@@ -64,7 +64,7 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module = engine.module
         self._engine = engine
-        self._getters = ConfigGetters(engine, written)
+        self._getters = ConfigGetters(engine, written, client_optimizer)
         self._boundary: bool | None = None
         """What `set_gradient_accumulation_boundary` said; None where `micro_steps` decides."""
         self._inside_no_sync = False
@@ -118,14 +118,19 @@ class DeepSpeedEngine(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             pass
+        if name in unsupported.ENGINE:
+            raise unsupported.absent(f"engine.{name}", unsupported.ENGINE[name])
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
         if name in OWN:
             return getattr(self._engine, name)
-        if name in unsupported.ENGINE:
-            raise unsupported.absent(f"engine.{name}", unsupported.ENGINE[name])
         raise unsupported.unknown("engine", name, [*dir(type(self)), *dir(ConfigGetters)])
+
+    @property
+    def compile(self) -> Any:
+        """torch's own would compile the engine."""
+        raise unsupported.absent("engine.compile", unsupported.ENGINE["compile"])
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -145,10 +150,7 @@ class DeepSpeedEngine(nn.Module):
         already, so the loss is multiplied first.
         """
         self._require_optimizer("backward")
-        if loss.numel() != 1:
-            must = "must get a loss of one element"
-            todo = "Call `backward` of the outputs with their gradients."
-            raise MisuseError("backward", must, got=f"one of shape {list(loss.shape)}", do=todo)
+        batches.require_loss(loss)
         steps = self.gradient_accumulation_steps()
         kwargs = {"retain_graph": True} if retain_graph else {}
         with contextlib.nullcontext() if self._first_step is None else self._first_step.call():

@@ -9,7 +9,7 @@ Invariant: no answer is kept: each is read from the plan or the config when it i
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ import torch
 from zerodrift.deepspeed.spellings import MANAGED
 from zerodrift.engine.engine import Engine
 from zerodrift.policy.nouns import Mode
+
+THEIRS = ("adagrad", "adam", "adamw", "lion", "muon")
+"""Optimizers that DeepSpeed has itself, and names in lower case."""
 
 
 def _never(self: ConfigGetters) -> bool:
@@ -27,7 +30,8 @@ def _never(self: ConfigGetters) -> bool:
 class ConfigGetters:
     """The getters of one engine."""
 
-    def __init__(self, engine: Engine, written: dict[str, Any]) -> None:
+    def __init__(self, engine: Engine, written: dict[str, Any], client_optimizer: Any) -> None:
+        self._client = client_optimizer
         self._engine = engine
         self._policy = engine.plan.policy
         self._written = written
@@ -139,17 +143,24 @@ class ConfigGetters:
     # --- optimizer and schedule -------------------------------------------------------------------------
 
     def optimizer_name(self) -> str | None:
-        """Of the optimizer that the config names."""
-        return None if self._policy.optimizer is None else self._policy.optimizer.type
+        """The class of the caller's, or what the config names."""
+        if self._client is not None:
+            return type(self._client).__name__
+        named = self._block("optimizer").get("type")
+        return named.lower() if isinstance(named, str) and named.lower() in THEIRS else named
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        return None if self._policy.optimizer is None else json.loads(self._policy.optimizer.params)
+        """As they are written."""
+        return self._block("optimizer").get("params")
 
     def scheduler_name(self) -> str | None:
-        return None if self._policy.schedule is None else self._policy.schedule.type
+        return self._block("scheduler").get("type")
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        return None if self._policy.schedule is None else json.loads(self._policy.schedule.params)
+        return self._block("scheduler").get("params")
+
+    def _block(self, key: str) -> Mapping[str, Any]:
+        return self._written.get(key) or {}
 
     def zero_allow_untested_optimizer(self) -> bool:
         """Any elementwise optimizer runs on shards."""

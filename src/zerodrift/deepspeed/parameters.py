@@ -89,8 +89,8 @@ def _external_parameters() -> ItemsView[str, nn.Parameter]:
 
 
 def mark(parameter: nn.Parameter, number: int) -> None:
-    """What DeepSpeed hangs on a parameter that stage 3 shards. Whether it is gathered at the moment is not
-    told: it always reads as not available, and gathering it again costs nothing."""
+    """What DeepSpeed hangs on a parameter that stage 3 shards. Only inside `GatheredParameters` it reads as
+    available; gathering it again costs nothing."""
     parameter.ds_id = number  # type: ignore[attr-defined]
     parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
     parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn, Union
 
 from zerodrift.deepspeed.absent import ABSENT
-from zerodrift.errors import UnsupportedError, did_you_mean
+from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 
 
 class NotHereError(UnsupportedError, AttributeError):
@@ -28,6 +28,16 @@ class NotHereError(UnsupportedError, AttributeError):
 
 class MisuseError(UnsupportedError, AssertionError):
     """What DeepSpeed asserts, and scripts catch as that."""
+
+
+class RefusedConfigError(ConfigError, AssertionError, ValueError):
+    """A config that `initialize` does not take: DeepSpeed asserts part of what it asks of one, and its schema
+    raises the rest as ValueErrors."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError, AssertionError, ValueError):
+    """A checkpoint that is not there. DeepSpeed asserts a tag that is loaded; `zero_to_fp32` raises a
+    FileNotFoundError for a tag, and a ValueError where `latest` is missing."""
 
 
 HERE = "must be a name of the drop-in"

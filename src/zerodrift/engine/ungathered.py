@@ -35,8 +35,12 @@ _VALUES = ("T", "mT", "H", "mH", "real", "imag")
 _SAME = ("detach", "data", "view_as")
 """What gives the same tensor anew, absent, too; torch looks for a parameter's node with `view_as`."""
 
-_MOVES = ("cpu", "cuda", "to")
-"""To another device, where nothing is to be moved."""
+_CASTS = {
+    "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64,
+}  # fmt: skip
+
+_MOVES = ("cpu", "cuda", "to", "type", *_CASTS)
+"""To another device, where nothing is to be moved, or to a dtype."""
 
 STAYS = "_zerodrift_stays"
 """The attribute of a parameter that `module.cpu()` passes by while it is absent."""
@@ -70,6 +74,9 @@ class UngatheredParameter(nn.Parameter):
     """What to do about it."""
     borrow: Callable[[], bool]
     """Gathers it, where that is possible: in a forward. Returns whether it did."""
+    cast: Callable[[Any, torch.dtype], torch.Tensor | None] = staticmethod(lambda parameter, dtype: None)
+    """Makes what stands for it in another dtype, where whoever holds its values will cast them if the
+    parameter becomes that, as `module.half()` makes it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,12 +92,11 @@ class UngatheredParameter(nn.Parameter):
                 same = func(*args, **(kwargs or {}))
                 same.__class__ = type(parameter)  # and no node of a graph, as `as_subclass` would leave
                 return same
-            if (
-                name in _MOVES
-                and STAYS in vars(parameter)
-                and _wanted_dtype(args, kwargs or {}) in (None, parameter.dtype)
-            ):
-                return parameter
+            if name in _MOVES and STAYS in vars(parameter):
+                wanted = _CASTS.get(name) or _wanted_dtype(args, kwargs or {}) or parameter.dtype
+                cast = parameter if wanted is parameter.dtype else cls.cast(parameter, wanted)
+                if cast is not None:
+                    return cast
         raise _refusal(parameter, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -87,7 +87,7 @@ class FlatUpdater:
         self._left_alone: frozenset[str] = frozenset()
         self._behind: dict[str, int] = {}
         """Rows that some updates left as they were: how many."""
-        count = len(algorithm.kept(groups.param_groups))
+        count = self._moments = len(algorithm.kept(groups.param_groups))
         self._slices = {
             piece.number: schemes.allocate(
                 self._schemes[piece.number],
@@ -134,6 +134,13 @@ class FlatUpdater:
     def update(
         self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
+        if len(self._algorithm.kept(self.groups.param_groups)) > self._moments:
+            raise UnsupportedError(
+                self._algorithm.moments_with,
+                f"must be above 0 when the engine is made, where it is set later in {self._algorithm.name}",
+                got="0 then",
+                do="Make the optimizer with it, or the schedule without (`cycle_momentum=False`).",
+            )
         step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number, gradient in gradients.items():
             kept = self._kept(number)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,9 +61,13 @@ class TorchViews:
         self._values = {number: self._fp32(number) for number in self._pieces}
         """Flat fp32 masters: storage itself, the copy, or for a split one what `_open` fills."""
         views = self._views()
+        first: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(optimizer.param_groups):
             held = [name for name, place in group_of.items() if place == number]
+            for name, parameter in zip(held, group["params"], strict=True):
+                first[name] = optimizer.state.pop(parameter, {})
             group["params"] = [view for name in held for view in views.get(name, ())]
+        self._hand_on(first, optimizer)
         for number in self._pieces:
             self._close(number)
         self.groups = optimizer
@@ -90,6 +95,21 @@ class TorchViews:
                     mine.append(parameter)
                 views[row.name] = mine
         return views
+
+    def _hand_on(self, first: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+        """What an optimizer made of each parameter before any step, as Adagrad does, to its views."""
+        for number, span, view in self._spans:
+            state = first.get(self._names[view])
+            if state:
+                piece = self._pieces[number]
+                offset = next(row.offset for row in piece.rows if row.name == self._names[view])
+                begin = piece.start + span.start - offset
+                optimizer.state[view] = {
+                    key: value.reshape(-1)[begin : begin + view.numel()].view(view.shape).to(view, copy=True)
+                    if isinstance(value, torch.Tensor) and value.dim()
+                    else copy.deepcopy(value)
+                    for key, value in state.items()
+                }
 
     def _find_members(self) -> list[tuple[int, slice, nn.Parameter]]:
         held = {id(p) for group in self.groups.param_groups for p in group["params"]}
@@ -292,7 +312,7 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
                 got=f"{kind}, which {NEVER[base.__name__]}",
                 do=f"Use {either(known.name for known in ALGORITHMS)}.",
             )
-    if optimizer.state:
+    if any(not ("step" in state and float(state["step"]) == 0) for state in optimizer.state.values()):
         raise UnsupportedError(
             "optimizer",
             "must not have taken a step before `initialize`",

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed import unsupported
+from zerodrift.deepspeed.checkpoints import require
 from zerodrift.deepspeed.consolidated import write
 from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.io.atomic import new_file
@@ -53,7 +54,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     folder = Path(checkpoint_dir)
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         return _of_deepspeed(folder, tag or "", exclude_frozen_parameters)
-    checkpoint = CheckpointFolder(folder).find(tag or LATEST)
+    checkpoint = require(CheckpointFolder(folder), tag or LATEST)
     verified(checkpoint)
     reader = CheckpointReader(checkpoint)
     state: StateDict = {}

@@ -1,8 +1,9 @@
 """`zero.GatheredParameters`: the full values of some parameters, to read, or for one rank to write.
 
 Parameters may be an engine's, or in pieces from `zero.Init`; one that is neither is whole already and left
-alone. With `modifier_rank`, that rank's values become everybody's at the end, masters included, at every
-stage. Without it nothing may be written: a change that would be lost is an error on every rank.
+alone, as is one that a context around this one has put together. Inside, `ds_status` says that it is there.
+With `modifier_rank`, that rank's values become everybody's at the end, masters included, at every stage.
+Without it nothing may be written: a change that would be lost is an error on every rank.
 
 Invariant: every rank enters and leaves together, and gathers in the same order.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed import comm
-from zerodrift.deepspeed.parameters import engine_parameter
+from zerodrift.deepspeed.parameters import ZeroParamStatus, engine_parameter
 from zerodrift.deepspeed.zero.external import register_external_parameter
 from zerodrift.deepspeed.zero.slices import ParameterSlice, hide, show, slice_of
 from zerodrift.engine.engine import Engine
@@ -29,21 +30,25 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | nn.Parameter,
+        params: Iterable[nn.Parameter] | nn.Parameter | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
         self._writer = modifier_rank
         self._pieces: list[tuple[ParameterSlice, nn.Parameter]] = []
+        self._outer: list[nn.Parameter] = []
+        """Pieces that a context around this one has put together, and takes apart."""
+        self._shown: list[nn.Parameter] = []
+        """Whose `ds_status` says that it is there because of this one."""
         self._engines: dict[int, tuple[Engine, dict[str, nn.Parameter]]] = {}
         self._stack = contextlib.ExitStack()
         self._marks: list[tuple[nn.Parameter, int, int]] = []
         """Parameters that nobody may write, where each lies, and its fingerprint."""
         if not enabled:
             return
-        given = [params] if isinstance(params, nn.Parameter) else list(params)
-        for parameter in dict.fromkeys(given):
+        given = [params] if params is None or isinstance(params, torch.Tensor) else list(params)
+        for parameter in dict.fromkeys(each for each in given if isinstance(each, nn.Parameter)):
             owner, piece = engine_parameter(parameter), slice_of(parameter)
             if owner is not None:
                 engine = owner.running()
@@ -56,12 +61,18 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         writes = self._writer is not None
+        self._outer = [parameter for piece, parameter in self._pieces if piece.is_together]
+        self._pieces = [pair for pair in self._pieces if not pair[0].is_together]
         with torch.no_grad():
             for piece, parameter in self._pieces:
                 show(parameter, piece)
             for engine, held in self._engines.values():
                 names = [row.name for row in engine.plan.rows if row.name in held]
                 self._stack.enter_context(engine.gathered(names, write=writes))
+        for there in self._held():
+            if getattr(there, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE:
+                there.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+                self._shown.append(there)
         if not writes:
             self._marks = [(held, held.data_ptr(), fingerprint(held)) for held in self._held()]
 
@@ -115,6 +126,10 @@ class GatheredParameters:
                 values = parameter.data.contiguous().to(piece.flat)
                 comm.broadcast(values, writer)
                 piece.replace(values)
+            for parameter in self._outer:
+                values = parameter.data.contiguous()
+                comm.broadcast(values, writer)
+                parameter.data.copy_(values)
             if writer == 0:
                 return  # the engine sends rank 0's by itself
             for _, held in self._engines.values():
@@ -124,6 +139,8 @@ class GatheredParameters:
                     held[name].data.copy_(values)
 
     def _hide(self) -> None:
+        for held in self._shown:
+            held.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
         for piece, parameter in self._pieces:
             hide(parameter, piece)
 

@@ -15,7 +15,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -71,8 +71,15 @@ class ParameterSlice:
     """What ranks hold where that is not an equal part."""
     shown: torch.Tensor | None = None
     """What the parameter shows instead of its values: one element."""
+    casts: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    """What stands for it in other dtypes. A parameter that shows one of these was cast."""
     lent: nn.Parameter | None = None
     """The parameter, while it is whole for whoever asked."""
+
+    @property
+    def is_together(self) -> bool:
+        """Whether a `GatheredParameters` shows its values."""
+        return self.shown is None and self.lent is None
 
     def take_back(self) -> None:
         """What was lent is rank 0's from now on, and in pieces. Collective."""
@@ -115,6 +122,29 @@ class ParameterSlice:
     def replace(self, values: torch.Tensor) -> None:
         self.flat = self.part_of(values).to(self.flat)
 
+    def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
+        """What a module that is cast sets in the parameter's place."""
+        self.settle(parameter)
+        if not (self.flat.is_floating_point() and dtype.is_floating_point):
+            return None
+        nothing = self.casts.setdefault(dtype, _nothing(dtype, self.flat.device))
+        stands = nothing.expand(self.shape)
+        stands.__class__ = self.absent
+        return stands
+
+    def settle(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter shows what stands for it: in another dtype, the part is cast to that."""
+        if self.shown is None:
+            return False
+        place = parameter.data_ptr()
+        if place == self.shown.data_ptr():
+            return True
+        cast = self.casts.get(parameter.dtype)
+        if cast is None or place != cast.data_ptr():
+            return False
+        self.flat, self.shown, self.casts = self.flat.to(cast.dtype), cast, {}
+        return True
+
 
 def slice_of(parameter: torch.Tensor) -> ParameterSlice | None:
     return getattr(parameter, SLICE, None)
@@ -144,12 +174,18 @@ def take_apart(
 
 def hide(parameter: nn.Parameter, part: ParameterSlice) -> None:
     """Show what cannot pass for a value, in one element's memory."""
-    dtype = part.flat.dtype
-    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-    part.shown = torch.full((), value, dtype=dtype, device=part.flat.device)
+    part.shown = _nothing(part.flat.dtype, part.flat.device)
+    part.casts = {}
+    part.absent.cast = staticmethod(part.cast)
     mark_gathered([parameter])
     parameter.data = part.shown.expand(part.shape)
     mark_ungathered([parameter], [part.absent])
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One element that cannot pass for a value."""
+    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def guard(module: nn.Module) -> None:
@@ -161,7 +197,7 @@ def guard(module: nn.Module) -> None:
 def _require_there(module: nn.Module, args: object) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         part = slice_of(parameter)
-        if part is not None and part.shown is not None and parameter.data_ptr() == part.shown.data_ptr():
+        if part is not None and part.settle(parameter):
             raise ModelError(
                 f"forward of {type(module).__name__}",
                 "must come after `deepspeed.initialize`, and on its engine, where a model was made in pieces "
@@ -181,7 +217,7 @@ def show(parameter: nn.Parameter, part: ParameterSlice) -> None:
 def _values(parameter: nn.Parameter, part: ParameterSlice) -> torch.Tensor:
     """What it is when it is put together. Collective."""
     part.take_back()
-    if part.shown is not None and parameter.data_ptr() != part.shown.data_ptr():
+    if part.shown is not None and not part.settle(parameter):
         raise ModelError(
             part.absent.path,
             "must be written inside `zero.GatheredParameters` while it is in pieces",
