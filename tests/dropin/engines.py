@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
 import json
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,6 +104,34 @@ def a_state_dict_that_does_not_fit(run: Run) -> None:
         engine.module.load_state_dict(values, strict=False)
         run.tell("no error", 0)
     run.train(engine, 2)
+
+
+def an_optimizer_that_goes_back(run: Run) -> None:
+    """`optimizer.load_state_dict` of what `optimizer.state_dict` was: moments go back, weights go on."""
+    engine = run.engine(Net(), optimizer=ADAMW)
+    run.train(engine, 2)
+    state = copy.deepcopy(engine.optimizer.state_dict())
+    run.train(engine, 2, first=2)
+    engine.optimizer.load_state_dict(state)
+    run.train(engine, 2, first=4)
+
+
+def what_is_in_client_state(run: Run) -> None:
+    """Arguments of a script, paths, numbers of numpy, and random states."""
+    engine = run.engine(Net())
+    run.train(engine, 1)
+    state = {
+        "args": argparse.Namespace(lr=0.1, out=Path("/out")),
+        "best": np.float64(0.5),
+        "history": np.arange(3.0),
+        "random": [random.getstate(), np.random.get_state(), torch.get_rng_state()],
+    }
+    if hasattr(run.deepspeed, "plain"):
+        found = state
+    else:
+        engine.save_checkpoint(str(run.folder), client_state=state)
+        found = engine.load_checkpoint(str(run.folder))[1]
+    run.tell("found", {key: repr(found[key]) for key in state if key != "random" or run.rank == 0})
 
 
 # --- saving in the middle -----------------------------------------------------------------------------------
@@ -287,6 +320,8 @@ SCRIPTS = (
     Script(a_state_dict_that_is_loaded, alike=ZERO, why=REVERTS),
     Script(a_part_that_is_loaded, alike=ZERO, why=REVERTS),
     Script(a_state_dict_that_does_not_fit, alike=ZERO, why=REVERTS),
+    Script(an_optimizer_that_goes_back, stages=ZERO),
+    Script(what_is_in_client_state, stages=(0, 3)),
     Script(a_checkpoint_in_the_middle_of_a_step),
     Script(weights_from_a_checkpoint, alike=(1, 2), why="stage 0 saves none, stage 3 loads into no slices"),
     Script(steps_that_the_caller_counts),

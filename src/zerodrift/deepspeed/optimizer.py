@@ -18,7 +18,6 @@ from zerodrift.deepspeed import optimizer_state
 from zerodrift.deepspeed.parameter_offload import ParameterOffload
 from zerodrift.deepspeed.parameters import engine_gone
 from zerodrift.deepspeed.unsupported import absent
-from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 
@@ -92,10 +91,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine) -> None:
         # Not torch's own __init__, which would make groups and state.
         self._engine = weakref.ref(engine)
-        policy = engine.plan.policy
-        self.stage = policy.sharding.stage
+        self.stage = engine.plan.policy.sharding.stage
         """Of ZeRO."""
-        self._passes = self.stage == 0 and (policy.mode.autocast or policy.mode.dtype is DType.FP32)
+        self._passes = optimizer_state.is_plain(engine.plan)
         if self.stage == 3:
             self.parameter_offload = ParameterOffload(engine.module)
 

@@ -1,7 +1,8 @@
 """`optimizer.state_dict()` and `load_state_dict`: what this rank holds of the optimizer's state.
 
 As in DeepSpeed it is of one rank: for a run that goes on with the same plan, on as many ranks.
-`engine.save_checkpoint` is for any number of them, and is what saves a run.
+`engine.save_checkpoint` is for any number of them, and is what saves a run. Where the weights are their own
+masters on every rank they are the model's, and in no state of the optimizer.
 
 Invariant: what was loaded is what was there, to the bit; a state of another rank or plan is refused before
 anything changes.
@@ -12,11 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint.state import groups, put_groups, put_scale
+from zerodrift.plan.table import Plan
 from zerodrift.versions import DEEPSPEED
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether DeepSpeed has the caller's own optimizer there, over the model's own parameters."""
+    mode = plan.policy.mode
+    return plan.policy.sharding.stage == 0 and (mode.autocast or mode.dtype is DType.FP32)
 
 
 def state_dict(engine: Engine) -> dict[str, Any]:
@@ -29,7 +38,7 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         "loss_scaler": engine.scaler.state_dict() if engine.scaler.active else None,
         "counters": {} if engine.updater is None else engine.updater.counters(),
         "pieces": [
-            {"master": piece.weights(), "moments": piece.moments()}
+            {"master": None if is_plain(engine.plan) else piece.weights(), "moments": piece.moments()}
             for piece in Shards(engine).pieces()
             if piece.updated
         ],
@@ -49,7 +58,8 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.updater.set_counters(state["counters"])
     pieces = [piece for piece in Shards(engine).pieces() if piece.updated]
     for piece, held in zip(pieces, state["pieces"], strict=True):
-        piece.set_weights(held["master"])
+        if held["master"] is not None:
+            piece.set_weights(held["master"])
         for key, values in held["moments"].items():
             piece.set_moment(key, values)
     put_groups(engine, state["param_groups"])

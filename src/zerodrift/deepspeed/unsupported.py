@@ -286,10 +286,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
         "`zerodrift plan` prints memory and traffic of a config without running it.",
     ),
-    "deepspeed.runtime.activation_checkpointing.checkpointing": dict.fromkeys(
-        ("CheckpointFunction", "model_parallel_reconfigure_tp_seed", "gather_partitioned_activations"),
-        "Use `torch.utils.checkpoint`.",
-    ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        **dict.fromkeys(
+            ("CheckpointFunction", "gather_partitioned_activations", "partition_activations_in_checkpoint"),
+            "Use `torch.utils.checkpoint`.",
+        ),
+        **dict.fromkeys(
+            (
+                "CudaRNGStatesTracker",
+                "get_cuda_rng_tracker",
+                "model_parallel_cuda_manual_seed",
+                "model_parallel_reconfigure_tp_seed",
+            ),
+            "Random numbers are torch's, and come back in a recomputation: call `torch.manual_seed`.",
+        ),
+        "set_num_layers": "Leave it out: nothing is kept in buffers whose size depends on it.",
+    },
     "deepspeed.runtime.torch_autocast": {
         "is_autocast_initialized": "Ask `engine.torch_autocast_enabled()`.",
         "get_autocast_dtype": "Ask `engine.torch_autocast_dtype()`.",

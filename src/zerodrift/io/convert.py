@@ -24,7 +24,6 @@ from torch import nn
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError
 from zerodrift.io.atomic import new_folder
-from zerodrift.io.checkpoint import state as states
 from zerodrift.io.checkpoint.contents import VERSIONS
 from zerodrift.io.checkpoint.descriptions import (
     Description,
@@ -44,6 +43,7 @@ from zerodrift.io.checkpoint.manifest import (
     write_manifest,
     write_whole,
 )
+from zerodrift.io.checkpoint.packing import packed
 from zerodrift.io.paths import kind_at, writing
 from zerodrift.io.progress import ProgressBar
 from zerodrift.io.safetensors.boxes import Shape
@@ -328,9 +328,9 @@ def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: 
         "buffers": {name: buffer.detach().clone() for name, buffer in source.buffers.items()},
         "alike": True,
     }
-    files.append(write_whole(path / SHARED, states.packed(shared, "schedule")))
+    files.append(write_whole(path / SHARED, packed(shared, "schedule")))
     own = {"random": None, "client": trained.client, "modules": {}, "buffers": {}}
-    state = write_whole(path / state_file(0), states.packed(own, "client"))
+    state = write_whole(path / state_file(0), packed(own, "client"))
     sums = write_description(path, Description(save_of(path), 0, data, state, tuple(written)))
     manifest = Manifest(
         run=uuid.uuid4().hex,

@@ -25,6 +25,7 @@ from zerodrift.io.checkpoint.differences import Running
 from zerodrift.io.checkpoint.digests import recorded
 from zerodrift.io.checkpoint.items import CheckpointReader, Destination, Item, moment_key, weight_key
 from zerodrift.io.checkpoint.manifest import Manifest, SavedParameter
+from zerodrift.io.checkpoint.packing import packed
 from zerodrift.io.checkpoint.writing import Head
 from zerodrift.optim.schedules import SCHEDULES
 from zerodrift.versions import __version__
@@ -155,7 +156,7 @@ def head(
         manifest,
         entries(engine, counters, frozen, moments),
         plan.to_json(),
-        states.packed(shared, "optimizer, schedule and buffers"),
+        packed(shared, "optimizer, schedule and buffers"),
     )
 
 
@@ -281,4 +282,4 @@ def persistent(model: torch.nn.Module) -> set[str]:
 
 def own_state(engine: Engine, client: Any, different: frozenset[str]) -> bytes:
     """This rank's own state, packed."""
-    return states.packed(states.rank_state(engine, client, different), "client")
+    return packed(states.rank_state(engine, client, different), "client")

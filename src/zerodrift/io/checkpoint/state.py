@@ -1,8 +1,8 @@
 """Everything of a run that is not a weight or a moment: counters, schedule, loss scale, random numbers.
 
-What is the same on every rank is saved once, what a rank has of its own beside it. Both are plain values
-that `torch.load(weights_only=True)` reads, which is verified when they are written: a state that could not
-be read again must be refused while the run still lives.
+What is the same on every rank is saved once, what a rank has of its own beside it. Both are values that
+`packing.py` packs, and verifies when they are written: a state that could not be read again must be refused
+while the run still lives.
 
 Invariant: putting back what was collected leaves a run that goes on as the other would have.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from zerodrift.errors import CheckpointError, UnsupportedError, said
+from zerodrift.io.checkpoint import packing
 from zerodrift.io.paths import open_own
 
 if TYPE_CHECKING:
@@ -229,26 +229,11 @@ def put_buffers(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def packed(state: Mapping[str, Any], what: str) -> bytes:
-    """A state as bytes that can be read again; `what` is in it, for the error."""
-    out = io.BytesIO()
-    try:
-        torch.save(dict(state), out)
-        torch.load(io.BytesIO(out.getvalue()), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise UnsupportedError(
-            what,
-            "must be made of numbers, strings, tensors, lists, tuples and dicts, to be saved",
-            got=said(error),
-        ) from error
-    return out.getvalue()
-
-
 def read_state(folder: Path, name: str) -> dict[str, Any]:
     """One of the state files of a checkpoint."""
     try:
         with open_own(folder, name) as stream:
-            return torch.load(stream, map_location="cpu", weights_only=True)
+            return packing.load(stream)
     except CheckpointError:
         raise
     except Exception as error:
