@@ -124,14 +124,14 @@ def what_is_in_client_state(run: Run) -> None:
         "args": argparse.Namespace(lr=0.1, out=Path("/out")),
         "best": np.float64(0.5),
         "history": np.arange(3.0),
-        "random": [random.getstate(), np.random.get_state(), torch.get_rng_state()],
+        "random": [random.Random(1).getstate(), np.random.RandomState(1).get_state()],
     }
     if hasattr(run.deepspeed, "plain"):
         found = state
     else:
         engine.save_checkpoint(str(run.folder), client_state=state)
         found = engine.load_checkpoint(str(run.folder))[1]
-    run.tell("found", {key: repr(found[key]) for key in state if key != "random" or run.rank == 0})
+    run.tell("found", {key: repr(found[key]) for key in state})
 
 
 # --- saving in the middle -----------------------------------------------------------------------------------

@@ -134,6 +134,45 @@ def test_a_model_in_slices_says_so() -> None:
     run_ranks(after_the_end, 2)
 
 
+def taken_as_data(made: bool) -> None:
+    """`param.data` in pieces has its shape, dtype and device, may be put back, and becomes nobody else's."""
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config["zero_optimization"] = {"stage": 3}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = Net()
+    engine = make(3, net) if made else None
+    parameter, other = net.head.weight, net.into.weight
+    told = parameter.data
+    assert (told.shape, told.dtype, told.device) == (parameter.shape, torch.float32, torch.device("cpu"))
+    assert told.numel() == parameter.numel() and not told.is_cuda and not told.is_meta
+    parameter.data = parameter.data
+    parameter.data = parameter.data.to("cpu")
+    for takes in (torch.zeros(WIDTH, WIDTH), torch.nn.Parameter(torch.zeros(2))):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            takes.data = parameter.data
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            takes.data = parameter.detach()
+        with pytest.raises((RuntimeError, ModelError)):
+            takes.detach().set_(parameter.data)
+    for wrong in (
+        lambda: setattr(parameter, "data", other.data),
+        lambda: torch.distributed.all_reduce(parameter.data),
+        lambda: torch.zeros(WIDTH, WIDTH).mul_(0.9).add_(parameter.data, alpha=0.1),
+        lambda: parameter.data.fill_(1.0),
+        lambda: parameter.data.sum().item(),
+    ):
+        with pytest.raises(ModelError, match="must be gathered"):
+            wrong()
+    engine = engine or make(3, net)
+    assert step(engine) == step(make(3, Net()))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_data_of_what_is_in_pieces_is_nobody_elses(made: bool) -> None:
+    run_ranks(taken_as_data, 2, made)
+
+
 # --- gradients ----------------------------------------------------------------------------------------------
 
 

@@ -190,7 +190,7 @@ def _enter(places: list[ParameterSlot]) -> Any:
         for place in places:
             key, parameter = prefix + place.attribute, place.parameter
             if isinstance(parameter, UngatheredParameter) and state.get(key, parameter) is not parameter:
-                state[key] = UngatheredValue.of(parameter)
+                state[key] = UngatheredValue.of(parameter, torch.device("meta"))
 
     return enter
 

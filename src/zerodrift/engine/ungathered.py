@@ -14,7 +14,7 @@ when it is set.
 Where a state dict may be taken while values are not there, as with DeepSpeed, it may be of no use to whoever
 takes it: ranks that save nothing copy, cast and cut their entries just as the rank does that saves them. So
 these are `UngatheredValue`s, which have no memory at all: one can be taken for no other, and given to no
-other tensor.
+other tensor. So is `param.data` there, which torch lets become any tensor's without asking its class.
 
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
 """
@@ -86,8 +86,12 @@ class UngatheredParameter(nn.Parameter):
         # What torch's page on subclasses writes, and in `torch._C` for all that (2.13 to 2.15).
         with torch._C.DisableTorchFunctionSubclass():
             if not asks:
+                if name == "__set__" and isinstance(args[1], UngatheredValue):
+                    return args[1].stand_for(args[0], func)
                 return func(*args, **(kwargs or {}))
             parameter = next(_of_class(cls, (args, kwargs)))
+            if name in ("detach", "data") and STAYS in vars(parameter):
+                return UngatheredValue.of(parameter, parameter.device)
             if name in _SAME:
                 same = func(*args, **(kwargs or {}))
                 same.__class__ = type(parameter)  # and no node of a graph, as `as_subclass` would leave
@@ -167,17 +171,20 @@ class CollectedGradient(torch.Tensor):
 
 
 class UngatheredValue(torch.Tensor):
-    """A state dict's entry for an absent parameter, and what is made of that: a tensor on torch's device
-    without memory, with a shape, a dtype and a name. Whatever reads a number out of it, or writes one into
-    it, or into a tensor or a file from it, is an error."""
+    """A state dict's entry for an absent parameter, its `data`, and what is made of those: a tensor without
+    memory, with a shape, a dtype, a name, and a device for whoever asks. Whatever reads a number
+    out of it, or writes one into it, or into a tensor or a file from it, is an error."""
 
     absent: type[UngatheredParameter]
     """The parameter's class, which knows its name."""
+    home: torch.device
+    """The device that it says: torch's own without memory, or the parameter's for `data`, which loops move
+    their inputs to. Who saves a state dict looks into the memory of what is elsewhere."""
 
     @classmethod
-    def of(cls, parameter: UngatheredParameter) -> UngatheredValue:
+    def of(cls, parameter: UngatheredParameter, home: torch.device) -> UngatheredValue:
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(cls)
-        value.absent = type(parameter)
+        value.absent, value.home = type(parameter), home
         return value
 
     @classmethod
@@ -186,8 +193,11 @@ class UngatheredValue(torch.Tensor):
         first = next(_of_class(cls, (args, given)))
         if name == "__deepcopy__":
             return first
-        if name in _GIVES or "out" in given or _writes(name):
+        if name in _GIVES or "out" in given or _writes(name) or _sends(func):
             raise first.refusal(name)
+        if name == "__get__" and func.__self__.__name__ in ("device", "is_cpu", "is_cuda", "is_meta"):
+            asked = func.__self__.__name__
+            return first.home if asked == "device" else first.home.type == asked.removeprefix("is_")
         with torch._C.DisableTorchFunctionSubclass():
             if name in _MOVES:
                 return _like(first, torch.Tensor.to(first, _wanted_dtype(args, given) or first.dtype))
@@ -195,6 +205,15 @@ class UngatheredValue(torch.Tensor):
                 return _like(first, func(*_without_memory(args), **_without_memory(given)))
             except Exception as error:  # whatever torch raises where there are no numbers
                 raise first.refusal(name) from error
+
+    def stand_for(self, parameter: Any, setter: Callable[..., None]) -> None:
+        """`parameter.data = parameter.data.to(dtype)`: nothing, or a cast of its values where they are."""
+        same = self.absent is type(parameter) and self.shape == parameter.shape
+        cast = parameter if self.dtype is parameter.dtype else self.absent.cast(parameter, self.dtype)
+        if not same or cast is None or setter.__self__.__name__ != "data":  # type: ignore[attr-defined]
+            raise self.refusal("data = ...")
+        if cast is not parameter:
+            setter(parameter, cast)
 
     def refusal(self, what: str) -> ModelError:
         return ModelError(
@@ -216,6 +235,11 @@ def _writes(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") and name not in _ASKED
 
 
+def _sends(func: Any) -> bool:
+    """Whether a function is a collective, which would find nothing to send."""
+    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
+
+
 def _without_memory(value: Any) -> Any:
     """Tensors in lists, tuples and dicts as those of no memory."""
     if isinstance(value, torch.Tensor):
@@ -231,7 +255,7 @@ def _like(first: UngatheredValue, made: Any) -> Any:
     """What was made of a value is one, also in what holds several."""
     if isinstance(made, torch.Tensor):
         value = made.as_subclass(UngatheredValue)
-        value.absent = first.absent
+        value.absent, value.home = first.absent, first.home
         return value
     if isinstance(made, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in made):
         return type(made)([_like(first, item) for item in made])
