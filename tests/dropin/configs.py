@@ -11,7 +11,7 @@ from tests.dropin.script import Run, Script
 
 # --- classes of torch's -------------------------------------------------------------------------------------
 
-TORCHS = ("Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop")
+TORCHS = ("Adagrad", "RMSprop", "NAdam", "Adadelta")
 
 
 def optimizers_of_torchs(run: Run) -> None:
