@@ -79,10 +79,10 @@ docs: env
 	$(BIN)/python docs/refresh.py
 
 versions: env
-	$(BIN)/python docs/matrix.py all $(CELLS)
+	$(BIN)/python docs/matrix.py all $(CELLS) --torch="$(TORCH_INDEX)"
 
 doors: env
-	$(BIN)/python docs/doors.py all $(VENV)-doors
+	$(BIN)/python docs/doors.py all $(VENV)-doors --torch="$(TORCH_INDEX)"
 
 clean:
-	rm -rf $(VENV) build dist runs src/*.egg-info
+	rm -rf $(VENV) $(VENV)-doors build dist runs src/*.egg-info

@@ -1,13 +1,14 @@
-"""Runs other people's trainers on zerodrift and beside it on DeepSpeed, for the table of docs/doors.md.
+"""Runs other people's trainers on zerodrift and on DeepSpeed, for the table of docs/doors.md.
 
-    python docs/doors.py all FOLDER [TOOL ...]     # or: make doors. Each tool in an environment of its own
-    python docs/doors.py one PYTHON TOOL [NAME ...]  # with an interpreter that is set up; some examples
+    python docs/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
+    python docs/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
     python docs/doors.py page                      # writes the table anew
 
-Two CPU ranks, a model of two small layers, data made here; nothing is downloaded but packages. Each command
-runs at stages 2 and 3 under `zerodrift run`, and at stage 2 on DeepSpeed 0.19.6, whose sums in fp32 are those
-of stage 3 too. `accelerate` is told that ranks on CPUs are ranks (`tests/doors/on_cpu`). Results are kept in
-tests/doors/results.json.
+Each tool gets an environment of its own in FOLDER, some 2 GB with torch for CPUs. A cell is one example of
+`tests/doors/examples.py` at one stage on one of the two; nothing is downloaded but packages. What was done
+is kept in FOLDER, and the same command goes on where it was stopped; a cell runs again when its command,
+the environment or zerodrift is another. `accelerate` is told that ranks on CPUs are ranks
+(`tests/doors/on_cpu`). Results are in tests/doors/results.json.
 
 Invariant: versions are what the environment says of itself, and losses are what the tool wrote.
 """
@@ -16,261 +17,40 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import hashlib
+import itertools
 import json
 import os
+import shlex
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import processes
+from environments import ROOT, environment, log_of
+from tests.doors.examples import DEEPSPEED, TOOLS, TORCH, Example, Tool
+
 PAGE = ROOT / "docs" / "doors.md"
-RESULTS = ROOT / "tests" / "doors" / "results.json"
-SCRIPTS = ROOT / "tests" / "doors"
-E2E = ROOT / "tests" / "e2e"
+TESTS = ROOT / "tests"
+RESULTS = TESTS / "doors" / "results.json"
 NEAR = 1e-6
 """Of fp32 losses; what is further apart is named."""
+BESIDE_SCRIPTS = (TESTS / "doors" / "tiny.py", TESTS / "doors" / "on_cpu" / "sitecustomize.py")
+"""What every cell depends on."""
 BEGIN, END = "<!-- doors -->\n", "<!-- end of doors -->\n"
-DEEPSPEED = "deepspeed==0.19.6"
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One thing that a tool does."""
-
-    name: str
-    command: str
-    """With `{data}`, `{out}`, `{stage}`, `{port}`."""
-    file: str = ""
-    """A YAML that the command takes as `{file}`."""
-    beside: str = ""
-    """The command on DeepSpeed, where it is another one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A package, and what is installed for it."""
-
-    shown: str
-    package: str
-    """Whose version the table shows."""
-    packages: tuple[str, ...]
-    examples: tuple[Example, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    empty: tuple[str, ...] = ()
-    """Modules that are imported and not used here, and have no build for a CPU: empty ones stand for them."""
-    without: str = ""
-    """What does not work, or was not tried."""
-
-
-TORCHRUN = "torchrun --nproc-per-node=2 --master-port {port}"
-ON_DEEPSPEED = f"{TORCHRUN} {E2E}/on_deepspeed.py"
-HF = (
-    "--max_steps 3 --logging_steps 1 --save_steps 3 --per_device_train_batch_size 2 --learning_rate 1e-3 "
-    "--report_to none --use_cpu --output_dir {out}"
-)
-TRL = f"{HF} --model_name_or_path {{data}}/model --dtype float32 --bf16 false --gradient_checkpointing false"
-TRL_COMMAND = "trl {kind} --accelerate_config {file} --main_process_port {port} " + TRL
-ACCELERATE = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config: {{zero_stage: {stage}, gradient_accumulation_steps: {steps}, zero3_init_flag: false,
-  offload_optimizer_device: none, offload_param_device: none, zero3_save_16bit_model: true}}
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-use_cpu: false
-"""
-
-
-def of_script(kind: str) -> Example:
-    """One of TRL's trainers."""
-    script = f"{E2E}/trl_trainers.py {{out}} {kind}/{{stage}}"
-    return Example(f"script: {kind}", f"{TORCHRUN} {script}", beside=f"{ON_DEEPSPEED} {script}")
-
-
-def of_command(kind: str, data: str, more: str = "") -> Example:
-    command = TRL_COMMAND.replace("{kind}", kind) + f" --dataset_name {{data}}/{data} {more}"
-    return Example(f"`trl {kind}`", command, accelerate_config(1))
-
-
-LLAMAFACTORY = """\
-model_name_or_path: {data}/model
-do_train: true
-deepspeed: {data}/zero{stage}.json
-dataset_dir: {data}
-template: default
-cutoff_len: 64
-output_dir: {out}
-logging_steps: 1
-max_steps: 3
-save_only_model: true
-report_to: none
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 1
-learning_rate: 1.0e-3
-disable_gradient_checkpointing: true
-"""
-FULL = "finetuning_type: full\n"
-LORA_OF_LLAMAFACTORY = "finetuning_type: lora\nlora_rank: 4\nlora_target: q_proj,v_proj\n"
-LORA_OF_AXOLOTL = (
-    "adapter: lora\nlora_r: 4\nlora_alpha: 8\nlora_target_modules: [q_proj, v_proj]\n"
-    "lora_model_dir: {data}/adapter\n"  # new ones have other values in every run
-)
-AXOLOTL_COMMAND = "axolotl train {file} --launcher torchrun -- --nproc-per-node 2 --master-port {port}"
-AXOLOTL = """\
-base_model: {data}/model
-datasets: [{{path: {data}/alpaca/train.jsonl, ds_type: json, type: alpaca}}]
-dataset_prepared_path: {out}/prepared
-output_dir: {out}
-deepspeed: {data}/zero{stage}.json
-max_memory: {{cpu: 8GiB}}
-sequence_len: 256
-micro_batch_size: 2
-gradient_accumulation_steps: 1
-max_steps: 3
-optimizer: adamw_torch
-lr_scheduler: cosine
-learning_rate: 0.001
-bf16: false
-fp16: false
-tf32: false
-logging_steps: 1
-save_steps: 3
-save_only_model: true
-val_set_size: 0
-attn_implementation: sdpa
-special_tokens: {{pad_token: <pad>}}
-seed: 42
-"""
-SWIFT = (
-    "swift {kind} --model {data}/model --model_type llama --template default "
-    "--dataset {data}/chats/train.jsonl --dataset_shuffle false "
-    "--max_steps 3 --logging_steps 1 --save_steps 3 --per_device_train_batch_size 2 --torch_dtype float32 "
-    "--fp16 false --bf16 false --learning_rate 1e-3 --max_length 256 --gradient_checkpointing false "
-    "--report_to none --gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_only_model true "
-    "--check_model false --use_cpu true --deepspeed {data}/zero{stage}.json --output_dir {out}"
-)
-LOOP = f"{E2E}/deepspeed_scripts/plain.py --deepspeed --deepspeed_config {{file}} --out {{out}}/told.json"
-LOOP_CONFIG = """\
-{{"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
- "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-2, "torch_adam": true}}}},
- "scheduler": {{"type": "WarmupLR", "params": {{"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}}},
- "zero_optimization": {{"stage": {stage}}}}}
-"""
-LAUNCHER = "deepspeed --num_gpus 2 --master_port {port}"
-LIGHTNING = f"{E2E}/lightning_loops.py {{out}} {{stage}}/32-true"
-CLM = (
-    f"{SCRIPTS}/run_clm.py --model_name_or_path {{data}}/model --train_file {{data}}/text/train.jsonl "
-    f"--deepspeed {{data}}/zero{{stage}}.json {HF}"
-)
-
-
-def nlp(name: str) -> str:
-    launch = "accelerate launch --config_file {file} --main_process_port {port}"
-    return f"{launch} {SCRIPTS}/{name}.py --model {{data}}/model --out {{out}}"
-
-
-def accelerate_config(steps: int) -> str:
-    return ACCELERATE.replace("{steps}", str(steps))
-
-
-TOOLS: Mapping[str, Tool] = {
-    "trl": Tool(
-        "TRL",
-        "trl",
-        ("trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "peft", "torch==2.13.0"),
-        (
-            *map(of_script, ("sft", "lora", "dpo", "kto", "reward", "grpo", "rloo", "gkd")),
-            of_command("sft", "chats", "--max_length 64"),
-            of_command("dpo", "pairs", "--max_length 64"),
-            of_command("kto", "marked", "--max_length 64"),
-            of_command("reward", "whole", "--max_length 64"),
-        ),
-        without="adapters that are merged for vLLM at stage 3: writing inside `GatheredParameters` without "
-        "`modifier_rank` is an error",
-    ),
-    "transformers": Tool(
-        "transformers `Trainer`",
-        "transformers",
-        ("trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "peft", "torch==2.13.0"),
-        (Example("`run_clm`-like", f"{TORCHRUN} {CLM}", beside=f"{ON_DEEPSPEED} {CLM}"),),
-    ),
-    "accelerate": Tool(
-        "accelerate",
-        "accelerate",
-        ("trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "peft", "torch==2.13.0"),
-        (
-            Example("`nlp_example`-like", nlp("nlp_example"), accelerate_config(1)),
-            Example("`complete_nlp_example`-like", nlp("complete_nlp_example"), accelerate_config(2)),
-        ),
-        without="several machines through its `deepspeed` launcher; sequence parallelism",
-    ),
-    "deepspeed": Tool(
-        "DeepSpeedExamples-like loop",
-        "deepspeed",
-        ("torch==2.13.0",),
-        (
-            Example("`torchrun`", f"{TORCHRUN} {LOOP}", LOOP_CONFIG, f"{ON_DEEPSPEED} {LOOP}"),
-            Example("`deepspeed`", f"{LAUNCHER} {LOOP}", LOOP_CONFIG, f"{ON_DEEPSPEED} {LOOP}"),
-        ),
-        without="several machines through its launcher: `zerodrift run -- torchrun --nnodes ...` on each; "
-        "autotuning; elastic training",
-    ),
-    "lightning": Tool(
-        "Lightning `Trainer` and Fabric",
-        "lightning",
-        ("lightning==2.6.6", "torch==2.13.0"),
-        (
-            Example(
-                "script: `Trainer` and Fabric",
-                f"{TORCHRUN} {LIGHTNING}",
-                beside=f"{ON_DEEPSPEED} {LIGHTNING}",
-            ),
-        ),
-        without="offload to NVMe; Lightning's `convert_zero_checkpoint_to_fp32_state_dict`: use "
-        "`zero_to_fp32.py` in the checkpoint",
-    ),
-    "llamafactory": Tool(
-        "LLaMA-Factory",
-        "llamafactory",
-        ("llamafactory==0.9.5", "torch==2.13.0"),
-        tuple(
-            Example(name, "llamafactory-cli train {file}", LLAMAFACTORY + more)
-            for name, more in (
-                ("SFT", "stage: sft\ndataset: alpaca\n" + FULL),
-                ("pretraining", "stage: pt\ndataset: text\n" + FULL),
-                ("DPO", "stage: dpo\ndataset: pairs\npref_beta: 0.1\n" + FULL),
-                ("LoRA", "stage: sft\ndataset: alpaca\n" + LORA_OF_LLAMAFACTORY),
-            )
-        ),
-        {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"},
-        ("torchaudio",),
-    ),
-    "axolotl": Tool(
-        "Axolotl",
-        "axolotl",
-        ("axolotl==0.19.0", "torch==2.13.0"),
-        tuple(
-            Example(name, AXOLOTL_COMMAND, AXOLOTL + more)
-            for name, more in (("SFT", ""), ("LoRA", LORA_OF_AXOLOTL))
-        ),
-    ),
-    "ms-swift": Tool(
-        "ms-swift",
-        "ms-swift",
-        ("ms-swift==4.6.0", "torch==2.13.0"),
-        (
-            Example("`swift sft`", SWIFT.replace("{kind}", "sft") + " --tuner_type full"),
-            Example("LoRA", SWIFT.replace("{kind}", "sft") + " --tuner_type lora --lora_rank 4"),
-            Example("`swift pt`", SWIFT.replace("{kind}", "pt") + " --tuner_type full"),
-        ),
-        {"NPROC_PER_NODE": "2", "USE_HF": "1"},
-    ),
-}
+STAGES = (2, 3)
+LIMIT = 900.0
+"""Seconds of one cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +65,23 @@ class Result:
     losses: int
     """How many numbers were compared."""
     apart: float | None
-    """The largest difference from DeepSpeed, as a part of the number; None where DeepSpeed did not run."""
+    """The largest difference from DeepSpeed, as a part of the number; None where one did not run."""
     date: str
 
     @property
     def key(self) -> tuple[str, str, int]:
         return self.tool, self.example, self.stage
+
+    @property
+    def trouble(self) -> str:
+        """What is not as it should be."""
+        if not self.ran:
+            return f"{self.example} at stage {self.stage}"
+        if self.apart is None:
+            return f"{self.example} at stage {self.stage} has nothing of DeepSpeed to compare with"
+        if not self.apart <= NEAR:
+            return f"{self.example} is {self.apart:.0e} from DeepSpeed at stage {self.stage}"
+        return ""
 
 
 # --- the page -------------------------------------------------------------------------------------------
@@ -309,26 +100,18 @@ def table(found: list[Result]) -> str:
         if not rows:
             lines.append(f"| {tool.shown} | - | - | - | not tried yet | - |")
             continue
-        works = [
-            e.name for e in tool.examples if [r.ran for r in rows if r.example == e.name] == [True, True]
-        ]
-        fails = [f"{r.example} at stage {r.stage}" for r in rows if not r.ran]
-        fails += [
-            f"{r.example} is {r.apart:.0e} from DeepSpeed at stage {r.stage}"
-            for r in rows
-            if (r.apart or 0) > NEAR
-        ]
+        ran = {(row.example, row.stage) for row in rows if row.ran}
+        works = [e.name for e in tool.examples if all((e.name, stage) in ran for stage in STAGES)]
         known = {row.example for row in rows}
         left = [example.name for example in tool.examples if example.name not in known]
-        fails += [f"not tried yet: {', '.join(left)}"] if left else []
+        troubles = [*(row.trouble for row in rows), f"not tried yet: {', '.join(left)}" if left else ""]
         apart = [row.apart for row in rows if row.apart is not None and row.apart <= NEAR]
         most = f"at most {max(apart):.0e}" if any(apart) else "not a digit"
         beside = f"{len(apart)} runs, {most} apart" if apart else "-"
-        without = "; ".join([*fails, *filter(None, [tool.without])]) or "-"
+        without = "; ".join(filter(None, [*troubles, tool.without])) or "-"
+        versions = ", ".join(dict.fromkeys(row.version for row in rows))
         date = max(row.date for row in rows)
-        lines.append(
-            f"| {tool.shown} | {rows[0].version} | {', '.join(works)} | {beside} | {without} | {date} |"
-        )
+        lines.append(f"| {tool.shown} | {versions} | {', '.join(works)} | {beside} | {without} | {date} |")
     return "\n".join(lines) + "\n"
 
 
@@ -341,13 +124,73 @@ def write_page() -> None:
 
 def keep(result: Result) -> None:
     rows = {row.key: row for row in results()} | {result.key: result}
-    order = [(name, e.name, stage) for name, tool in TOOLS.items() for e in tool.examples for stage in (2, 3)]
+    order = [(name, e.name, stage) for name, tool in TOOLS.items() for e in tool.examples for stage in STAGES]
     kept = [asdict(rows[key]) for key in order if key in rows]
-    RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in kept) + "\n]\n")
+    draft = RESULTS.with_suffix(".draft")
+    draft.write_text("[\n" + ",\n".join(json.dumps(row) for row in kept) + "\n]\n")
+    draft.replace(RESULTS)
     write_page()
 
 
-# --- one tool -------------------------------------------------------------------------------------------
+# --- one cell -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of one command."""
+
+    tool: Tool
+    example: Example
+    stage: int
+    on: str
+    """What the name `deepspeed` is: "zerodrift", or "DeepSpeed" itself."""
+
+    def __str__(self) -> str:
+        return f"{self.tool.shown}: {self.example.name}, stage {self.stage} on {self.on}"
+
+    @property
+    def file(self) -> str:
+        """For what is kept of it."""
+        number = self.tool.examples.index(self.example)
+        return f"{number}-{self.stage}-{self.on.lower()}"
+
+    @property
+    def command(self) -> list[str]:
+        """Its words, with the names of `Example` in them."""
+        if self.on == "DeepSpeed":
+            return (self.example.beside or self.example.command).split()
+        return ["python", "-m", "zerodrift", "run", "--", *self.example.command.split()]
+
+    @property
+    def asked(self) -> str:
+        """A digest of what it depends on beside the environment."""
+        prefix = "{tests}/"
+        scripts = [TESTS / word.removeprefix(prefix) for word in self.command if word.startswith(prefix)]
+        digest = hashlib.sha256(sources().encode() if self.on == "zerodrift" else b"")
+        for path in (*scripts, *BESIDE_SCRIPTS):
+            digest.update(path.read_bytes())
+        digest.update(repr((self.command, self.example.file, self.tool.environment)).encode())
+        return digest.hexdigest()
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of zerodrift."""
+    paths = sorted((ROOT / "src" / "zerodrift").rglob("*.*"))
+    kept = [path.read_bytes() for path in paths if path.suffix in (".py", ".h", ".cpp")]
+    return hashlib.sha256(b"".join(kept)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a cell."""
+
+    losses: list[float]
+    """Empty where it failed."""
+    said: str
+    """Why it failed."""
+    date: str
+    asked: str
 
 
 def numbers(told: Any) -> Iterator[float]:
@@ -369,104 +212,197 @@ def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def run(
-    python: Path, tool: Tool, example: Example, stage: int, data: Path, out: Path, *, beside: bool
-) -> list[float]:
-    """The losses of one command; none where it failed."""
-    out.mkdir()
-    port = str(29700 + os.getpid() % 200)
-    names = {"data": str(data), "out": str(out), "stage": str(stage), "port": port}
-    file = out / "example.yaml"
-    if example.file:
-        file.write_text(example.file.format(**names))
-    words = (
-        (example.beside if beside and example.beside else example.command).format(**names, file=file).split()
-    )
-    command = words if beside else [str(python), "-m", "zerodrift", "run", "--", *words]
-    environment = {
-        **os.environ,
-        **tool.environment,
-        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-        "MASTER_PORT": port,
-        "PYTHONPATH": str(SCRIPTS / "on_cpu"),
-        **dict.fromkeys(("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "AXOLOTL_DO_NOT_TRACK"), "1"),
-    }
-    with (out.with_suffix(".log")).open("w") as log:
+def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
+    """One run; what it printed is in `log`, and everything else that it left is gone."""
+    with tempfile.TemporaryDirectory(dir=data.parent) as folder:
+        out = Path(folder) / "out"
+        out.mkdir()
+        port = str(free_port())
+        names = {"tests": TESTS, "data": data, "out": out, "stage": cell.stage, "port": port}
+        file = out / "example.yaml"
+        if cell.example.file:
+            file.write_text(cell.example.file.format(**names))
+        home = log.parent / "home"  # of caches
+        asked = {
+            **os.environ,
+            **cell.tool.environment,
+            "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+            "MASTER_PORT": port,
+            "PYTHONPATH": str(TESTS / "doors" / "on_cpu"),
+            "HOME": str(home),
+            "XDG_CACHE_HOME": str(home / ".cache"),
+            "HF_HOME": str(home / ".cache" / "huggingface"),
+            "CUDA_VISIBLE_DEVICES": "",
+            **dict.fromkeys(("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "AXOLOTL_DO_NOT_TRACK"), "1"),
+        }
+        home.mkdir(exist_ok=True)
+        command = [word.format(**names, file=file) for word in cell.command]
+        with log.open("w") as printed:
+            print(f"$ {shlex.join(command)}", file=printed, flush=True)
+            code = processes.run(command, asked, data, printed, LIMIT)
+        found = losses(out)
+    said = "" if code == 0 and found else "wrote no losses"
+    if code != 0:
+        said = f"not done in {LIMIT:.0f} s" if code is None else f"exit code {code}"
+    today = datetime.date.today().isoformat()
+    return Outcome([] if said else found, said, today, cell.asked)
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
+
+
+# --- all of them ----------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A line for each cell: which of how many, what, how it went, and what is left."""
+
+    def __init__(self, cells: int) -> None:
+        self.cells = cells
+        self.done = 0
+        self.seconds: list[float] = []
+        self.rows: list[Result] = []
+        self.failures: list[str] = []
+
+    def begin(self, cell: Cell) -> None:
+        left = ""
+        if self.seconds:
+            mean = sum(self.seconds) / len(self.seconds)
+            left = f", {mean * (self.cells - self.done) / 60:.0f} minutes left"
+        print(f"[{self.done + 1}/{self.cells}{left}] {cell} ... ", end="", flush=True)
+
+    def end(self, outcome: Outcome, seconds: float | None) -> None:
+        self.done += 1
+        if seconds is not None:
+            self.seconds.append(seconds)
+        took = "kept" if seconds is None else f"{seconds:.0f} s"
+        print(outcome.said or f"{len(outcome.losses)} numbers", f"({took})", flush=True)
+
+    def fail(self, what: str) -> None:
+        self.failures.append(what)
+        print(f"FAILED {what}", file=sys.stderr, flush=True)
+
+    def summary(self, folder: Path) -> str:
+        """What ran, and what failed."""
+        ran = [row.key[:2] for row in self.rows if row.ran]
+        both = sum(ran.count(key) == len(STAGES) for key in set(ran))
+        near = sum(row.apart is not None and row.apart <= NEAR for row in self.rows)
+        lines = [
+            f"{both} of {self.cells // (2 * len(STAGES))} examples ran at stages 2 and 3; {near} of "
+            f"{len(self.rows)} runs are within {NEAR:g} of DeepSpeed's. Environments and logs are in {folder}"
+        ]
+        return "\n".join([*lines, *(f"FAILED {what}" for what in self.failures)])
+
+
+def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str]) -> int:
+    """Tool after tool; a failure of one is not the end of the others."""
+    chosen = {name: [e for e in TOOLS[name].examples if only in e.name] for name in names or TOOLS}
+    each = 2 * len(STAGES)
+    progress = Progress(each * sum(map(len, chosen.values())))
+    for name, examples in chosen.items():
+        until, home = progress.done + each * len(examples), folder / name
+        print(f"== {TOOLS[name].shown}: {home}", flush=True)
         try:
-            done = subprocess.run(
-                command, env=environment, cwd=data, stdout=log, stderr=log, timeout=400, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return []
-    found = losses(out)
-    return found if done.returncode == 0 and found else []
+            try_tool(name, examples, made(name, home, torch), progress)
+        except (OSError, subprocess.CalledProcessError) as error:
+            progress.fail(f"{TOOLS[name].shown}: {error}; see {log_of(home)}")
+        progress.done = until
+    print(progress.summary(folder))
+    return 1 if progress.failures else 0
 
 
-def try_tool(python: Path, name: str, only: Sequence[str] = ()) -> None:
-    """Every example of a tool, or some by their names."""
+def made(name: str, home: Path, torch: Sequence[str]) -> Path:
+    """The interpreter of a tool's environment."""
     tool = TOOLS[name]
-    asked = f"import importlib.metadata as m; print(m.version({tool.package!r}))"
-    said = subprocess.run([str(python), "-c", asked], check=True, capture_output=True, text=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"doors-{name}-"))
-    data = folder / "data"
-    data.mkdir()
-    subprocess.run([str(python), str(SCRIPTS / "tiny.py"), str(data)], check=True)
-    for number, example in enumerate(tool.examples):
-        if only and example.name.replace("`", "") not in only:
-            continue
-        there = run(python, tool, example, 2, data, folder / f"{number}-deepspeed", beside=True)
-        for stage in (2, 3):
-            here = run(python, tool, example, stage, data, folder / f"{number}-{stage}", beside=False)
-            apart = None
-            if here and len(here) == len(there):
-                apart = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(here, there, strict=True))
-            date = datetime.date.today().isoformat()
-            row = Result(name, said.stdout.strip(), example.name, stage, bool(here), len(here), apart, date)
-            keep(row)
-            print(f"{row}  ({folder}/{number}-{stage}.log)", flush=True)
-
-
-def environment(name: str, folder: Path) -> Path:
-    """The interpreter of a tool, whose environment is made where it is not there."""
-    tool = TOOLS[name]
-    home = folder / "-".join(tool.packages[:1]).replace("==", "-")
-    python = home / "bin" / "python"
-    if not (home / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet"]
-        quiet = {**os.environ, "DS_BUILD_OPS": "0"}
-        subprocess.run([*install, "setuptools", *tool.packages, str(ROOT)], check=True, env=quiet)
-        subprocess.run([*install, "--no-build-isolation", DEEPSPEED], check=True, env=quiet)
-        for module in tool.empty:
-            (next((home / "lib").glob("python*")) / "site-packages" / f"{module}.py").touch()
-        (home / "ready").touch()
+    python = environment(
+        home,
+        sys.executable,
+        [*torch, TORCH],
+        [TORCH, "setuptools", *tool.packages, "-e", str(ROOT)],
+        ["--no-build-isolation", DEEPSPEED],
+    )
+    for module in tool.empty:
+        (next((home / "lib").glob("python*")) / "site-packages" / f"{module}.py").touch()
     return python
 
 
-def main() -> None:
+def try_tool(name: str, examples: Sequence[Example], python: Path, progress: Progress) -> None:
+    """Every example on both at every stage."""
+    tool, kept = TOOLS[name], python.parents[1] / "doors"
+    kept.mkdir(exist_ok=True)
+    ask = [str(python), "-c", f"import importlib.metadata as m; print(m.version({tool.package!r}))"]
+    version = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+    with tempfile.TemporaryDirectory(prefix=f"doors-{name}-", ignore_cleanup_errors=True) as folder:
+        data = Path(folder) / "data"
+        data.mkdir()
+        if any("{data}" in example.command + example.file for example in examples):
+            subprocess.run([str(python), str(TESTS / "doors" / "tiny.py"), str(data)], check=True)
+        for example, stage in itertools.product(examples, STAGES):
+            there, here = (
+                tried(Cell(tool, example, stage, on), python, data, kept, progress)
+                for on in ("DeepSpeed", "zerodrift")
+            )
+            apart = None
+            if here.losses and len(here.losses) == len(there.losses):
+                pairs = zip(here.losses, there.losses, strict=True)
+                apart = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
+            count = len(here.losses)
+            row = Result(name, version, example.name, stage, not here.said, count, apart, here.date)
+            progress.rows.append(row)
+            keep(row)
+            if row.trouble and not (here.said or there.said):
+                progress.fail(f"{tool.shown}: {row.trouble}")
+
+
+def tried(cell: Cell, python: Path, data: Path, kept: Path, progress: Progress) -> Outcome:
+    """What came of a cell, today or when it last ran."""
+    progress.begin(cell)
+    file, log = (kept / f"{cell.file}.{kind}" for kind in ("json", "log"))
+    outcome = Outcome(**json.loads(file.read_text())) if file.exists() else None
+    seconds = None
+    if outcome is None or outcome.asked != cell.asked:
+        file.unlink(missing_ok=True)
+        start = time.monotonic()
+        outcome = run(cell, python, data, log)
+        seconds = time.monotonic() - start
+        if not outcome.said:
+            file.write_text(json.dumps(asdict(outcome)))
+    progress.end(outcome, seconds)
+    if outcome.said:
+        progress.fail(f"{cell}: {outcome.said}; see {log}")
+    return outcome
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     every = verbs.add_parser("all")
     every.add_argument("folder", type=Path)
-    every.add_argument("tools", nargs="*", choices=[[], *TOOLS], default=[])
-    one = verbs.add_parser("one")
-    one.add_argument("python", type=Path)
-    one.add_argument("tool", choices=TOOLS)
-    one.add_argument("names", nargs="*")
+    every.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}; none for all")
+    every.add_argument("--only", default="", metavar="TEXT", help="examples with this in their names")
+    every.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
     verbs.add_parser("page")
     asked = parser.parse_args()
     if asked.verb == "page":
         write_page()
-    elif asked.verb == "one":
-        try_tool(Path(os.path.abspath(asked.python)), asked.tool, asked.names)
-    else:
-        for name in asked.tools or TOOLS:
-            print(f"== {name}", flush=True)
-            try:
-                try_tool(environment(name, asked.folder.resolve()), name)
-            except (OSError, subprocess.CalledProcessError) as error:
-                print(f"not tried: {error}", file=sys.stderr)
+        return 0
+    if unknown := set(asked.tools) - set(TOOLS):
+        parser.error(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    try:
+        return try_all(asked.folder.resolve(), asked.tools, asked.only, asked.torch.split())
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,7 @@
 
 An environment that is there is used again, and a row of the same versions and suite is replaced. A cell whose
 `pythonX.Y` is not on the PATH, or whose packages cannot be installed, is said and left out. On Linux torch
-comes as the CUDA build, of several GB for each environment.
+comes as the CUDA build, of several GB for each environment, unless `--torch` gives pip another index.
 
 Invariant: versions are what the interpreter says of itself, and counts are what pytest counted.
 """
@@ -27,7 +27,9 @@ from xml.etree import ElementTree
 
 from zerodrift.versions import warning
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from environments import ROOT, environment
+
 PAGE = ROOT / "docs" / "versions.md"
 
 
@@ -240,25 +242,15 @@ def counts(report: Path) -> dict[str, str]:
     }
 
 
-def environment(cell: Cell, folder: Path) -> Path:
-    """The interpreter of a cell, whose environment is made where it is not there."""
+def made(cell: Cell, folder: Path, torch: Sequence[str]) -> Path:
+    """The interpreter of a cell's environment."""
     name = f"py{cell.python}-torch{cell.torch}-tf{cell.transformers}" + (
         cell.deepspeed and f"-ds{cell.deepspeed}"
     )
-    home = folder / name
-    python = home / "bin" / "python"
-    if not (home / "ready").exists():
-        subprocess.run([f"python{cell.python}", "-m", "venv", str(home)], check=True)
-        wanted = [f"torch=={cell.torch}", f"transformers=={cell.transformers}", *BESIDE]
-        if cell.deepspeed:
-            wanted += ["setuptools", f"deepspeed=={cell.deepspeed}"]
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", *wanted],
-            check=True,
-            env={**os.environ, "DS_BUILD_OPS": "0"},
-        )
-        (home / "ready").touch()
-    return python
+    wanted = [f"transformers=={cell.transformers}", *BESIDE]
+    if cell.deepspeed:
+        wanted += ["setuptools", f"deepspeed=={cell.deepspeed}"]
+    return environment(folder / name, f"python{cell.python}", [*torch, f"torch=={cell.torch}"], wanted)
 
 
 def main() -> None:
@@ -266,6 +258,7 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     every = verbs.add_parser("all")
     every.add_argument("folder", type=Path)
+    every.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
     one = verbs.add_parser("one")
     one.add_argument("python", type=Path)
     one.add_argument("suite", choices=SUITES)
@@ -277,7 +270,7 @@ def main() -> None:
     for cell in CELLS:
         print(f"== {cell}", flush=True)
         try:
-            python = environment(cell, asked.folder.resolve())
+            python = made(cell, asked.folder.resolve(), asked.torch.split())
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"no environment for it: {error}", file=sys.stderr)
             continue

@@ -28,21 +28,27 @@ GOOD = ["fine thanks", "very well", "a small test", "no more now"] * 16
 BAD = ["zzz", "qqq", "xxx", "www"] * 16
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def save_model(folder: Path) -> Any:
+    """Into a folder, with its tokenizer."""
     words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,?!:\n"]
     letters = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **special)
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     numbers = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     model = LlamaForCausalLM(LlamaConfig(**numbers, **heads, **ids))
-    model.save_pretrained(folder / "model")
+    model.save_pretrained(folder)
+    return model
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    model = save_model(folder / "model")
     with contextlib.suppress(ImportError):  # where a tool has adapters
         from peft import LoraConfig, get_peft_model
 

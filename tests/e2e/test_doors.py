@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def told(script: str, folder: Path, *cases: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def told(script: str, folder: Path, *cases: str) -> dict[str, Any]:
         "run",
         "--",
         *torchrun,
-        str(HERE / script),
+        str(TESTS / script),
         str(folder),
         *cases,
     ]
@@ -52,7 +52,7 @@ FABRIC = [1.9205031394958496, 8.751940727233887, 9.816081047058105, 18.259262084
 def test_lightnings_trainer_and_fabric(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     cases = ("2/32-true", "3/32-true", "2/bf16-mixed", "3/bf16-true", "2/16-mixed")
-    found = told("lightning_loops.py", tmp_path, *cases)
+    found = told("e2e/lightning_loops.py", tmp_path, *cases)
     for case in cases:
         near = {"32-true": 1e-6, "bf16-mixed": 0.1, "bf16-true": 0.1, "16-mixed": 0.25}[
             case.partition("/")[2]
@@ -74,7 +74,7 @@ SFT = ([4.146212577819824, 4.094812393188477, 4.051012992858887], [1.7323565483,
 @pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "kto", "reward", "grpo", "rloo", "gkd"])
 def test_trls_trainers(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    found = told("trl_trainers.py", tmp_path, f"{kind}/2", f"{kind}/3")
+    found = told("doors/trl_trainers.py", tmp_path, f"{kind}/2", f"{kind}/3")
     two, three = found[f"{kind}/2"], found[f"{kind}/3"]
     assert two["engine"] == three["engine"] == "zerodrift.deepspeed.engine"
     assert len(two["losses"]) == len(two["norms"]) == 3 and all(0 < norm < 100 for norm in two["norms"])

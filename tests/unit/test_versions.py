@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -69,9 +70,13 @@ def test_a_cell_that_cannot_be_made_is_said_and_left_out(
 ) -> None:
     cells = (matrix.Cell("3.99", "2.15.0", "5.23.0", "", ("quick",)), matrix.CELLS[0])
     home = tmp_path / f"py{cells[1].python}-torch{cells[1].torch}-tf{cells[1].transformers}"
-    home.mkdir()
-    (home / "ready").touch()
     ran = []
+    environment = matrix.environment
+
+    def made(folder: Path, python: str, *lists: Any) -> Path:
+        return folder / "bin" / "python" if folder == home else environment(folder, python, *lists)
+
+    monkeypatch.setattr(matrix, "environment", made)
     monkeypatch.setattr(matrix, "CELLS", cells)
     monkeypatch.setattr(matrix, "run", lambda python, suite: (python, suite))
     monkeypatch.setattr(matrix, "keep", ran.append)

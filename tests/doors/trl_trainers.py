@@ -1,9 +1,10 @@
 """TRL's trainers over a tiny model, with a DeepSpeed config, by the name of DeepSpeed; started by
 `zerodrift run -- torchrun`, or by torchrun alone on DeepSpeed itself.
 
-    zerodrift run -- torchrun --nproc-per-node=2 tests/e2e/trl_trainers.py FOLDER TRAINER/STAGE...
+    zerodrift run -- torchrun --nproc-per-node=2 tests/doors/trl_trainers.py FOLDER TRAINER/STAGE...
 
-What each saw is in FOLDER/told.json. Nothing is downloaded: model, tokenizer and data are made here.
+What each saw is in FOLDER/told.json. Nothing is downloaded: model, tokenizer and data are
+those of `tiny.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import trl
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast, set_seed
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}"
-    "{{ eos_token if m['role'] == 'assistant' else '' }}{% endfor %}"
-    "{% if add_generation_prompt %}a {% endif %}"
-)
-PROMPTS = ["hello there", "how are you", "what is this", "tell me more"] * 8
-GOOD = ["fine thanks", "very well", "a small test", "no more now"] * 8
-BAD = ["zzz", "qqq", "xxx", "www"] * 8
+import tiny
+
+PROMPTS, GOOD, BAD = (texts[:32] for texts in (tiny.PROMPTS, tiny.GOOD, tiny.BAD))
 
 
 def saved(folder: Path) -> str:
@@ -38,38 +33,10 @@ def saved(folder: Path) -> str:
     place = folder / "model"
     if not place.exists():
         draft = folder / f"model-{os.getpid()}"
-        words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,?!"]
-        letters = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-        letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **special)
-        tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained(draft)
-        torch.manual_seed(0)
-        numbers = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
-        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        LlamaForCausalLM(LlamaConfig(**numbers, **heads, **ids)).save_pretrained(draft)
+        tiny.save_model(draft)
         with contextlib.suppress(OSError):
             draft.rename(place)
     return str(place)
-
-
-def config(stage: int) -> dict[str, Any]:
-    """As accelerate's documentation writes it."""
-    automatic = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
-    return {
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-        },
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "train_micro_batch_size_per_gpu": "auto",
-        **dict.fromkeys(automatic, "auto"),
-    }
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:
@@ -128,7 +95,7 @@ def main() -> None:
         set_seed(0)
         common = {
             "output_dir": str(folder / f"{kind}-{stage}"),
-            "deepspeed": config(int(stage)),
+            "deepspeed": tiny.config(int(stage)),
             "use_cpu": True,
             "bf16": False,
             "per_device_train_batch_size": 2,
