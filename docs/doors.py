@@ -36,8 +36,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import environments
 import processes
-from environments import ROOT, environment, log_of
+from environments import ROOT, log_of
 from tests.doors.examples import DEEPSPEED, TOOLS, TORCH, Example, Tool
 
 PAGE = ROOT / "docs" / "doors.md"
@@ -214,6 +215,7 @@ def losses(folder: Path) -> list[float]:
 
 def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
     """One run; what it printed is in `log`, and everything else that it left is gone."""
+    asked = cell.asked
     with tempfile.TemporaryDirectory(dir=data.parent) as folder:
         out = Path(folder) / "out"
         out.mkdir()
@@ -223,7 +225,7 @@ def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
         if cell.example.file:
             file.write_text(cell.example.file.format(**names))
         home = log.parent / "home"  # of caches
-        asked = {
+        environment = {
             **os.environ,
             **cell.tool.environment,
             "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
@@ -239,13 +241,13 @@ def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
         command = [word.format(**names, file=file) for word in cell.command]
         with log.open("w") as printed:
             print(f"$ {shlex.join(command)}", file=printed, flush=True)
-            code = processes.run(command, asked, data, printed, LIMIT)
+            code = processes.run(command, environment, data, printed, LIMIT)
         found = losses(out)
     said = "" if code == 0 and found else "wrote no losses"
     if code != 0:
         said = f"not done in {LIMIT:.0f} s" if code is None else f"exit code {code}"
     today = datetime.date.today().isoformat()
-    return Outcome([] if said else found, said, today, cell.asked)
+    return Outcome([] if said else found, said, today, asked)
 
 
 def free_port() -> int:
@@ -317,15 +319,18 @@ def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str])
 def made(name: str, home: Path, torch: Sequence[str]) -> Path:
     """The interpreter of a tool's environment."""
     tool = TOOLS[name]
-    python = environment(
+    python = environments.environment(
         home,
         sys.executable,
         [*torch, TORCH],
         [TORCH, "setuptools", *tool.packages, "-e", str(ROOT)],
         ["--no-build-isolation", DEEPSPEED],
     )
+    packages = next((home / "lib").glob("python*")) / "site-packages"
+    if there := [name for name in tool.unused if (packages / name).exists()]:
+        subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "-y", *there], check=True)
     for module in tool.empty:
-        (next((home / "lib").glob("python*")) / "site-packages" / f"{module}.py").touch()
+        (packages / f"{module}.py").touch()
     return python
 
 
@@ -339,7 +344,9 @@ def try_tool(name: str, examples: Sequence[Example], python: Path, progress: Pro
         data = Path(folder) / "data"
         data.mkdir()
         if any("{data}" in example.command + example.file for example in examples):
-            subprocess.run([str(python), str(TESTS / "doors" / "tiny.py"), str(data)], check=True)
+            with (kept / "data.log").open("w") as log:
+                tiny = [str(python), str(TESTS / "doors" / "tiny.py"), str(data)]
+                subprocess.run(tiny, check=True, stdout=log, stderr=log)
         for example, stage in itertools.product(examples, STAGES):
             there, here = (
                 tried(Cell(tool, example, stage, on), python, data, kept, progress)

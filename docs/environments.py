@@ -24,7 +24,7 @@ def environment(home: Path, python: str, torch: Sequence[str], *rest: Sequence[s
     if made.exists() and made.read_text() == asked:
         return interpreter
     home.parent.mkdir(parents=True, exist_ok=True)
-    pip = [str(interpreter), "-m", "pip", "install", "--progress-bar", "off"]
+    pip = [str(interpreter), "-m", "pip", "install", "--no-compile", "--progress-bar", "off"]
     commands = [[python, "-m", "venv", "--clear", str(home)], [*pip, "--upgrade", "pip"]]
     commands += [[*pip, *each] for each in (torch, *rest)]
     with log_of(home).open("w") as said:

@@ -36,8 +36,10 @@ class Tool:
     """Beside torch, zerodrift and DeepSpeed."""
     examples: tuple[Example, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    """Packages that it asks for and that are not used here; with torch for CPUs PyPI's cannot be imported."""
     empty: tuple[str, ...] = ()
-    """Modules that are imported and not used here, and have no build for a CPU: empty ones stand for them."""
+    """Modules of these that it imports all the same: empty ones stand for them."""
     without: str = ""
     """What does not work, or was not tried."""
 
@@ -65,7 +67,7 @@ use_cpu: false
 def of_script(kind: str) -> Example:
     """One of TRL's trainers."""
     script = f"{{tests}}/doors/trl_trainers.py {{out}} {kind}/{{stage}}"
-    return Example(f"script: {kind}", f"{TORCHRUN} {script}", beside=f"{ON_DEEPSPEED} {script}")
+    return Example(f"script: {kind}", f"{TORCHRUN} {script}")
 
 
 def of_command(kind: str, data: str, more: str = "") -> Example:
@@ -173,7 +175,7 @@ TOOLS: Mapping[str, Tool] = {
         "transformers `Trainer`",
         "transformers",
         ("transformers==5.23.0", "accelerate==1.15.0", "datasets"),
-        (Example("`run_clm`-like", f"{TORCHRUN} {CLM}", beside=f"{ON_DEEPSPEED} {CLM}"),),
+        (Example("`run_clm`-like", f"{TORCHRUN} {CLM}"),),
     ),
     "accelerate": Tool(
         "accelerate",
@@ -190,8 +192,8 @@ TOOLS: Mapping[str, Tool] = {
         "deepspeed",
         (),
         (
-            Example("`torchrun`", f"{TORCHRUN} {LOOP}", LOOP_CONFIG, f"{ON_DEEPSPEED} {LOOP}"),
-            Example("`deepspeed`", f"{LAUNCHER} {LOOP}", LOOP_CONFIG, f"{ON_DEEPSPEED} {LOOP}"),
+            Example("`torchrun`", f"{TORCHRUN} {LOOP}", LOOP_CONFIG),
+            Example("`deepspeed`", f"{LAUNCHER} {LOOP}", LOOP_CONFIG, f"{TORCHRUN} {LOOP}"),
         ),
         without="several machines through its launcher: `zerodrift run -- torchrun --nnodes ...` on each; "
         "autotuning; elastic training",
@@ -224,7 +226,8 @@ TOOLS: Mapping[str, Tool] = {
             )
         ),
         {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"},
-        ("torchaudio",),
+        unused=("torchvision", "torchaudio"),
+        empty=("torchaudio",),
     ),
     "axolotl": Tool(
         "Axolotl",

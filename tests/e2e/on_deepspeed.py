@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import runpy
 import sys
@@ -10,8 +9,6 @@ from typing import Any
 
 import deepspeed
 
-# As in `ranks/saved_by_deepspeed.py`: nothing is compiled for ranks of one machine.
-importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 _initialize = deepspeed.initialize
 
 

@@ -173,9 +173,9 @@ def test_an_environment_is_made_once(doors: Any, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(subprocess, "run", run)
     asked = (tmp_path / "home", "python3", ["--pre", "torch"], ["first"], ["second"])
     with pytest.raises(KeyboardInterrupt):
-        doors.environment(*asked)
+        doors.environments.environment(*asked)
     fails.append(False)
-    assert doors.environment(*asked) == tmp_path / "home" / "bin" / "python"
+    assert doors.environments.environment(*asked) == tmp_path / "home" / "bin" / "python"
     assert [command[-2:] for command in ran[5:]] == [
         ["--clear", str(tmp_path / "home")],
         ["--upgrade", "pip"],
@@ -183,5 +183,5 @@ def test_an_environment_is_made_once(doors: Any, tmp_path: Path, monkeypatch: py
         ["off", "first"],
         ["off", "second"],
     ]
-    assert doors.environment(*asked) and len(ran) == 10
-    assert doors.environment(*asked[:-1]) and len(ran) == 14
+    assert doors.environments.environment(*asked) and len(ran) == 10
+    assert doors.environments.environment(*asked[:-1]) and len(ran) == 14

@@ -1,7 +1,8 @@
-"""On PYTHONPATH of what is tried without a GPU: `accelerate` then takes ranks on CPUs for ranks.
+"""On PYTHONPATH of what is tried without a GPU: there ranks on CPUs are ranks, and nothing is compiled.
 
-Under DeepSpeed it asks the GPU which collectives there are; without one, every rank believes that it is the
-first of one. Nothing else is changed.
+Under DeepSpeed `accelerate` asks the GPU which collectives there are; without one, every rank believes that
+it is the first of one. For the ranks of one machine DeepSpeed has a sum through shared memory, which it would
+compile for minutes; gloo's is taken. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -12,28 +13,39 @@ import sys
 from typing import Any
 
 
+def _ranks_are_ranks(state: Any) -> None:
+    ask = state.PartialState._prepare_backend
+
+    def backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found, kind = ask(self, *args, **kwargs)
+        return found or ("gloo" if "LOCAL_RANK" in os.environ else None), kind
+
+    state.PartialState._prepare_backend = backend
+
+
+def _nothing_is_compiled(torch: Any) -> None:
+    torch.build_shm_op = lambda: None
+
+
+_CHANGES = {"accelerate.state": _ranks_are_ranks, "deepspeed.comm.torch": _nothing_is_compiled}
+
+
 class _Finder:
-    """Looks after `accelerate.state` when that is imported."""
+    """Looks after these modules when they are imported."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "accelerate.state":
+        if name not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def run_and_tell(module: Any) -> None:
+            def run_and_change(module: Any) -> None:
                 run(module)
-                ask = module.PartialState._prepare_backend
+                _CHANGES[name](module)
 
-                def backend(self: Any, *args: Any, **kwargs: Any) -> Any:
-                    found, kind = ask(self, *args, **kwargs)
-                    return found or ("gloo" if "LOCAL_RANK" in os.environ else None), kind
-
-                module.PartialState._prepare_backend = backend
-
-            spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
+            spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
 
 
