@@ -21,6 +21,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import shlex
 import signal
@@ -213,6 +214,14 @@ def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
+def furthest(here: Sequence[float], there: Sequence[float]) -> float | None:
+    """The largest difference, as a part of the number; None where they cannot be compared."""
+    if not here or len(here) != len(there):
+        return None
+    differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(here, there, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
 def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
     """One run; what it printed is in `log`, and everything else that it left is gone."""
     asked = cell.asked
@@ -273,7 +282,7 @@ class Progress:
         left = ""
         if self.seconds:
             mean = sum(self.seconds) / len(self.seconds)
-            left = f", {mean * (self.cells - self.done) / 60:.0f} minutes left"
+            left = f", {mean * (self.cells - self.done) / 60:.0f} min left"
         print(f"[{self.done + 1}/{self.cells}{left}] {cell} ... ", end="", flush=True)
 
     def end(self, outcome: Outcome, seconds: float | None) -> None:
@@ -305,12 +314,15 @@ def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str])
     each = 2 * len(STAGES)
     progress = Progress(each * sum(map(len, chosen.values())))
     for name, examples in chosen.items():
+        if not examples:
+            continue
         until, home = progress.done + each * len(examples), folder / name
-        print(f"== {TOOLS[name].shown}: {home}", flush=True)
+        print(f"== {TOOLS[name].shown}", flush=True)
         try:
             try_tool(name, examples, made(name, home, torch), progress)
         except (OSError, subprocess.CalledProcessError) as error:
-            progress.fail(f"{TOOLS[name].shown}: {error}; see {log_of(home)}")
+            said = shlex.join(error.cmd) if isinstance(error, subprocess.CalledProcessError) else error
+            progress.fail(f"{TOOLS[name].shown}: {said}; see {log_of(home)}")
         progress.done = until
     print(progress.summary(folder))
     return 1 if progress.failures else 0
@@ -344,19 +356,15 @@ def try_tool(name: str, examples: Sequence[Example], python: Path, progress: Pro
         data = Path(folder) / "data"
         data.mkdir()
         if any("{data}" in example.command + example.file for example in examples):
-            with (kept / "data.log").open("w") as log:
-                tiny = [str(python), str(TESTS / "doors" / "tiny.py"), str(data)]
+            tiny = [str(python), str(TESTS / "doors" / "tiny.py"), str(data)]
+            with log_of(python.parents[1]).open("a") as log:
                 subprocess.run(tiny, check=True, stdout=log, stderr=log)
         for example, stage in itertools.product(examples, STAGES):
             there, here = (
                 tried(Cell(tool, example, stage, on), python, data, kept, progress)
                 for on in ("DeepSpeed", "zerodrift")
             )
-            apart = None
-            if here.losses and len(here.losses) == len(there.losses):
-                pairs = zip(here.losses, there.losses, strict=True)
-                apart = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
-            count = len(here.losses)
+            count, apart = len(here.losses), furthest(here.losses, there.losses)
             row = Result(name, version, example.name, stage, not here.said, count, apart, here.date)
             progress.rows.append(row)
             keep(row)
@@ -402,6 +410,9 @@ def main() -> int:
         return 0
     if unknown := set(asked.tools) - set(TOOLS):
         parser.error(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}")
+    names = [example.name for tool in asked.tools or TOOLS for example in TOOLS[tool].examples]
+    if not any(asked.only in name for name in names):
+        parser.error(f"no example has {asked.only!r} in its name: {', '.join(names)}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:

@@ -27,6 +27,7 @@ def environment(home: Path, python: str, torch: Sequence[str], *rest: Sequence[s
     pip = [str(interpreter), "-m", "pip", "install", "--no-compile", "--progress-bar", "off"]
     commands = [[python, "-m", "venv", "--clear", str(home)], [*pip, "--upgrade", "pip"]]
     commands += [[*pip, *each] for each in (torch, *rest)]
+    print(f"making {home}, for some minutes; what pip says is in {log_of(home)}", flush=True)
     with log_of(home).open("w") as said:
         for command in commands:
             print(f"$ {' '.join(command)}", file=said, flush=True)

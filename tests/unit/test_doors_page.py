@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -112,9 +113,7 @@ def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     failed = f"{apart.TOOLS['deepspeed'].shown}: `deepspeed`, stage 3 on zerodrift"
     assert len(ran) == 8 and failed == ran[-1]
     told = capsys.readouterr()
-    assert (
-        "[12/12, 0 minutes left]" in told.out and "`torchrun`, stage 2 on DeepSpeed ... 2 numbers" in told.out
-    )
+    assert "[12/12, 0 min left]" in told.out and "`torchrun`, stage 2 on DeepSpeed ... 2 numbers" in told.out
     last = told.out.splitlines()[-3:]
     assert last[0].startswith("1 of 3 examples ran at stages 2 and 3; 3 of 4 runs are within 1e-06")
     assert "lightning" in last[1] and f"see {home / 'lightning.log'}" in last[1]
@@ -134,6 +133,25 @@ def test_a_cell_of_another_command_or_source_is_another(doors: Any, monkeypatch:
     assert first == [cell.asked for cell in cells] and len({*first}) == 3  # one command on DeepSpeed
     monkeypatch.setattr(doors, "sources", lambda: "others")
     assert [cell.asked == asked for cell, asked in zip(cells, first, strict=True)] == [True, False] * 2
+
+
+def test_the_furthest_number_is_found(doors: Any) -> None:
+    assert doors.furthest([1.0, 4.0], [1.0, 2.0]) == 1.0 and doors.furthest([0.5], [0.25]) == 0.25
+    assert math.isnan(doors.furthest([1.0, math.nan], [1.0, 2.0]))
+    assert doors.furthest([], []) is doors.furthest([1.0], [1.0, 2.0]) is None
+
+
+def test_a_name_that_is_none_is_said(
+    doors: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        (["trk"], "no such tool: trk; there are trl,"),
+        (["trl", "--only", "sfx"], "has 'sfx' in"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["doors.py", "all", "folder", *words])
+        with pytest.raises(SystemExit):
+            doors.main()
+        assert said in capsys.readouterr().err
 
 
 def test_what_an_example_leaves_in_its_folder_is_read(doors: Any, tmp_path: Path) -> None:
