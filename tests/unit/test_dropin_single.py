@@ -373,6 +373,21 @@ def test_a_second_run_replaces_the_tags_of_the_first(tmp_path: Path) -> None:
         third.save_checkpoint(tmp_path, "mine")
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_torch_autocast_trains_is_saved_in_fp32(stage: int, tmp_path: Path) -> None:
+    """Its weights are fp32: in 16 bits a model that goes on from the file would be another."""
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, "torch_autocast": {"enabled": True}}
+    engine, *_ = make(config)
+    step(engine)
+    engine.save_16bit_model(str(tmp_path), "model.bin")
+    saved = torch.load(tmp_path / "model.bin")
+    for name, parameter in engine.module.named_parameters():
+        value = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        assert value is not None and not torch.equal(value, value.bfloat16().float())
+        for found in (saved[name], engine.module_state_dict()[name]):
+            assert found.dtype is torch.float32 and torch.equal(found, value)
+
+
 # --- what others reach for ----------------------------------------------------------------------------------
 
 

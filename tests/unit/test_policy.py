@@ -52,8 +52,8 @@ NORMW = "model.layers.1.input_layernorm.weight"
         ("fp32", "fp32/ fp32 fp32 fp32 fp32/ fp32 same/ fp32/ fp32"),
         ("bf16", "bf16/ bf16 bf16 bf16 fp32/ fp32 split/ fp32/ bf16"),
         ("fp16", "fp16/ fp16 fp16 fp16 fp32/ fp32 fp32/ fp32/ fp16"),
-        ("autocast-bf16", "fp32/ bf16 bf16 bf16 fp32/ bf16>fp32 same/ fp32/ bf16"),
-        ("autocast-fp16", "fp32/ fp16 fp16 fp16 fp32/ fp16>fp32 same/ fp32/ fp16"),
+        ("autocast-bf16", "fp32/ bf16 bf16 bf16 fp32/ bf16>fp32 same/ fp32/ fp32"),
+        ("autocast-fp16", "fp32/ fp16 fp16 fp16 fp32/ fp16>fp32 same/ fp32/ fp32"),
     ],
 )
 def test_defaults_of_every_mode_at_stage_3(mode: str, expected: str) -> None:

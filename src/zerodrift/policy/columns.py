@@ -369,4 +369,6 @@ class _Filler:
             return self._demanded(
                 "export", compute, f"compute: {checkpoint} of the source means nothing by itself"
             )
+        if self.setting.mode.autocast:
+            return self._demanded("export", DType.FP32, "no source checkpoint: autocast trains fp32 weights")
         return self._demanded("export", compute, "no source checkpoint: the compute dtype")
