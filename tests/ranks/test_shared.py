@@ -7,6 +7,7 @@ That what travels through it has the bits of all other carriers, and that a rank
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,16 @@ from zerodrift.comm import pairs, shared
 from zerodrift.comm.collectives import Carrier, Collectives
 from zerodrift.comm.fold import Sum
 from zerodrift.comm.mesh import AxisName
-from zerodrift.comm.shared import FIRST, NOWHERE, Address, OwnMemory, PeerMemory, can_share, reach
+from zerodrift.comm.shared import (
+    FIRST,
+    NOWHERE,
+    Address,
+    MessagePlace,
+    OwnMemory,
+    PeerMemory,
+    can_share,
+    reach,
+)
 
 BOTH: tuple[Carrier, ...] = ("shared", "pairs")
 
@@ -90,7 +100,7 @@ def test_parts_of_a_buffer_are_read_where_they_are_and_written_when_they_were_re
     size = 1 << 16
     buffer = own.empty(2 * size, 3).view(torch.int64)
     first, second = buffer.copy_(numbers(buffer.numel())).chunk(2)
-    places = own.write(second, [1], 3), own.write(first, [2], 3)
+    places = own.write(second, [1], 3, stays=True), own.write(first, [2], 3, stays=True)
     assert not own.is_read(buffer)
     for place, sent, reader in zip(places, (second, first), (1, 2), strict=True):
         found = peer.read(place, size).view(torch.int64)
@@ -101,7 +111,7 @@ def test_parts_of_a_buffer_are_read_where_they_are_and_written_when_they_were_re
     assert own.is_read(buffer)
     assert own.is_read(torch.empty(3))  # none of this memory
     buffer.fill_(1)
-    twice = [own.write(first, [1], 3) for _ in range(2)]
+    twice = [own.write(first, [1], 3, stays=True) for _ in range(2)]
     assert twice[0].values != twice[1].values  # to one that has not read the last, a copy
 
 
@@ -109,13 +119,13 @@ def test_parts_of_a_buffer_are_read_where_they_are_and_written_when_they_were_re
 def test_a_buffer_that_is_let_go_of_stays_until_it_was_read() -> None:
     own, peer = both()
     buffer = own.empty(1 << 16, 2)
-    place = own.write(buffer.fill_(7), [1], 2)
+    place = own.write(buffer.fill_(7), [1], 2, stays=True)
     del buffer
     other = own.empty(1 << 16, 2)
     assert peer.read(place, 1 << 16).eq(7).all()
     peer.done(place, 1)
     again = own.empty(1 << 16, 2)
-    assert own.write(again, [1], 2) == place and other.numel() == 1 << 16
+    assert own.write(again, [1], 2, stays=True) == place and other.numel() == 1 << 16
 
 
 @linux
@@ -199,6 +209,36 @@ def when_memory_is_taken() -> list[tuple[bool, bool]]:
 @linux
 def test_what_is_gathered_takes_its_memory_when_it_is_waited_for() -> None:
     assert run_ranks(when_memory_is_taken, 2) == [[(False, True), (True, True)]] * 2
+
+
+def overwritten() -> dict[str, bool]:
+    """Whether late ranks get what was sent by one that overwrites it as soon as a collective has returned."""
+    comm = joined("shared")
+    rank, size, slice_ = comm.mesh.rank(), comm.mesh.size("world"), 1 << 15
+    read, found = PeerMemory.read, {}
+
+    def late(memory: PeerMemory, place: MessagePlace, count: int) -> torch.Tensor:
+        time.sleep(0.2)
+        return read(memory, place, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(PeerMemory, "read", late)
+        values = comm.empty(size * slice_, torch.float32).fill_(rank + 1)
+        comm.all_reduce(values, values, "world", Sum(torch.float32))
+        found["all_reduce"] = bool((values == size * (size + 1) / 2).all())
+        out = comm.empty(size * slice_, torch.float32)
+        comm.all_gather(out, comm.mesh.axis("world").slice(out, rank).fill_(rank), "world")
+        gathered = out.clone()
+        out.fill_(-1)
+        found["all_gather"] = torch.equal(gathered, torch.arange(float(size)).repeat_interleave(slice_))
+        comm.all_reduce_sum(torch.zeros(1), "world")  # nobody leaves before all have read
+    return found
+
+
+@linux
+def test_what_is_overwritten_was_copied_for_those_that_are_late() -> None:
+    assert run_ranks(overwritten, 2) == [{"all_reduce": True, "all_gather": True}] * 2
 
 
 def peers_and_sums(elsewhere: int) -> tuple[list[int], list[bool]]:

@@ -219,7 +219,7 @@ class Collectives:
         if self._way == "pairs" and line.size < AT_ONCE:
             slices = [line.slice(full, rank) for rank in range(line.size)]
             with self._at(turn):
-                finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
+                finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead, stays=True)
             return self._under_way(turn, finish)
         if self.carrier == how.order == "native" and full.dtype is how.dtype:
             if _is_the_sum(out, full, how):
@@ -292,7 +292,7 @@ class Collectives:
         turn = self._turn("all_reduce", line, of)
         if self._way == "pairs" and line.size < AT_ONCE:
             with self._at(turn):
-                self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False)()
+                self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False, stays=False)()
             return
         received = values.new_empty(values.numel() * line.size)
         arrive = self._start(turn, line, _gather_single, received, values)

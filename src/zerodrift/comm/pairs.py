@@ -135,8 +135,10 @@ class Pairs:
         how: Sum,
         *,
         ahead: bool,
+        stays: bool,
     ) -> Callable[[], None]:
-        """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
+        """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`. Where it
+        `stays`, others may read it where it lies: nobody writes to it before it `is_read`.
 
         Chunk by chunk, a window of them received before their sums, or all with `ahead`: see
         [Note: messages].
@@ -180,10 +182,10 @@ class Pairs:
         for number in range(depth):
             receive(number)
         if all(values is own for values in outgoing):
-            post.send(own, near, IN_PLACE)
+            post.send(own, near, IN_PLACE, stays=stays)
         else:
             for to in near:
-                post.send(outgoing[to], [to], IN_PLACE)
+                post.send(outgoing[to], [to], IN_PLACE, stays=stays)
         for number in range(count):
             for to in far_to:
                 post.send(outgoing[to][bounds(number)], [to], number)
@@ -198,7 +200,7 @@ class Pairs:
 
         def begin(swap: Swap) -> Swap:
             post.receive(swap.coming, swap.partner)
-            post.send(swap.going, [swap.partner])
+            post.send(swap.going, [swap.partner], stays=True)
             return swap
 
         others = swaps(full, line.rank, line.size, room)
@@ -271,20 +273,20 @@ class Post:
         """Whether messages of that size, to and from that rank, go through shared memory."""
         return size >= LEAST and self._shared is not None and self.line.ranks[rank] in self._shared.peers
 
-    def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0) -> None:
-        """The same to each of several."""
+    def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0, *, stays: bool = False) -> None:
+        """The same to each of several; a copy, unless it `stays` as it is until they have read it."""
         near = [rank for rank in to if self.shares(rank, tensor.nbytes)]
-        place = self._write(tensor, near) if near else NOT_SHARED
+        place = self._write(tensor, near, stays) if near else NOT_SHARED
         for rank in to:
             if rank in near:
                 self._send(_words(place), rank, batch)
             if rank not in near or place == NOT_SHARED:
                 self._send(tensor, rank, batch)
 
-    def _write(self, tensor: torch.Tensor, readers: Sequence[int]) -> MessagePlace:
+    def _write(self, tensor: torch.Tensor, readers: Sequence[int], stays: bool) -> MessagePlace:
         assert self._shared is not None
         try:
-            return self._shared.own.write(tensor.view(-1), readers, self.line.size)
+            return self._shared.own.write(tensor.view(-1), readers, self.line.size, stays=stays)
         except OSError:
             return NOT_SHARED
 

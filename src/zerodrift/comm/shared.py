@@ -143,11 +143,14 @@ class OwnMemory:
         return self._mapped
 
     @torch.no_grad()
-    def write(self, values: torch.Tensor, readers: Collection[int], ranks: int) -> MessagePlace:
-        """Flat `values` for these of so many ranks to read: where they lie in a buffer of this memory, or a
-        copy. OSError where there is no room for that."""
+    def write(
+        self, values: torch.Tensor, readers: Collection[int], ranks: int, *, stays: bool = False
+    ) -> MessagePlace:
+        """Flat `values` for these of so many ranks to read: a copy, or the values where they lie, if that is
+        in a buffer of this memory and what is there `stays` until it was read. OSError where there is no room
+        for a copy."""
         self.written += values.nbytes * len(readers)
-        span = self._span_of(values)
+        span = self._span_of(values) if stays else None
         if span is not None and all(self._bytes[span.start + reader] for reader in readers):
             for reader in readers:
                 self._bytes[span.start + reader] = 0
