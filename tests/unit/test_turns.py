@@ -120,8 +120,12 @@ def test_an_interrupt_ends_both(when: str) -> None:
         finally:
             ended.append("ends")
 
-    with pytest.raises(KeyboardInterrupt):
-        both.run(first, second)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have it ignore
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            both.run(first, second)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended == ["ends"]
 
 

@@ -18,7 +18,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_verl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verl", None)
-    with pytest.raises(ImportError, match="needs `verl`; got no such package"):
+    with pytest.raises(ImportError, match="must have `verl` beside it; got no such package"):
         importlib.import_module("zerodrift.verl")
 
 

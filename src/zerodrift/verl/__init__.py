@@ -21,7 +21,10 @@ except ModuleNotFoundError as error:
     if error.name != "verl":
         raise
     absent = Problem(
-        "zerodrift.verl", "needs `verl`", got="no such package", do=f"Run `pip install verl=={TESTED}`."
+        "zerodrift.verl",
+        "must have `verl` beside it",
+        got="no such package",
+        do=f"Run `pip install verl=={TESTED}`.",
     )
     raise ImportError(str(absent), name="verl") from error
 
