@@ -30,7 +30,7 @@ from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.halving import Swap, room_for, swaps
 from zerodrift.comm.lanes import Lane
 from zerodrift.comm.mesh import Axis, AxisName, Mesh
-from zerodrift.comm.pairs import LEAST, Pairs, missing
+from zerodrift.comm.pairs import Pairs, missing
 from zerodrift.comm.watch import EVERYWHERE, StartedCollective
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import RankError
@@ -125,23 +125,13 @@ class Collectives:
         self.start_all_gather(out, shard, axis, of).wait()
 
     def start_all_gather(
-        self,
-        out: torch.Tensor,
-        shard: torch.Tensor,
-        axis: AxisName,
-        of: str = "",
-        allocate: Callable[[], None] | None = None,
+        self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName, of: str = ""
     ) -> Handle:
         """`shard` may be its own place in `out`. Another dtype is cast on the way to that place, so slices
-        always travel in the dtype of `out`. Where `out` has no memory yet, `allocate` gives it some: when it
-        is written to, which for slices that are read in shared memory is in `wait`."""
+        always travel in the dtype of `out`."""
         line = self.mesh.axis(axis)
         _check_slices(out, shard, line)
         self._note("all_gather", out, axis, None)
-        if self._arrives_in_wait(line, out, shard):
-            return self._gather_in_wait(line, of, out, shard, allocate or _nothing)
-        if allocate is not None:
-            allocate()
         if line.group is None or not out.numel():
             _copy(line.slice(out, line.rank), shard)
             return Handle()
@@ -157,27 +147,6 @@ class Collectives:
             _copy(line.slice(out, line.rank), shard)  # while the messages travel
             return self._under_way(turn, finish)
         return Handle(self._start(turn, line, _gather_single, out, shard))
-
-    def _arrives_in_wait(self, line: Axis, out: torch.Tensor, shard: torch.Tensor) -> bool:
-        """Whether nothing is written to `out` before a gather is waited for."""
-        return (
-            self.carrier == "shared" and shard.dtype is out.dtype and self._pairs.shares(line, shard.nbytes)
-        )
-
-    def _gather_in_wait(
-        self, line: Axis, of: str, out: torch.Tensor, shard: torch.Tensor, allocate: Callable[[], None]
-    ) -> Handle:
-        turn = self._turn("all_gather", line, of)
-        with self._at(turn):
-            others = self._pairs.gather_in_place(turn, line, shard)
-
-        def finish() -> None:
-            allocate()
-            _copy(line.slice(out, line.rank), shard)  # while the others come here
-            for rank, slice_ in others:
-                _copy(line.slice(out, rank), slice_)
-
-        return self._under_way(turn, finish)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> None:
         """This rank's slice of the sum of every rank's `full`, into `out`. Values travel in the dtype of
@@ -219,7 +188,7 @@ class Collectives:
         if self._way == "pairs" and line.size < AT_ONCE:
             slices = [line.slice(full, rank) for rank in range(line.size)]
             with self._at(turn):
-                finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead, stays=True)
+                finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
             return self._under_way(turn, finish)
         if self.carrier == how.order == "native" and full.dtype is how.dtype:
             if _is_the_sum(out, full, how):
@@ -292,7 +261,7 @@ class Collectives:
         turn = self._turn("all_reduce", line, of)
         if self._way == "pairs" and line.size < AT_ONCE:
             with self._at(turn):
-                self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False, stays=False)()
+                self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False)()
             return
         received = values.new_empty(values.numel() * line.size)
         arrive = self._start(turn, line, _gather_single, received, values)
@@ -424,20 +393,6 @@ class Collectives:
             return
         mine = list(rows()) if self.mesh.rank() in (0, other) else None
         raise _difference(other, self.broadcast_object(mine, 0), self.broadcast_object(mine, other))
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer with anything in it, for what is to be reduced: where ranks share memory, others read it
-        there. Once it was sent, it is written to when it `is_read`."""
-        shared = self._pairs.empty(numel, dtype) if self.carrier == "shared" else None
-        return torch.empty(numel, dtype=dtype, device=self.mesh.device) if shared is None else shared
-
-    def reads_in_place(self, axis: AxisName) -> bool:
-        """Whether large messages between all ranks of an axis lie in shared memory."""
-        return self.carrier == "shared" and self._pairs.shares(self.mesh.axis(axis), LEAST)
-
-    def is_read(self, buffer: torch.Tensor) -> bool:
-        """Whether no other rank has to read any more of it."""
-        return self._pairs.is_read(buffer)
 
     def release(self) -> None:
         """Let go of the memory that is kept between reductions."""

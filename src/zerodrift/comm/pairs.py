@@ -18,9 +18,6 @@ only started posts every receive, because a receive that is posted in `wait` wou
 for two operations in different orders. Either way the memory is kept for the next reduction, since fresh
 pages cost as much as the message that fills them; `release` lets go of it.
 
-A slice that is gathered through shared memory is copied when it is waited for, and a buffer without memory
-gets it then; the sender's copy is all that is there before.
-
 [Note: by halves] A reduction by halves sends its first half when it is started; what it sends next has to
 arrive first, so that is done in `wait`, and ranks that waited for two such reductions in different orders
 would hang. All ranks wait in one order: for the oldest reduction first, at places that follow from the plan's
@@ -41,7 +38,7 @@ import torch.distributed as dist
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.halving import Swap, room_for, swaps
 from zerodrift.comm.mesh import Axis
-from zerodrift.comm.shared import MessagePlace, SharedMemory
+from zerodrift.comm.shared import SharedMemory
 from zerodrift.comm.watch import StartedCollective
 from zerodrift.errors import RankError, first_line
 
@@ -53,7 +50,7 @@ DEPTH = 4
 """Chunks per peer in the window."""
 LEAST = 64 << 10
 """Bytes from which on a message goes through shared memory, where there is some."""
-NOT_SHARED = MessagePlace(-1, -1)
+NOT_SHARED = -1
 """Instead of a place: the values come by gloo after all, because the host has no memory left."""
 IN_PLACE = -1
 """The batch of what is read in place."""
@@ -73,13 +70,6 @@ class Pairs:
     def _post(self, turn: StartedCollective, line: Axis, message: int, total: int) -> Post:
         return Post(turn, line, message, total, self._shared)
 
-    def shares(self, line: Axis, size: int) -> bool:
-        """Whether messages of that size go through shared memory to every other rank, if there is one."""
-        if self._shared is None or size < LEAST or line.size == 1:
-            return False
-        peers = self._shared.peers
-        return all(other in peers for rank, other in enumerate(line.ranks) if rank != line.rank)
-
     def gather(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
     ) -> Callable[[], None]:
@@ -89,24 +79,6 @@ class Pairs:
             post.receive(line.slice(out, source), source)
         post.send(shard, [to for to, _ in post.turns])
         return post.finish
-
-    def gather_in_place(
-        self, turn: StartedCollective, line: Axis, shard: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(rank, slice) of every other rank of an axis on which all share, as they come: each is there until
-        the next is asked for."""
-        post = self._post(turn, line, shard.nbytes, shard.nbytes)
-        for _, source in post.turns:
-            post.borrow(shard, source)
-        post.send(shard, [to for to, _ in post.turns])
-
-        def arrivals() -> Iterator[tuple[int, torch.Tensor]]:
-            for arrived in post.collect(IN_PLACE):
-                yield arrived
-                post.give_back()
-            post.finish()
-
-        return arrivals()
 
     def swap(
         self,
@@ -135,10 +107,8 @@ class Pairs:
         how: Sum,
         *,
         ahead: bool,
-        stays: bool,
     ) -> Callable[[], None]:
-        """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`. Where it
-        `stays`, others may read it where it lies: nobody writes to it before it `is_read`.
+        """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
 
         Chunk by chunk, a window of them received before their sums, or all with `ahead`: see
         [Note: messages].
@@ -182,10 +152,10 @@ class Pairs:
         for number in range(depth):
             receive(number)
         if all(values is own for values in outgoing):
-            post.send(own, near, IN_PLACE, stays=stays)
+            post.send(own, near, IN_PLACE)
         else:
             for to in near:
-                post.send(outgoing[to], [to], IN_PLACE, stays=stays)
+                post.send(outgoing[to], [to], IN_PLACE)
         for number in range(count):
             for to in far_to:
                 post.send(outgoing[to][bounds(number)], [to], number)
@@ -200,7 +170,7 @@ class Pairs:
 
         def begin(swap: Swap) -> Swap:
             post.receive(swap.coming, swap.partner)
-            post.send(swap.going, [swap.partner], stays=True)
+            post.send(swap.going, [swap.partner])
             return swap
 
         others = swaps(full, line.rank, line.size, room)
@@ -217,19 +187,6 @@ class Pairs:
 
         return finish
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory that others read where it is, with anything in it; None where there is none."""
-        if self._shared is None or numel * dtype.itemsize < LEAST:
-            return None
-        try:
-            return self._shared.own.empty(numel * dtype.itemsize, self._shared.ranks).view(dtype)
-        except OSError:
-            return None
-
-    def is_read(self, values: torch.Tensor) -> bool:
-        """Whether nobody has to read any more of such memory."""
-        return self._shared is None or self._shared.own.is_read(values)
-
     def release(self) -> None:
         """Let go of the memory that is kept between reductions."""
         self._scratch.drop()
@@ -245,7 +202,7 @@ class _Message:
     peer: int
     into: torch.Tensor | None
     """Where it goes, or what it is like if it is read in place; None for what was sent."""
-    place: torch.Tensor | None
+    start: torch.Tensor | None
     """Of one in shared memory: where it lies, which is what gloo brings."""
     in_place: bool
 
@@ -266,27 +223,27 @@ class Post:
         self._posted: dict[int, list[_Message]] = {}
         """Batch -> what was posted in it."""
         self._shared = shared
-        self._borrowed: list[tuple[int, MessagePlace]] = []
+        self._borrowed: list[tuple[int, int]] = []
         """(rank, place) of what is read in place."""
 
     def shares(self, rank: int, size: int) -> bool:
         """Whether messages of that size, to and from that rank, go through shared memory."""
         return size >= LEAST and self._shared is not None and self.line.ranks[rank] in self._shared.peers
 
-    def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0, *, stays: bool = False) -> None:
-        """The same to each of several; a copy, unless it `stays` as it is until they have read it."""
+    def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0) -> None:
+        """The same to each of several."""
         near = [rank for rank in to if self.shares(rank, tensor.nbytes)]
-        place = self._write(tensor, near, stays) if near else NOT_SHARED
+        start = self._write(tensor, near) if near else NOT_SHARED
         for rank in to:
             if rank in near:
-                self._send(_words(place), rank, batch)
-            if rank not in near or place == NOT_SHARED:
+                self._send(torch.tensor(start), rank, batch)
+            if rank not in near or start == NOT_SHARED:
                 self._send(tensor, rank, batch)
 
-    def _write(self, tensor: torch.Tensor, readers: Sequence[int], stays: bool) -> MessagePlace:
+    def _write(self, tensor: torch.Tensor, readers: Sequence[int]) -> int:
         assert self._shared is not None
         try:
-            return self._shared.own.write(tensor.view(-1), readers, self.line.size, stays=stays)
+            return self._shared.own.write(tensor.view(-1), readers, self.line.size)
         except OSError:
             return NOT_SHARED
 
@@ -298,18 +255,18 @@ class Post:
         self._posted.setdefault(batch, []).append(_Message(self._member(work), to, None, None, False))
 
     def receive(self, tensor: torch.Tensor, source: int, batch: int = 0) -> None:
-        words = _words(NOT_SHARED) if self.shares(source, tensor.nbytes) else None
-        self._receive(tensor, source, batch, words, in_place=False)
+        start = torch.tensor(NOT_SHARED) if self.shares(source, tensor.nbytes) else None
+        self._receive(tensor, source, batch, start, in_place=False)
 
     def borrow(self, like: torch.Tensor, source: int) -> None:
         """A message of that size and dtype is read in shared memory, until `give_back`."""
-        self._receive(like, source, IN_PLACE, _words(NOT_SHARED), in_place=True)
+        self._receive(like, source, IN_PLACE, torch.tensor(NOT_SHARED), in_place=True)
 
     def _receive(
-        self, into: torch.Tensor, source: int, batch: int, words: torch.Tensor | None, *, in_place: bool
+        self, into: torch.Tensor, source: int, batch: int, start: torch.Tensor | None, *, in_place: bool
     ) -> None:
-        work = self._irecv(into if words is None else words, source)
-        self._posted.setdefault(batch, []).append(_Message(work, source, into, words, in_place))
+        work = self._irecv(into if start is None else start, source)
+        self._posted.setdefault(batch, []).append(_Message(work, source, into, start, in_place))
 
     def _irecv(self, tensor: torch.Tensor, source: int) -> dist.Work:
         try:
@@ -328,7 +285,8 @@ class Post:
         for message in self._posted.pop(batch, []):
             self._wait(message.work, message.peer)
             if message.into is not None:
-                yield message.peer, self._arrived(message, message.into)
+                start = NOT_SHARED if message.start is None else int(message.start)
+                yield message.peer, self._arrived(message, message.into, start)
 
     def _wait(self, work: dist.Work, peer: int) -> None:
         try:
@@ -337,31 +295,30 @@ class Post:
             raise missing(self._op, self.line, error, peer) from error
 
     @torch.no_grad()
-    def _arrived(self, message: _Message, into: torch.Tensor) -> torch.Tensor:
-        if message.place is None:
+    def _arrived(self, message: _Message, into: torch.Tensor, start: int) -> torch.Tensor:
+        if message.start is None:
             return into
-        place = MessagePlace(*message.place.tolist())
-        if place == NOT_SHARED or self._shared is None:
+        if start == NOT_SHARED or self._shared is None:
             into = torch.empty_like(into) if message.in_place else into
             self._wait(self._irecv(into, message.peer), message.peer)
             return into
         memory = self._shared.peers[self.line.ranks[message.peer]]
         try:
-            values = memory.read(place, into.nbytes).view(into.dtype)
+            values = memory.read(start, into.nbytes, self.line.size).view(into.dtype)
         except OSError as error:
             raise missing(self._op, self.line, RuntimeError(str(error)), message.peer) from error
         if message.in_place:
-            self._borrowed.append((message.peer, place))
+            self._borrowed.append((message.peer, start))
             return values
         into.copy_(values.view(into.shape))
-        memory.done(place, self.line.rank)
+        memory.done(start, self.line.rank)
         return into
 
     def give_back(self) -> None:
         """What was borrowed is not read any more."""
-        for peer, place in self._borrowed:
+        for peer, start in self._borrowed:
             assert self._shared is not None
-            self._shared.peers[self.line.ranks[peer]].done(place, self.line.rank)
+            self._shared.peers[self.line.ranks[peer]].done(start, self.line.rank)
         self._borrowed.clear()
 
     def finish(self) -> None:
@@ -393,10 +350,6 @@ class Scratch:
 
     def drop(self) -> None:
         self._free.clear()
-
-
-def _words(place: MessagePlace) -> torch.Tensor:
-    return torch.tensor([place.flags, place.values])
 
 
 def _chunk(own: torch.Tensor, line: Axis) -> int:

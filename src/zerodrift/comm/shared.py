@@ -15,12 +15,9 @@ by gloo, which arrives after the values because that goes through the kernel. A 
 is done. The sender waits for nobody: it looks at the bytes when it needs room again. So gloo is what all wait
 with, and a rank that is gone, late, or in another collective is missed as it is without shared memory.
 
-A buffer whose parts will be sent may be a span itself: what is sent of it is no copy, and it is written again
-when nobody has to read it any more.
-
 Memory that was read stays, because fresh pages cost several times the copy: as much as was ever on its way at
-once, and at most KEPT between steps. Of another rank's memory a rank has mapped what it is reading, and no
-more: it would be counted as its own, too, by what counts mapped pages.
+once, and at most KEPT between steps. What a rank has read of another's is counted as its own, too, by what
+counts the pages that it has mapped.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ import logging
 import mmap
 import os
 import struct
-import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,15 +75,6 @@ NOWHERE = Address(0, 0, 0, (0, 0))
 
 
 @dataclass(frozen=True, slots=True)
-class MessagePlace:
-    """Where a message lies in the memory of who sent it."""
-
-    flags: int
-    """A byte for each rank of the axis: whether it is done."""
-    values: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Span:
     """What was sent, and may not have been read."""
 
@@ -95,19 +82,6 @@ class _Span:
     stop: int
     ranks: int
     """Of the axis: so many bytes at its start say of each whether it is done."""
-    buffer: _SentBuffer | None = None
-    """What it is besides, as long as somebody holds it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SentBuffer:
-    """A span that is a tensor of this rank's, parts of which are sent as they lie."""
-
-    held: weakref.ref[mmap.mmap]
-    address: int
-    first: int
-    """Where its values begin."""
-    size: int
 
 
 class OwnMemory:
@@ -143,76 +117,34 @@ class OwnMemory:
         return self._mapped
 
     @torch.no_grad()
-    def write(
-        self, values: torch.Tensor, readers: Collection[int], ranks: int, *, stays: bool = False
-    ) -> MessagePlace:
-        """Flat `values` for these of so many ranks to read: a copy, or the values where they lie, if that is
-        in a buffer of this memory and what is there `stays` until it was read. OSError where there is no room
-        for a copy."""
-        self.written += values.nbytes * len(readers)
-        span = self._span_of(values) if stays else None
-        if span is not None and all(self._bytes[span.start + reader] for reader in readers):
-            for reader in readers:
-                self._bytes[span.start + reader] = 0
-            assert span.buffer is not None
-            return MessagePlace(span.start, span.buffer.first + values.data_ptr() - span.buffer.address)
+    def write(self, values: torch.Tensor, readers: Collection[int], ranks: int) -> int:
+        """A copy of flat `values` for these of so many ranks to read; returns where it lies. OSError where
+        there is no room for it."""
         head = _up(ranks, LINE)
-        start = self._gap(head + values.nbytes, LINE)
+        start = self._gap(head + values.nbytes)
+        stop = start + head + values.nbytes
+        if stop > self._size:
+            self._grow(_up(max(stop, self._size + GROWTH), mmap.PAGESIZE))
         self._bytes[start : start + ranks] = bytes(rank not in readers for rank in range(ranks))
         _values(self._bytes, start + head, values.nbytes).view(values.dtype).copy_(values)
-        self._take(_Span(start, start + head + values.nbytes, ranks))
-        return MessagePlace(start, start + head)
-
-    def empty(self, size: int, ranks: int) -> torch.Tensor:
-        """So many bytes, parts of which are sent to others of so many ranks as they lie. They are this rank's
-        for as long as the tensor is held, to be written while `is_read`. OSError where there is no room."""
-        head = _up(ranks, mmap.ALLOCATIONGRANULARITY)
-        start = self._gap(head + size, mmap.ALLOCATIONGRANULARITY)
-        mapped = mmap.mmap(self._descriptor, head + size, offset=start)
-        mapped[:ranks] = b"\1" * ranks
-        values = _values(mapped, head, size)
-        buffer = _SentBuffer(weakref.ref(mapped), values.data_ptr(), start + head, size)
-        self._take(_Span(start, start + head + size, ranks, buffer))
-        return values
-
-    def is_read(self, values: torch.Tensor) -> bool:
-        """Whether nobody has to read any more of a buffer; so is one of other memory."""
-        span = self._span_of(values)
-        return span is None or self._was_read(span)
-
-    def _span_of(self, values: torch.Tensor) -> _Span | None:
-        address = values.data_ptr()
-        for span in self._spans:
-            buffer = span.buffer
-            if (
-                buffer is not None
-                and 0 <= address - buffer.address < buffer.size
-                and buffer.held() is not None
-            ):
-                return span
-        return None
-
-    def _take(self, span: _Span) -> None:
-        self._spans.append(span)
+        self.written += values.nbytes * len(readers)
+        self._spans.append(_Span(start, stop, ranks))
         self._spans.sort(key=lambda span: span.start)
+        return start
 
-    def _gap(self, size: int, align: int) -> int:
+    def _gap(self, size: int) -> int:
         """The lowest place with so much room, among what others may still read."""
         self._forget_what_was_read()
         start = FIRST
         for span in self._spans:
             if span.start - start >= size:
                 break
-            start = _up(span.stop, align)
-        if start + size > self._size:
-            self._grow(_up(max(start + size, self._size + GROWTH), mmap.PAGESIZE))
+            start = _up(span.stop, LINE)
         return start
 
-    def _was_read(self, span: _Span) -> bool:
-        return 0 not in self._bytes[span.start : span.start + span.ranks]
-
     def _forget_what_was_read(self) -> None:
-        self._spans = [span for span in self._spans if _is_held(span) or not self._was_read(span)]
+        read = (0 not in self._bytes[span.start : span.start + span.ranks] for span in self._spans)
+        self._spans = [span for span, done in zip(self._spans, read, strict=True) if not done]
 
     def _grow(self, size: int) -> None:
         # With its pages: one that cannot be had later ends the process.
@@ -238,21 +170,23 @@ class OwnMemory:
 
 
 class PeerMemory:
-    """Another rank's, which this one reads. It is mapped where it is read, and as long as somebody looks."""
+    """Another rank's, which this one reads."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.token = struct.unpack("=2q", os.pread(descriptor, 16, _TOKEN.start))
+        self._bytes = mmap.mmap(descriptor, FIRST)
+        self.token = _token(self._bytes)
 
-    def read(self, place: MessagePlace, size: int) -> torch.Tensor:
+    def read(self, start: int, size: int, ranks: int) -> torch.Tensor:
         """The bytes of a message of that size, in place."""
-        before = place.values % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self._descriptor, before + size, offset=place.values - before)
-        return _values(mapped, before, size)
+        first = start + _up(ranks, LINE)
+        if first + size > len(self._bytes):
+            self._bytes = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+        return _values(self._bytes, first, size)
 
-    def done(self, place: MessagePlace, reader: int) -> None:
+    def done(self, start: int, reader: int) -> None:
         """The message may be overwritten."""
-        os.pwrite(self._descriptor, b"\1", place.flags + reader)
+        self._bytes[start + reader] = 1
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -263,10 +197,8 @@ class PeerMemory:
 class SharedMemory:
     """The memory of this rank and of those that it shares it with, by their world ranks."""
 
-    def __init__(self, own: OwnMemory, peers: Mapping[int, PeerMemory], ranks: int) -> None:
+    def __init__(self, own: OwnMemory, peers: Mapping[int, PeerMemory]) -> None:
         self.own = own
-        self.ranks = ranks
-        """Of the world."""
         self.peers = dict(peers)
 
     def close(self) -> None:
@@ -305,7 +237,7 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
     if not peers:
         own.close()
         return None
-    return SharedMemory(own, peers, ranks)
+    return SharedMemory(own, peers)
 
 
 def _from_all(values: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -361,10 +293,6 @@ def _token(memory: mmap.mmap) -> tuple[int, int]:
 def _values(memory: mmap.mmap, start: int, size: int) -> torch.Tensor:
     """Bytes as a tensor, for as long as somebody looks: none is held, so none counts as a rank's tensors."""
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
-
-
-def _is_held(span: _Span) -> bool:
-    return span.buffer is not None and span.buffer.held() is not None
 
 
 def _up(size: int, to: int) -> int:

@@ -30,7 +30,12 @@ from zerodrift.engine.trained import TrainedSegment
 from zerodrift.engine.traversal import Traversal, TraversedUnit
 from zerodrift.engine.unit import LiveUnit, current_backward
 from zerodrift.errors import RankError
+from zerodrift.plan.cost import REDUCTIONS
 from zerodrift.plan.schedule import reduce_order
+
+IN_FLIGHT = REDUCTIONS
+"""Reductions under way at once: the landing buffers of so many segments are alive beside the one that is
+being filled."""
 
 
 @dataclass(slots=True)
@@ -67,13 +72,8 @@ class BackwardCallbacks:
 class Gradients:
     """The gradients of all units through one optimizer step."""
 
-    def __init__(
-        self, units: Sequence[LiveUnit], traversal: Traversal, before: float, in_flight: int
-    ) -> None:
-        """Of `in_flight` reductions under way at once the landing buffers are alive, beside the one that is
-        being filled."""
+    def __init__(self, units: Sequence[LiveUnit], traversal: Traversal, before: float) -> None:
         self._traversal = traversal
-        self._in_flight = in_flight
         self._units = units
         by_name = {unit.spec.name: unit for unit in units}
         order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in units])]
@@ -266,7 +266,7 @@ class Gradients:
         send = segment.update.reduce.when == "every" or (self._last and self._late is None)
         send = send and not (segment.tree and segment.ranks == 1)
         if send:
-            self._finish(self._in_flight - 1)  # before another buffer is taken to land in
+            self._finish(IN_FLIGHT - 1)  # before another buffer is taken to land in
         self._land(segment)
         if send:
             self._send(segment)
@@ -287,7 +287,7 @@ class Gradients:
         segment.collect_gradients()
 
     def _send(self, segment: TrainedSegment) -> None:
-        self._finish(self._in_flight - 1)
+        self._finish(IN_FLIGHT - 1)
         self._sending.append(_Sending(segment, segment.start_reduce(self.before)))
 
     def _finish(self, leave: int) -> None:

@@ -47,7 +47,6 @@ from zerodrift.experts.dispatch import distribute_experts
 from zerodrift.experts.turns import Turns
 from zerodrift.optim.make import make_updater
 from zerodrift.optim.updater import Updater
-from zerodrift.plan.cost import REDUCTIONS
 from zerodrift.plan.prefetch import room
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
@@ -77,7 +76,7 @@ class NativeExecutor:
         self.comm = comm
         self.segments: list[FlatSegment]
         self.units: list[LiveUnit]
-        self._pools = GradientBuffers(comm, keep=not policy.sharding.free_accumulator)
+        self._pools = GradientBuffers(keep=not policy.sharding.free_accumulator)
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
             self.segments, self.units, masters = place(self.part, model, comm, self._pools, sources)
@@ -85,10 +84,7 @@ class NativeExecutor:
         self._traversal = Traversal(self.units, None if alone else comm.all_gather_object, room(self.part))
         for unit in self.units:
             unit.traversal = self._traversal
-        # What is read where it lies takes no time to arrive, and ranks wait for each other at every gather.
-        read = all(comm.reads_in_place(segment.axis) for segment in self.segments)
-        in_flight = 1 if read else REDUCTIONS
-        self.gradients = Gradients(self.units, self._traversal, policy.averaging.before, in_flight)
+        self.gradients = Gradients(self.units, self._traversal, policy.averaging.before)
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self._handles: list[Any] = self._attach()
         self._handles.append(refuse_wrapper(model))

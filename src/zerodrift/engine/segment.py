@@ -26,7 +26,6 @@ forward does so in all of them. In the same way ranks compare what is frozen and
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -221,8 +220,8 @@ class FlatSegment:
         if not self._views:
             self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
             self._views = self._views_of_full()
+        self._allocate(self.full)
         if not self.sharded:
-            self._allocate(self.full)
             with torch.no_grad():
                 self.full.copy_(self.storage)
             self._gathering = Handle()
@@ -231,8 +230,7 @@ class FlatSegment:
         target = self.full
         if columns.gather is not columns.compute:
             target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
-        allocate = functools.partial(self._allocate, target)
-        self._gathering = self._comm.start_all_gather(target, self.storage, self.axis, self._of, allocate)
+        self._gathering = self._comm.start_all_gather(target, self.storage, self.axis, self._of)
         return True
 
     def finish_gather(self) -> None:
@@ -244,7 +242,6 @@ class FlatSegment:
             return
         handle.wait()
         if self._wide is not None:
-            self._allocate(self.full)
             with torch.no_grad():
                 self.full.copy_(self._wide)
             self._wide = None
@@ -315,8 +312,7 @@ class FlatSegment:
 
     @staticmethod
     def _allocate(flat: torch.Tensor) -> None:
-        if not flat.untyped_storage().nbytes():
-            flat.untyped_storage().resize_(flat.nbytes)
+        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
     @property
     def owned(self) -> torch.Tensor:

@@ -297,7 +297,7 @@ class TrainedSegment(FlatSegment):
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
         """Copy the first gradients into a buffer; zero what got none, and the gaps between parameters."""
         dtype = self.update.accumulate.dtype.torch
-        landing = self._landing_pool.take(self.spec.padded, dtype)
+        landing = self._landing_pool.take(self.spec.padded, dtype, self.full.device)
         self.landing, self._grads = landing, []
         if self.tree:
             self._land_without_negative_zeros(landing, arrived)
@@ -433,7 +433,7 @@ class TrainedSegment(FlatSegment):
         if not self.update.axis and flat is landing and self._whole is None:
             self._whole = landing
             return self.slice_of(landing)
-        return self._sum_pool.take(self.spec.padded // self.ranks, landing.dtype)
+        return self._sum_pool.take(self.spec.padded // self.ranks, landing.dtype, flat.device)
 
     def finish_reduce(self) -> None:
         """The reduction is done: the landing buffer is given back, or is itself what was reduced."""
@@ -483,7 +483,7 @@ class TrainedSegment(FlatSegment):
             return self.reduced, Handle()
         whole = self._whole
         if whole is None:
-            whole = self._landing_pool.take(self.spec.padded, self.reduced.dtype)
+            whole = self._landing_pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
         return whole, self._comm.start_all_gather(whole, self.reduced, self.axis, self._of)
 
     def give_back(self, whole: torch.Tensor) -> None:

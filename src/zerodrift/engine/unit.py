@@ -402,9 +402,9 @@ class LiveUnit:
             return
         self.uses = max(0, self.uses - 1)
         if self.uses == 0:
-            if not (self._keep_after_backward or self.is_root):
-                self.release()  # before its gradients take another buffer
             backward.over(self)
+            if not (self._keep_after_backward or self.is_root):
+                self.release()
 
 
 _UNFINISHED = (Iterator, Awaitable, AsyncIterator)

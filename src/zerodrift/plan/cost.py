@@ -294,7 +294,7 @@ HALVING = 8
 """Ranks, a power of two, from which on a sum by the tree travels by halves, whatever carries it."""
 
 REDUCTIONS = 2
-"""Reductions under way at once, at most."""
+"""Reductions under way at once, `IN_FLIGHT` of the engine."""
 
 
 def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
