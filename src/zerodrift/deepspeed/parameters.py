@@ -64,6 +64,7 @@ def mark_parameters(engine: Engine) -> None:
     """Hang on every parameter where it is, and what others read of a sharded one."""
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     segments = native(engine.executor).segments
+    stage_3 = engine.plan.policy.sharding.stage == 3
     for number, row in enumerate(engine.plan.rows):
         parameter = parameters[row.name]
         setattr(parameter, ENGINE_PARAMETER, EngineParameter(weakref.ref(engine), row.name))
@@ -72,8 +73,9 @@ def mark_parameters(engine: Engine) -> None:
             wire = update.reduce.wire.torch
             if wire is engine.plan.policy.mode.dtype.torch:
                 parameter.comm_dtype = wire  # type: ignore[attr-defined]
-        if segments[row.segment].sharded:
+        if stage_3:
             mark(parameter, number)
+        if segments[row.segment].sharded:
             if isinstance(parameter, UngatheredParameter):
                 type(parameter).advice = GATHER
             setattr(parameter, STAYS, True)  # as with DeepSpeed, whose pieces stay where they are too
@@ -89,8 +91,8 @@ def _external_parameters() -> ItemsView[str, nn.Parameter]:
 
 
 def mark(parameter: nn.Parameter, number: int) -> None:
-    """What DeepSpeed hangs on a parameter that stage 3 shards. Only inside `GatheredParameters` it reads as
-    available; gathering it again costs nothing."""
+    """What DeepSpeed hangs on every parameter of stage 3, also on one that is whole here: a small one, or any
+    on one rank. Only inside `GatheredParameters` it reads as available; gathering it again costs nothing."""
     parameter.ds_id = number  # type: ignore[attr-defined]
     parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
     parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]

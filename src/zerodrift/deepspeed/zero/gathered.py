@@ -37,6 +37,8 @@ class GatheredParameters:
     ) -> None:
         self._writer = modifier_rank
         self._pieces: list[tuple[ParameterSlice, nn.Parameter]] = []
+        self._whole: list[nn.Parameter] = []
+        """What `zero.Init` left whole, on one rank."""
         self._outer: list[nn.Parameter] = []
         """Pieces that a context around this one has put together, and takes apart."""
         self._shown: list[nn.Parameter] = []
@@ -55,6 +57,8 @@ class GatheredParameters:
                 self._engines.setdefault(id(engine), (engine, {}))[1][owner.name] = parameter
             elif piece is not None:
                 self._pieces.append((piece, parameter))
+            elif hasattr(parameter, "ds_status"):
+                self._whole.append(parameter)
             if fwd_module is not None:
                 register_external_parameter(fwd_module, parameter)
         self._pieces.sort(key=lambda pair: pair[0].number)
@@ -77,8 +81,8 @@ class GatheredParameters:
             self._marks = [(held, held.data_ptr(), fingerprint(held)) for held in self._held()]
 
     def _held(self) -> list[nn.Parameter]:
-        mine = [parameter for _, parameter in self._pieces]
-        return mine + [parameter for _, held in self._engines.values() for parameter in held.values()]
+        pieces = [parameter for _, parameter in self._pieces]
+        return self._whole + pieces + [each for _, held in self._engines.values() for each in held.values()]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

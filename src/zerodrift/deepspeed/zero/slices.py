@@ -153,12 +153,16 @@ def slice_of(parameter: torch.Tensor) -> ParameterSlice | None:
 def take_apart(
     parameter: nn.Parameter, number: int, dtype: torch.dtype | None, path: str, lend: Callable[[], bool]
 ) -> None:
-    """Leave this rank's part of rank 0's values. Collective."""
-    if slice_of(parameter) is not None or parameter.is_meta or comm.get_world_size() == 1:
+    """Leave this rank's part of rank 0's values; one rank's part is the whole. Collective."""
+    if slice_of(parameter) is not None or parameter.is_meta:
         return
     values = parameter.detach()
     if dtype is not None and values.is_floating_point():
         values = values.to(dtype)
+    mark(parameter, number)
+    if comm.get_world_size() == 1:
+        parameter.data = values
+        return
     values = values.contiguous()
     comm.broadcast(values, 0)
     count = -(-values.numel() // comm.get_world_size())
@@ -167,7 +171,6 @@ def take_apart(
     part.replace(values)
     setattr(parameter, SLICE, part)
     setattr(parameter, ELSEWHERE, functools.partial(_taken, weakref.ref(parameter), part))
-    mark(parameter, number)
     setattr(parameter, STAYS, True)
     hide(parameter, part)
 
@@ -283,7 +286,7 @@ def release(model: nn.Module) -> None:
     for parameter in model.parameters():
         if slice_of(parameter) is not None:
             delattr(parameter, SLICE)
-            unmark(parameter)
+        unmark(parameter)
     for module in model.modules():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _require_there]:
