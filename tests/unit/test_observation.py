@@ -42,6 +42,13 @@ class Net(nn.Module):
         return self.head(self.drop(x))
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """By a test before, in this process: what computes is not watched where torch has compiled code."""
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        dynamo.counters.clear()
+
+
 def net(dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(0)
     return Net().to(dtype)
