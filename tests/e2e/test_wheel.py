@@ -44,7 +44,8 @@ def test_the_wheel_runs_without_the_repository(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, copy)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     built = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(copy)]
-    subprocess.run(built, check=True, capture_output=True, timeout=300)
+    said = subprocess.run(built, check=True, capture_output=True, text=True, timeout=300)
+    assert "Warning" not in said.stdout + said.stderr
     (wheel,) = tmp_path.glob("*.whl")
     home, elsewhere = tmp_path / "venv", tmp_path / "elsewhere"
     venv.create(home)
