@@ -54,6 +54,13 @@ def test_examples_are_listed_and_copied_with_their_paths(
         machine._copied(Path("mine"))
 
 
+def test_the_list_of_examples_fits_and_says_what_they_show() -> None:
+    lines = machine._listed(80).splitlines()
+    words = [line for line in lines if line.startswith(" ")]
+    assert max(map(len, words)) <= 80 and len(words) > 30
+    assert [line for line in words if line.strip().startswith("zerodrift ")] == []
+
+
 def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "doctor")
     for word in ("zerodrift", "torch", "tested: ", "bf16 products", "gloo", "C++ compiler"):

@@ -223,6 +223,12 @@ def test_help_says_what_every_option_does() -> None:
             assert parameter.help, parameter.name
 
 
+@pytest.mark.parametrize("verb", SURFACE)
+def test_help_fits_eighty_columns(verb: str) -> None:
+    text = run(*filter(None, [verb]), "--help", COLUMNS="80").stdout
+    assert text and [line for line in text.splitlines() if len(line) > 80] == []
+
+
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"zerodrift {__version__}\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from zerodrift.policy.nouns import State
 from zerodrift.policy.support import states, table
 from zerodrift.record import encode
@@ -21,12 +23,20 @@ def test_text_fits_and_is_plain() -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
-def test_text_holds_every_cell_in_order() -> None:
-    lines = support_text(CELLS, STATES, color=False).splitlines()
+@pytest.mark.parametrize("width", [50, 80, 100, 120])
+def test_text_holds_every_cell_at_any_width(width: int) -> None:
+    lines = support_text(CELLS, STATES, color=False, width=width).splitlines()
+    assert max(map(len, lines)) <= width
     modes = list(dict.fromkeys(cell.mode for cell in CELLS))
     mode = backend = ""
-    found = []
-    for line in lines:
+    found, kinds, places = [], [""], [(False, 0)]
+    for line in lines[: lines.index("reasons")]:
+        kinds = re.findall("with(?:out)? a pipeline", line) or kinds
+        if stages := re.findall(r"stage (\d)", line):
+            each = len(stages) // len(kinds)
+            places = [
+                (kinds[place // each] == "with a pipeline", int(stage)) for place, stage in enumerate(stages)
+            ]
         backend = line.removeprefix("backend ") if line.startswith("backend ") else backend
         words = line.split()
         if line[:1].strip() and words[0] in modes:
@@ -34,8 +44,8 @@ def test_text_holds_every_cell_in_order() -> None:
         if words and words[0] in ("default", "fp32", "bf16", "fp16") and backend:
             statuses = [word for word in words[1:] if word in ("yes", "narrow", "no")]
             found += [
-                (backend, mode, words[0], place >= 4, place % 4, status)
-                for place, status in enumerate(statuses)
+                (backend, mode, words[0], *place, status)
+                for place, status in zip(places, statuses, strict=True)
             ]
     expected = {(c.backend, c.mode, c.accumulate, c.pipeline, c.stage, c.status) for c in CELLS}
     assert len(found) == len(expected) == len(CELLS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json as json_module
 import shutil
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def examples(
         if not EXAMPLES.is_dir():
             must, todo = "must be installed with the package", "Install it from a wheel, or clone it."
             raise ZerodriftError(EXAMPLES, must, got="no such folder", do=todo)
-        streams.emit(_copied(folder) if copy else _listed())
+        streams.emit(_copied(folder) if copy else _listed(streams.look()["width"]))
 
 
 def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
@@ -50,12 +51,12 @@ def _files() -> list[Path]:
     return sorted(path for path in EXAMPLES.rglob("*") if path.is_file() and path.suffix in WRITTEN)
 
 
-def _listed() -> str:
+def _listed(width: int) -> str:
     """Each with what its first line says."""
-    lines = []
+    lines: list[str] = []
     for path in _files():
-        name = path.relative_to(EXAMPLES).as_posix()
-        lines.append(f"{name}\n    {_first(path)}" if _first(path) else name)
+        lines.append(path.relative_to(EXAMPLES).as_posix())
+        lines += textwrap.wrap(_first(path), width, initial_indent=" " * 4, subsequent_indent=" " * 4)
     end = "Copy them with `zerodrift examples --copy`, into the folder `examples`."
     return "\n".join([*lines, "", end, f"Pages about them: {legible(str(DOCS))}", ""])
 

@@ -112,9 +112,7 @@ def support(
             streams.emit(as_json.support_json(table(), states()))
         else:
             tables = table(), states()
-            streams.emit(
-                support_markdown(*tables) if markdown else support_text(*tables, color=streams.color())
-            )
+            streams.emit(support_markdown(*tables) if markdown else support_text(*tables, **streams.look()))
 
 
 # --- work of the verbs --------------------------------------------------------------------------------

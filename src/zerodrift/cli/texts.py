@@ -25,9 +25,11 @@ Nothing is started and no weights are read, so a laptop can plan for thousands o
 Examples:
   zerodrift plan ds_config.json --model path/to/model --world-size 64
   zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
-  zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16 --html plan.html
+  zerodrift plan config.yaml --model path/to/model --html plan.html
   zerodrift plan config.yaml --model path/to/model --trace
-  zerodrift plan config.yaml --model path/to/model --world-size 64 --simulate h100 --tokens 4096
+  zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16
+  zerodrift plan config.yaml --model path/to/model --world-size 64 \\
+    --simulate h100 --tokens 4096
   zerodrift plan job.yaml --world-size 8
 
 --rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
@@ -47,7 +49,8 @@ Show one parameter: its dtypes, what set each of them, and which rank owns which
 
 \b
 Example:
-  zerodrift explain config.yaml --model path/to/model model.layers.3.mlp.router.weight
+  zerodrift explain config.yaml --model path/to/model \\
+    model.layers.3.mlp.router.weight
 """
 
 SUPPORT = """\
@@ -69,7 +72,7 @@ what was seen. Exit code 2: nothing could be seen; 3: not as expected.
 \b
 Examples:
   zerodrift check -- torchrun --nproc-per-node 2 train.py
-  zerodrift check --expect ds_config.json -- deepspeed train.py --deepspeed ds_config.json
+  zerodrift check --expect ds.json -- deepspeed train.py --deepspeed ds.json
   zerodrift check --save precision.json -- accelerate launch train.py
   zerodrift check --expect precision.json -- accelerate launch train.py
 
@@ -112,8 +115,10 @@ told first. Under torchrun every rank takes its share.
 \b
 Examples:
   zerodrift audit job.yaml
-  zerodrift audit config.yaml --model path/to/model --data ids.npy --html audit.html
-  zerodrift audit config.yaml --model package.module:function --budget 0.5% --of wire
+  zerodrift audit config.yaml --model path/to/model --data ids.npy \\
+    --html audit.html
+  zerodrift audit config.yaml --model package.module:function \\
+    --budget 0.5% --of wire
 """
 
 DRIFT = """\
@@ -126,9 +131,12 @@ above it, or a tensor is not what was trained.
 
 \b
 Examples:
-  zerodrift drift config.yaml --model path/to/model --weights runs/a --sent exported --tokens ids.npy
-  zerodrift drift config.yaml --model path/to/model --sampler vllm.yaml --tokens ids.jsonl
-  zerodrift drift precision.json --model path/to/model --recorded server.jsonl --tokens server.jsonl
+  zerodrift drift config.yaml --model path/to/model \\
+    --weights runs/a --sent exported --tokens ids.npy
+  zerodrift drift config.yaml --model path/to/model \\
+    --sampler vllm.yaml --tokens ids.jsonl
+  zerodrift drift precision.json --model path/to/model \\
+    --recorded server.jsonl --tokens server.jsonl
 """
 
 INSPECT = """\
@@ -156,7 +164,7 @@ module's own names.
 Examples:
   zerodrift convert runs/a merged --merge         (a run with `model.lora`)
   zerodrift convert runs/a exported --model path/to/model --dtype bf16
-  zerodrift convert ds_run converted              (DeepSpeed ZeRO 0-3, to continue training)
+  zerodrift convert ds_run converted              (to continue training)
   zerodrift convert ds_run exported --to safetensors --model path/to/model
   zerodrift convert path/to/model start --to checkpoint
 """
@@ -172,7 +180,8 @@ stops at once. --dry-run checks everything up to the first step and starts nothi
 Examples:
   zerodrift train examples/jobs/pretrain.yaml
   zerodrift train job.yaml --dry-run
-  zerodrift train job.yaml --set run.steps=100 --set config.zero_optimization.stage=2 --nproc 2
+  zerodrift train job.yaml --nproc 2 --set run.steps=100 \\
+    --set config.zero_optimization.stage=2
   torchrun --nproc-per-node=8 -m zerodrift train job.yaml
 """
 

@@ -59,8 +59,10 @@ class _Matrix:
 # --- text ---------------------------------------------------------------------------------------------
 
 
-def support_text(cells: Sequence[SupportCell], states: Sequence[StateCell], *, color: bool) -> str:
-    """One block per backend, stages without and with a pipeline side by side."""
+def support_text(
+    cells: Sequence[SupportCell], states: Sequence[StateCell], *, color: bool, width: int = WIDTH
+) -> str:
+    """Blocks of every backend, with as many stages side by side as there is room for."""
     matrix = _Matrix(cells)
     head = Text().append("zerodrift", style="bold").append(" support")
     legend = [
@@ -69,41 +71,53 @@ def support_text(cells: Sequence[SupportCell], states: Sequence[StateCell], *, c
         ("no", "is refused: the letter says why"),
         ("default", _DEFAULT),
     ]
-    parts: list[RenderableType] = [Group(head, Rule(style="dim")), grid(legend, (7,), ("bold",))]
+    parts: list[RenderableType] = [Group(head, Rule(style="dim")), grid(legend, (7,), ("bold",), width)]
     for backend in matrix.backends:
-        parts += [section(f"backend {backend}"), *_block(matrix, backend)]
+        parts.append(section(f"backend {backend}"))
+        for number, places in enumerate(_side_by_side(matrix.places, (width - _MODE - _ACCUMULATE) // _CELL)):
+            parts += [*([Text()] if number else []), *_block(matrix, backend, places)]
     parts += [
         section("reasons"),
-        grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",)),
+        grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",), width),
         section("state", "the optimizer's moments"),
-        grid(list(_states(states)), (15,), ("bold",)),
+        grid(list(_states(states)), (15,), ("bold",), width),
         section("reduce.order: tree", "is refused with"),
-        grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",)),
+        grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
         section("reduce.order: native", GIVEN_UP),
-        grid([(CARRIED.what, f"refused: {CARRIED.reason}")], (32,), ("bold",)),
+        grid([(CARRIED.what, f"refused: {CARRIED.reason}")], (32,), ("bold",), width),
     ]
-    return printed(parts, color)
+    return printed(parts, color, width)
 
 
-def _block(matrix: _Matrix, backend: str) -> Iterator[Text]:
+def _side_by_side(places: Sequence[Place], room: int) -> Iterator[Sequence[Place]]:
+    """All of the places where there is room for them, or those of one kind, as many as fit."""
+    if len(places) <= room:
+        yield places
+        return
+    for pipeline in dict.fromkeys(place[0] for place in places):
+        alike = [place for place in places if place[0] is pipeline]
+        yield from (alike[first : first + room] for first in range(0, len(alike), room))
+
+
+def _block(matrix: _Matrix, backend: str, places: Sequence[Place]) -> Iterator[Text]:
     over = Text(" " * (_MODE + _ACCUMULATE))
-    for pipeline in dict.fromkeys(place[0] for place in matrix.places):
-        count = sum(place[0] is pipeline for place in matrix.places)
+    for pipeline in dict.fromkeys(place[0] for place in places):
+        count = sum(place[0] is pipeline for place in places)
         over.append(_PIPELINE[pipeline].ljust(_CELL * count))
     yield over
     head = Text("mode".ljust(_MODE) + "accumulate".ljust(_ACCUMULATE), style="bold")
-    for _, stage in matrix.places:
+    for _, stage in places:
         head.append(f"stage {stage}".ljust(_CELL))
     yield head
     last = ""
     for row in matrix.rows:
         mode, accumulate = row
         line = Text((mode if mode != last else "").ljust(_MODE) + accumulate.ljust(_ACCUMULATE))
-        for place in matrix.places:
+        for place in places:
             status, mark = matrix.at(backend, row, place)
             line.append(status, style=_STYLES[status])
             line.append(f" {mark}".ljust(_CELL - len(status)))
-        line.truncate(WIDTH)
+        line.rstrip()
         yield line
         last = mode
 
