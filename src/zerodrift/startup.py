@@ -64,8 +64,18 @@ def spawn(
         )
     except OSError as error:
         raise ZerodriftError(
-            command[0], "must be a command that can be run", got=error.strerror or error
+            command[0],
+            "must be a command that can be run",
+            got=error.strerror or error,
+            do=_where_else(command[0]),
         ) from None
+
+
+def _where_else(program: str) -> str:
+    """What to do about a program that is not found: that of an environment which nobody activated is beside
+    its Python."""
+    beside = shutil.which(program, path=os.path.dirname(sys.executable))
+    return f"Give its path: {beside}." if beside else "Give its path, or add its folder to PATH."
 
 
 def tell_failure(folder: str, error: Exception) -> None:

@@ -213,6 +213,14 @@ for step in range(9):
 def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
     done = zerodrift("check", "--", "no-such-program", folder=tmp_path)
     assert done.returncode == 2 and "`no-such-program`: must be a command" in done.stderr
+    assert "Give its path, or add its folder to PATH." in done.stderr
+
+
+def test_a_command_that_failed_by_itself_is_not_blamed_on_python(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import no_such_module\n")
+    done = zerodrift("check", "--", sys.executable, "train.py", folder=tmp_path)
+    assert done.returncode == 2 and "If it failed by itself, its own message is above." in done.stderr
+    assert done.stderr.index("No module named") < done.stderr.index("zerodrift: error")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from zerodrift import startup
+from zerodrift.errors import ZerodriftError
 
 PYTHON = sys.executable
 
@@ -147,6 +151,18 @@ def test_what_does_not_fit_the_commands_config_is_told_by_its_flag(
 def test_a_command_that_does_not_exist_is_named(folder: Path) -> None:
     done = zerodrift("run", "--", "no-such-program", folder=folder)
     assert done.returncode == 2 and "`no-such-program`: must be a command" in done.stderr
+
+
+def test_a_program_beside_python_that_is_not_on_the_path_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "environment" / "launch"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    with pytest.raises(ZerodriftError, match=re.escape(f"Give its path: {program}.")):
+        startup.spawn(["launch"], folder)
 
 
 @pytest.mark.parametrize("way", ["-I", "PYTHONPATH"])

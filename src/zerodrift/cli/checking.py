@@ -104,6 +104,8 @@ def _require_seen(seen: SeenRun, command: list[str], steps: int, timeout: float 
     else:
         got = f"torch was imported, and nothing was trained; {ended}"
         do = "Let the command train for at least one optimizer step."
+    if seen.code > 0:
+        do = f"If it failed by itself, its own message is above. {do}"
     raise ZerodriftError(" ".join(command), "must be a command that trains", got=got, do=do)
 
 
