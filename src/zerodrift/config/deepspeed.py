@@ -359,7 +359,7 @@ OPTIMIZER = Section(
         _used("scheduler.params.*", "its arguments"),
         _ignored(
             "zero_allow_untested_optimizer",
-            "any elementwise optimizer runs on shards; one that is not is refused by name",
+            "every optimizer is tried out: an elementwise one runs on shards, another is refused by name",
         ),
         _ignored("zero_force_ds_cpu_optimizer", "the update runs where the master rests, whoever built it"),
     ),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from zerodrift.optim import flat, matrices, offload, views
+from zerodrift.optim import admitted, flat, matrices, offload, views
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.transfers import SideStreams, Transfers
 from zerodrift.optim.updater import Owned, Updater
@@ -57,4 +57,5 @@ def _make(
     ours = flat.algorithm_of(optimizer)
     if ours is not None:
         return flat.FlatUpdater(plan, owned, *ours, optimizer, group_of, update_slice)
+    admitted.require(optimizer, group_of, plan, owned[0].storage.device if owned else torch.device("cpu"))
     return views.TorchViews(plan, owned, optimizer, group_of)

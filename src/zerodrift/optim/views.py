@@ -6,8 +6,7 @@ are of storage itself; a split master is put together for the step and taken apa
 form has memory only while it is updated.
 
 A view is a flat piece of a parameter, or, where this rank owns all of it, the parameter in its shape. An
-elementwise optimizer cannot tell; one that looks at whole matrices is let in only where the plan places
-its parameters whole.
+elementwise optimizer cannot tell; any other is let in only where it has what it looks at (`admitted`).
 
 Invariant: an element's update is what the same optimizer would do to it in a plain loop.
 """
@@ -15,6 +14,7 @@ Invariant: an element's update is what the same optimizer would do to it in a pl
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,16 +24,13 @@ from torch import nn
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
+from zerodrift.optim.reach import needs_closure
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Master, State
-
-MATRIX_OPTIMIZERS = ("muon", "adafactor", "shampoo", "soap", "galore", "apollo", "lamb", "lars", "dion")
-"""Words in the name of a class whose update of an element depends on others of its parameter: a flat piece
-of it would be updated otherwise. Any of its bases counts."""
 
 NEVER = {
     "LBFGS": "looks at all parameters at once and calls the model itself",
@@ -145,8 +142,12 @@ class TorchViews:
             if number in self._statistics
         }
         self.groups.step()
-        for _, _, parameter in self._members:
+        for number, span, parameter in self._members:
             parameter.grad = None
+            view = self._values[number][span]
+            if parameter.data_ptr() != view.data_ptr():  # the class has given it other memory: `p.data = ...`
+                view.copy_(parameter.reshape(-1))
+                parameter.data = view.view(parameter.shape)
         for number in ready:
             schemes.write(self._schemes[number], self._slices[number], self._values[number])
         for number, span, parameter in self._members:
@@ -312,6 +313,13 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
                 got=f"{kind}, which {NEVER[base.__name__]}",
                 do=f"Use {either(known.name for known in ALGORITHMS)}.",
             )
+    if needs_closure(optimizer):
+        raise UnsupportedError(
+            "optimizer",
+            "must have a `step` that needs no closure: the engine's gradients are reduced before it",
+            got=f"{kind}.step{inspect.signature(type(optimizer).step)}",
+            do=f"Use {either(known.name for known in ALGORITHMS)}.",
+        )
     if any(not ("step" in state and float(state["step"]) == 0) for state in optimizer.state.values()):
         raise UnsupportedError(
             "optimizer",
@@ -331,34 +339,4 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
                     do="Build it over `model.parameters()`.",
                 )
             groups[row.name] = number
-    if works_on_matrices(type(optimizer)):
-        _require_whole(kind, [row for name in groups if (row := plan.row(name)) is not None], plan)
     return groups
-
-
-def works_on_matrices(kind: type) -> bool:
-    """Whether an optimizer class needs whole parameters, as far as names tell."""
-    names = [base.__name__.lower() for base in kind.__mro__]
-    return any(word in name for name in names for word in MATRIX_OPTIMIZERS)
-
-
-def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
-    cut = [row.name for row in rows if not _is_whole(row, plan)]
-    if cut:
-        more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
-        raise UnsupportedError(
-            "optimizer",
-            "must be elementwise where ranks hold flat pieces of parameters",
-            got=f"{kind}, and pieces of {', '.join(cut[:3])}{more}",
-            do=(
-                "Place what it updates whole, with a rule such as `precision: {rules: [{match: '*', "
-                "placement: whole}]}`, or use an elementwise optimizer."
-            ),
-        )
-
-
-def _is_whole(row: Row, plan: Plan) -> bool:
-    """Whether one rank owns all of a row: by its placement, or because nothing is cut."""
-    update = row.columns.update
-    cut = plan.slices(plan.segments[row.segment]) > 1
-    return update is None or update.placement == "whole" or update.axis == "" or not cut

@@ -1,0 +1,150 @@
+"""A caller's own optimizer on two ranks: plain torch's numbers at every stage, or an error that names it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT, batch
+from tests.ranks.harness import run_ranks
+from tests.unit import own_optimizers as own
+from zerodrift.api import initialize
+from zerodrift.errors import UnsupportedError
+
+STEPS = 4
+
+WHOLE = {"rules": [{"match": "*", "placement": "whole"}]}
+
+
+def settings(stage: int, **precision: Any) -> dict[str, Any]:
+    return {
+        "precision": {"mode": "fp32", **precision},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0,
+    }
+
+
+def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
+    if kind == "Lookahead":
+        return own.Lookahead(own.Signs(parameters))
+    made: torch.optim.Optimizer = getattr(own, kind)(parameters)
+    return made
+
+
+def beside_torch(kind: str, stage: int, precision: dict[str, Any]) -> list[str]:
+    """With the same data on both ranks: parameters that are not the plain loop's."""
+    model, other = GPT(tied=False), GPT(tied=False)
+    engine = initialize(
+        model, make(kind, model.parameters()), settings(stage, **precision), device="cpu", quiet=True
+    )
+    theirs = make(kind, other.parameters())
+    for number in range(STEPS):
+        engine.backward(engine(batch(number)))
+        engine.step()
+        other(batch(number)).backward()
+        theirs.step()
+        theirs.zero_grad()
+    with engine.gathered() as values:
+        off = [n for n, p in other.named_parameters() if not torch.equal(values[n], p.detach())]
+    engine.destroy()
+    return off
+
+
+@pytest.mark.parametrize("kind", ["Signs", "Assigns", "Foreach", "Lookahead"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_elementwise_ones_make_the_plain_loops_bits(kind: str, stage: int) -> None:
+    assert run_ranks(beside_torch, 2, kind, stage, {}) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["TrustRatio", "Clipped", "ClipsAll", "GuessesRate"])
+def test_stage_0_has_them_all(kind: str) -> None:
+    assert run_ranks(beside_torch, 2, kind, 0, {}) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["TrustRatio", "DecaysMatrices"])
+def test_whole_parameters_are_enough_for_what_looks_at_one(kind: str) -> None:
+    assert run_ranks(beside_torch, 2, kind, 3, WHOLE) == [[], []]
+
+
+def refused(kind: str, stage: int, precision: dict[str, Any]) -> str:
+    model = GPT(tied=False)
+    with pytest.raises(UnsupportedError) as caught:
+        initialize(
+            model, make(kind, model.parameters()), settings(stage, **precision), device="cpu", quiet=True
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["TrustRatio", "Centred", "DecaysMatrices"])
+def test_what_looks_at_a_tensor_is_refused_on_pieces(kind: str, stage: int) -> None:
+    for message in run_ranks(refused, 2, kind, stage, {}):
+        assert f"got {kind}, and pieces of " in message and "were updated otherwise" in message
+        assert "placement: whole" in message and "stage 0" in message
+
+
+@pytest.mark.parametrize("precision", [{}, WHOLE], ids=["pieces", "whole"])
+@pytest.mark.parametrize("kind", ["ClipsAll", "GuessesRate"])
+def test_what_looks_at_several_is_refused_even_on_whole_parameters(
+    kind: str, precision: dict[str, Any]
+) -> None:
+    for message in run_ranks(refused, 2, kind, 2, precision):
+        assert f"got {kind}: " in message and "Train at stage 0" in message
+
+
+class Reduces(own.Own):
+    """Sums its gradients itself."""
+
+    def direction(self, p: Any, g: Any, state: Any, group: Any) -> Any:
+        torch.distributed.all_reduce(g)
+        return g
+
+
+class NeedsClosure(own.Own):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class Shy(own.Own):
+    """Takes only what it knows."""
+
+    def direction(self, p: Any, g: Any, state: Any, group: Any) -> Any:
+        if tuple(p.shape) == (132, 136):
+            raise RuntimeError("too large for me")
+        return g
+
+
+def by_class(name: str) -> str:
+    model = GPT(tied=False)
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerodrift").addHandler(handler)
+    try:
+        optimizer = globals()[name](model.parameters())
+        initialize(model, optimizer, settings(1), device="cpu", quiet=True).destroy()
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        logging.getLogger("zerodrift").removeHandler(handler)
+    return "\n".join(heard)
+
+
+def test_one_that_communicates_is_refused() -> None:
+    for message in run_ranks(by_class, 2, "Reduces"):
+        assert "must leave communication to the engine" in message and "got Reduces" in message
+
+
+def test_one_that_needs_a_closure_is_refused() -> None:
+    for message in run_ranks(by_class, 2, "NeedsClosure"):
+        assert (
+            "must have a `step` that needs no closure" in message and "NeedsClosure.step(self, clo" in message
+        )
+
+
+def test_one_that_cannot_be_tried_is_told_about() -> None:
+    for message in run_ranks(by_class, 2, "Shy"):
+        assert "Shy could not be tried out" in message and "too large for me" in message
