@@ -95,6 +95,45 @@ def test_what_looks_at_several_is_refused_even_on_whole_parameters(
         assert f"got {kind}: " in message and "Train at stage 0" in message
 
 
+def on_fsdp2(kind: str) -> float:
+    """The largest part of a parameter's way that is not the plain loop's."""
+    model, other = GPT(tied=False), GPT(tied=False)
+    begun = {name: p.detach().clone() for name, p in other.named_parameters()}
+    written = {**settings(3), "backend": "fsdp2"}
+    engine = initialize(model, make(kind, model.parameters()), written, device="cpu", quiet=True)
+    theirs = make(kind, other.parameters())
+    for number in range(STEPS):
+        engine.backward(engine(batch(number)))
+        engine.step()
+        other(batch(number)).backward()
+        theirs.step()
+        theirs.zero_grad()
+    with engine.gathered() as values:
+        off = [
+            float((values[n] - p).norm() / (p - begun[n]).norm().clamp_min(1e-9))
+            for n, p in other.named_parameters()
+        ]
+    engine.destroy()
+    return max(off)
+
+
+@pytest.mark.parametrize("kind", ["Signs", "TrustRatio", "Centred", "DecaysMatrices", "ClipsAll"])
+def test_dtensors_are_whole_to_whoever_looks_at_them(kind: str) -> None:
+    """Norms are added up in another order; a step otherwise is of the size of the way."""
+    assert max(run_ranks(on_fsdp2, 2, kind)) < 1e-4
+
+
+def test_new_memory_for_dtensors_is_refused() -> None:
+    for message in run_ranks(refused_on_fsdp2, 2):
+        assert "what is assigned to `p.data` is lost; got Assigns" in message
+
+
+def refused_on_fsdp2() -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        on_fsdp2("Assigns")
+    return str(caught.value)
+
+
 class Reduces(own.Own):
     """Sums its gradients itself."""
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.optim import flat
-from zerodrift.optim.admitted import require_named
+from zerodrift.optim.admitted import require_for_dtensors
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updater import Counters
 from zerodrift.optim.views import dtype_name, group_of
@@ -50,7 +50,8 @@ class TensorUpdater:
         else:
             self.groups = optimizer
             self.group_of = group_of(optimizer, names, plan)
-            require_named(optimizer, self.group_of, plan)
+            if flat.algorithm_of(optimizer) is None:
+                require_for_dtensors(optimizer, self.group_of, plan)
             for number, group in enumerate(optimizer.param_groups):
                 held = [name for name, place in self.group_of.items() if place == number]
                 group["params"] = [members[name].sharded for name in held if name in members]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerodrift.errors import UnsupportedError
-from zerodrift.optim.reach import Reach, reach
+from zerodrift.optim.reach import Reach, moves, reach
 from zerodrift.optim.stand_in import hooked
 from zerodrift.plan.table import Plan, Row
 
@@ -29,10 +29,18 @@ first steps. Any of its bases counts."""
 WHOLE = "`precision: {rules: [{match: '*', placement: whole}]}`"
 
 
-def require_named(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], plan: Plan) -> None:
-    """Refuse what names tell: where tensors know how they are cut, that is all that there is to ask."""
+def require_for_dtensors(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], plan: Plan) -> None:
+    """Refuse what tensors that know how they are cut do not help: names, and new memory for them."""
+    rows = _rows(group_of, plan)
     if works_on_matrices(type(optimizer)):
-        _require_whole(optimizer, "", _rows(group_of, plan), plan)
+        _require_whole(optimizer, "", rows, plan)
+    if moves(optimizer, _shapes(optimizer, rows, group_of)):
+        raise UnsupportedError(
+            "optimizer",
+            "must write into its parameters, which are DTensors: what is assigned to `p.data` is lost",
+            got=type(optimizer).__name__,
+            do="Write `p.copy_(...)` there, or use the native backend.",
+        )
 
 
 def require(
@@ -43,10 +51,7 @@ def require(
     if not any(_is_apart(row, plan) for row in rows):
         return
     kind = type(optimizer).__name__
-    shapes: dict[int, list[tuple[int, ...]]] = {number: [] for number in range(len(optimizer.param_groups))}
-    for row in rows:
-        shapes[group_of[row.name]].append(row.shape)
-    found = reach(optimizer, shapes, device)
+    found = reach(optimizer, _shapes(optimizer, rows, group_of), device)
     if found.reach is Reach.SENT:
         raise UnsupportedError(
             "optimizer",
@@ -79,6 +84,16 @@ def _rows(group_of: Mapping[str, int], plan: Plan) -> list[Row]:
     return [
         row for name in group_of if (row := plan.row(name)) is not None and row.columns.update is not None
     ]
+
+
+def _shapes(
+    optimizer: torch.optim.Optimizer, rows: Sequence[Row], group_of: Mapping[str, int]
+) -> dict[int, list[tuple[int, ...]]]:
+    """By group."""
+    shapes: dict[int, list[tuple[int, ...]]] = {number: [] for number in range(len(optimizer.param_groups))}
+    for row in rows:
+        shapes[group_of[row.name]].append(row.shape)
+    return shapes
 
 
 def _is_apart(row: Row, plan: Plan) -> bool:

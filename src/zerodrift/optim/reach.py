@@ -84,6 +84,25 @@ def reach(
     return found
 
 
+def moves(optimizer: torch.optim.Optimizer, shapes: Mapping[int, Collection[Sequence[int]]]) -> bool:
+    """Whether a step gives parameters other memory (`p.data = ...`); False where it cannot be tried."""
+    chosen = _chosen(optimizer, shapes)
+    if not chosen:
+        return False
+    device = torch.device("cpu")
+    with undisturbed(device), torch.no_grad(), Watched(()):
+        trial = _trial(optimizer, chosen, device)
+        (rank,) = _whole(trial)
+        try:
+            made, views = _held(trial, rank)
+            before = [view.data_ptr() for _, view in views]
+            _bring(trial, views, 0)
+            step(made)
+        except Exception:
+            return False
+    return before != [view.data_ptr() for _, view in views]
+
+
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step cannot be called without an argument."""
     _, *rest = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.values()
@@ -278,21 +297,28 @@ def _steps(trial: _Trial, ranks: Sequence[Rank]) -> list[list[torch.Tensor]]:
     after = [[torch.empty_like(values) for values in trial.values] for _ in range(STEPS)]
     for rank in ranks:
         begin_again()
-        held = {
-            number: [(piece, nn.Parameter(_shaped(trial, piece, trial.values).clone())) for piece in pieces]
-            for number, pieces in rank.items()
-        }
-        optimizer = stand_in(
-            trial.optimizer, {number: [view for _, view in mine] for number, mine in held.items()}
-        )
-        mine = [each for pairs in held.values() for each in pairs]
+        optimizer, views = _held(trial, rank)
         for number in range(STEPS):
-            for piece, view in mine:
-                view.grad = _shaped(trial, piece, trial.gradients[number]).clone()
+            _bring(trial, views, number)
             step(optimizer)
-            for piece, view in mine:
+            for piece, view in views:
                 after[number][piece.tensor][piece.part] = view.detach().reshape(-1)
     return after
+
+
+def _held(trial: _Trial, rank: Rank) -> tuple[torch.optim.Optimizer, list[tuple[Piece, nn.Parameter]]]:
+    """A stand-in on a rank, and what it updates."""
+    views = {
+        number: [(piece, nn.Parameter(_shaped(trial, piece, trial.values).clone())) for piece in pieces]
+        for number, pieces in rank.items()
+    }
+    groups = {number: [view for _, view in mine] for number, mine in views.items()}
+    return stand_in(trial.optimizer, groups), [each for mine in views.values() for each in mine]
+
+
+def _bring(trial: _Trial, views: Sequence[tuple[Piece, nn.Parameter]], number: int) -> None:
+    for piece, view in views:
+        view.grad = _shaped(trial, piece, trial.gradients[number]).clone()
 
 
 def _shaped(trial: _Trial, piece: Piece, of: Sequence[torch.Tensor]) -> torch.Tensor:
