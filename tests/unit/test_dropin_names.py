@@ -18,6 +18,7 @@ from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.absent import ABSENT
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.getters import ConfigGetters
+from zerodrift.deepspeed.runtime.zero import stage3, stage_1_and_2
 from zerodrift.deepspeed.unsupported import NotHereError
 from zerodrift.errors import UnsupportedError
 
@@ -247,6 +248,8 @@ def test_train_batch_and_eval_batch_take_what_the_pipelines_take() -> None:
         ("utils", tuple(n for n in deepspeed.utils.__all__ if n.startswith(("safe_", "set_z3", "log_dist")))),
         ("utils.zero_to_fp32", tuple(set(deepspeed.utils.zero_to_fp32.__all__) - {"main"})),
         ("runtime.lr_schedules", tuple(deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES)),
+        ("runtime.zero.stage3", tuple(n for n in stage3.__all__ if n.startswith("estimate"))),
+        ("runtime.zero.stage_1_and_2", tuple(n for n in stage_1_and_2.__all__ if n.startswith("estimate"))),
         ("ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")),
         ("ops.lion", ("FusedLion", "DeepSpeedCPULion")),
         (
@@ -322,6 +325,50 @@ INTERNAL: dict[str, set[str]] = {
     | {"ensure_divisibility", "recursive_getattr", "recursive_setattr"},
 }
 """What DeepSpeed's modules hold for themselves."""
+
+
+OF_ITS_OWN = (
+    *("accelerator.", "autotuning.", "checkpoint.", "comm.", "compat", "compile.", "compression."),
+    *("datastates", "elasticity.", "inference.", "io", "launcher.", "linear.", "model_implementations"),
+    *("module_inject.", "monitor.", "moe.", "nebula.", "nvme.", "ops.", "pipe.", "profiling."),
+    *("git_version_info_installed", "runtime.activation_checkpointing.", "runtime.checkpoint_engine."),
+    *("runtime.comm", "runtime.compression", "runtime.constants", "runtime.data_pipeline."),
+    *("runtime.domino", "runtime.fp16.onebit.", "runtime.model_checkpointing", "runtime.pipe.p2p"),
+    *("runtime.sequence_parallel.", "runtime.superoffload", "runtime.swap_tensor.", "runtime.zenflow"),
+    *("runtime.tensor_parallel.", "runtime.zero.", "runtime.hybrid_engine_", "runtime.rollout"),
+    *("sequence.", "utils."),
+)
+"""Modules that DeepSpeed's pages do not name; with a dot at the end, what is below one that is here."""
+
+
+@needs_deepspeed
+def test_every_module_of_deepspeeds_imports() -> None:
+    """One that is not here has a page's worth of reason, and not `ModuleNotFoundError`."""
+    folder = Path(real().__file__).parent
+    files = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")]
+    lost = set()
+    for module in {file.removesuffix("/__init__").replace("/", ".") for file in files} - {"__init__"}:
+        try:
+            importlib.import_module(f"zerodrift.deepspeed.{module}")
+        except ModuleNotFoundError:
+            lost.add(module)
+    assert not [module for module in sorted(lost) if not module.startswith(OF_ITS_OWN)]
+
+
+MODULES = (
+    *("ops.adam.cpu_adam", "ops.adam.fused_adam", "ops.lion.cpu_lion", "ops.lion.fused_lion"),
+    *("ops.lamb.fused_lamb", "monitor.csv_monitor", "checkpoint.ds_to_universal", "env_report"),
+    "runtime.data_pipeline.data_sampling.data_analyzer",
+    "runtime.data_pipeline.data_routing.helper",
+    "runtime.data_pipeline.curriculum_scheduler",
+    "runtime.zero.utils",
+)
+"""Of those, what scripts and tutorials import."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_of_a_tutorial_imports(module: str) -> None:
+    assert importlib.import_module(f"zerodrift.deepspeed.{module}").__all__
 
 
 @needs_deepspeed

@@ -20,6 +20,12 @@ _LOGGING = "`step` leaves norm, scale and skips on the engine: log them yourself
 _PROFILE = "Use `torch.profiler`, with `with_flops=True`."
 _COMPRESSION = "Weights are neither quantized nor pruned."
 _TUNING = "`zerodrift plan` prints memory and traffic of a config without running it."
+_ORDER = "Order the samples in the loader."
+_ROUTING = "Every layer sees every token; drop tokens in the model."
+_ANY_RANKS = "Every checkpoint loads on any number of ranks, at any stage: there is nothing to convert."
+_ONE_BIT = "Gradients are sent in `precision.reduce`: use AdamW."
+_FILES = "Call `engine.save_checkpoint`, which writes and checks every file."
+_COMMS = "`zerodrift plan` lists every collective of a step."
 
 ABSENT: Mapping[str, tuple[str, str]] = {
     "autotuning": (_TUNING, "Autotuner"),
@@ -133,5 +139,78 @@ ABSENT: Mapping[str, tuple[str, str]] = {
         "Use `torch.profiler`.",
         "SynchronizedWallClockTimer ThroughputTimer NoopTimer CudaEventTimer trim_mean",
     ),
+    "autotuning.autotuner": (_TUNING, "Autotuner"),
+    "checkpoint.constants": (_FILES, ""),
+    "checkpoint.deepspeed_checkpoint": (_ANY_RANKS, "DeepSpeedCheckpoint"),
+    "checkpoint.ds_to_universal": (_ANY_RANKS, "main parse_arguments extract_zero_shards merge_tp_slices"),
+    "checkpoint.reshape_utils": (_ANY_RANKS, "get_files get_zero_files merge_state partition_data"),
+    "checkpoint.universal_checkpoint": (
+        _ANY_RANKS,
+        "SubparamShape enable_universal_checkpoint load_hp_checkpoint_state",
+    ),
+    "compile": ("Call `torch.compile` on the model's blocks.", ""),
+    "compile.config": ("Call `torch.compile` on the model's blocks.", "CompileConfig"),
+    "compression.basic_layer": (_COMPRESSION, "QuantAct Embedding_Compress LinearLayer_Compress"),
+    "compression.helper": (_COMPRESSION, "module_replacement convert_conv1d_to_linear fix_compression"),
+    "compression.scheduler": (_COMPRESSION, "compression_scheduler"),
+    "elasticity.elastic_agent": (
+        "Start it with torchrun, and load a checkpoint on the ranks that there are.",
+        "DSElasticAgent",
+    ),
+    "elasticity.elasticity": (
+        "A checkpoint loads on any number of ranks; write the batch sizes.",
+        "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
+    ),
+    "env_report": ("Run `zerodrift doctor`.", "main cli_main op_report debug_report"),
+    "launcher.launch": ("Start it with torchrun.", "main parse_args"),
+    "module_inject.auto_tp": (_INJECTION, "AutoTP Loading ReplaceWithTensorSlicing"),
+    "module_inject.layers": (
+        _INJECTION,
+        "LinearAllreduce LinearLayer EmbeddingLayer Normalize set_autotp_mode",
+    ),
+    "module_inject.policy": (_INJECTION, "DSPolicy TransformerPolicy"),
+    "module_inject.replace_module": (
+        _INJECTION,
+        "replace_transformer_layer revert_transformer_layer generic_injection GroupQuantizer",
+    ),
+    "monitor.comet": (_LOGGING, "CometMonitor"),
+    "monitor.csv_monitor": (_LOGGING, "csvMonitor"),
+    "monitor.tensorboard": (_LOGGING, "TensorBoardMonitor"),
+    "monitor.wandb": (_LOGGING, "WandbMonitor"),
+    "nvme": ("Nothing is offloaded to NVMe.", ""),
+    "ops.adagrad.cpu_adagrad": ("Use `torch.optim.Adagrad` without ZeRO, or AdamW.", "DeepSpeedCPUAdagrad"),
+    "ops.aio": ("Nothing is offloaded to NVMe.", "AsyncIOBuilder"),
+    "ops.lamb.fused_lamb": ("LAMB needs whole parameters. Use AdamW.", "FusedLamb"),
+    "runtime.checkpoint_engine": (_FILES, ""),
+    "runtime.checkpoint_engine.checkpoint_engine": (_FILES, "CheckpointEngine CheckpointCommitInfo"),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": (_FILES, "TorchCheckpointEngine"),
+    "runtime.data_pipeline.curriculum_scheduler": (_ORDER, "CurriculumScheduler"),
+    "runtime.data_pipeline.data_routing": (_ROUTING, ""),
+    "runtime.data_pipeline.data_routing.basic_layer": (_ROUTING, "RandomLayerTokenDrop"),
+    "runtime.data_pipeline.data_routing.helper": (
+        _ROUTING,
+        "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
+    ),
+    "runtime.data_pipeline.data_routing.scheduler": (_ROUTING, "BaseScheduler RandomLTDScheduler"),
+    "runtime.data_pipeline.data_sampling": (_ORDER, ""),
+    "runtime.data_pipeline.data_sampling.data_analyzer": (_ORDER, "DataAnalyzer DistributedDataAnalyzer"),
+    "runtime.data_pipeline.data_sampling.data_sampler": (_ORDER, "DeepSpeedDataSampler"),
+    "runtime.data_pipeline.data_sampling.indexed_dataset": (
+        _ORDER,
+        "MMapIndexedDataset MMapIndexedDatasetBuilder IndexedDataset make_dataset make_builder",
+    ),
+    "runtime.fp16.onebit": (_ONE_BIT, "OnebitAdam OnebitLamb ZeroOneAdam"),
+    "runtime.fp16.onebit.adam": (_ONE_BIT, "OnebitAdam"),
+    "runtime.fp16.onebit.lamb": (_ONE_BIT, "OnebitLamb"),
+    "runtime.fp16.onebit.zoadam": (_ONE_BIT, "ZeroOneAdam"),
+    "runtime.precision_config": (
+        _SETTINGS,
+        "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config",
+    ),
+    "runtime.quantize": (_COMPRESSION, "Quantizer"),
+    "runtime.state_dict_factory": (_FILES, "SDLoaderFactory SDLoaderBase MegatronSDLoader"),
+    "runtime.swap_tensor.aio_config": ("Nothing is offloaded to NVMe.", "get_aio_config"),
+    "sequence.fpdt_layer": (_SEQUENCE, "FPDT_Attention FPDT_FFN FPDT_LogitsLoss SequenceChunk"),
+    "utils.comms_logging": (_COMMS, "CommsLogger get_caller_func convert_size calc_bw_log"),
 }
 """By module: what to use instead, and the names that are asked for."""

@@ -227,7 +227,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "Use `get_fp32_state_dict_from_zero_checkpoint`, which reads checkpoints of both.",
     ),
     "deepspeed.checkpoint": dict.fromkeys(
-        ("DeepSpeedCheckpoint", "ds_to_universal", "universal_checkpoint"),
+        ("DeepSpeedCheckpoint",),
         "Every checkpoint loads on any number of ranks, at any stage: there is nothing to convert.",
     ),
     "deepspeed.ops": {
@@ -269,22 +269,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero.offload_config": dict.fromkeys(
         ("DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig"),
         "Use `zerodrift.load(file)`, which checks every key.",
-    ),
-    "deepspeed.runtime.zero.stage3": dict.fromkeys(
-        (
-            "estimate_zero3_model_states_mem_needs",
-            "estimate_zero3_model_states_mem_needs_all_live",
-            "estimate_zero3_model_states_mem_needs_all_cold",
-        ),
-        "`zerodrift plan` prints memory and traffic of a config without running it.",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2": dict.fromkeys(
-        (
-            "estimate_zero2_model_states_mem_needs",
-            "estimate_zero2_model_states_mem_needs_all_live",
-            "estimate_zero2_model_states_mem_needs_all_cold",
-        ),
-        "`zerodrift plan` prints memory and traffic of a config without running it.",
     ),
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         **dict.fromkeys(

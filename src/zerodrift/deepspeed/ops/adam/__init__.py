@@ -18,7 +18,7 @@ from zerodrift.errors import UnsupportedError
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-__getattr__ = unsupported.lookup(__name__)
+__getattr__ = unsupported.lookup(__name__, "cpu_adam", "fused_adam")
 
 
 class FusedAdam:

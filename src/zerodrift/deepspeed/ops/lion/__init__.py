@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
+from zerodrift.deepspeed import unsupported
+
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
+
+__getattr__ = unsupported.lookup(__name__, "cpu_lion", "fused_lion")
 
 
 class FusedLion(torch.optim.Optimizer):
