@@ -96,6 +96,27 @@ def gradients_with_the_configs_clip_too(run: Run) -> None:
         engine.step()
 
 
+def gradients_in_a_step_and_outside(run: Run) -> None:
+    """`safe_get_full_grad` before a backward, after it, after the step, and after `zero_grad`."""
+    engine = run.engine(Net(), gradient_accumulation_steps=2)
+    parameter = engine.module.head.weight
+
+    def read() -> None:
+        run.tell("gradient", run.deepspeed.utils.safe_get_full_grad(parameter))
+
+    read()
+    for micro in range(4):
+        engine.backward(square(engine(run.data(micro))))
+        if micro % 2:
+            read()
+        engine.step()
+        if micro % 2:
+            read()
+    engine.backward(square(engine(run.data(4))))
+    engine.zero_grad()
+    read()
+
+
 # --- requires_grad ------------------------------------------------------------------------------------------
 
 
@@ -181,6 +202,7 @@ SCRIPTS = (
     Script(gradients_that_are_dropped, stages=ZERO),
     Script(gradients_with_noise, stages=ZERO),
     Script(gradients_with_the_configs_clip_too, stages=ZERO),
+    Script(gradients_in_a_step_and_outside, alike=ZERO, why="stages 1-2 raise, 3 has what was last"),
     Script(a_part_that_is_frozen),
     Script(frozen_and_thawed_with_adam, alike=ZERO, why=MOVES),
     Script(frozen_and_thawed_with_momentum, alike=ZERO, why=MOVES),

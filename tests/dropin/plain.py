@@ -147,7 +147,10 @@ def _init(**rest: Any) -> Iterator[None]:
 zero = SimpleNamespace(
     GatheredParameters=_whole, Init=_init, register_external_parameter=lambda module, parameter: None
 )
-utils = SimpleNamespace(zero_to_fp32=SimpleNamespace(load_state_dict_from_zero_checkpoint=_from_checkpoint))
+utils = SimpleNamespace(
+    safe_get_full_grad=lambda parameter: parameter.grad,
+    zero_to_fp32=SimpleNamespace(load_state_dict_from_zero_checkpoint=_from_checkpoint),
+)
 runtime = SimpleNamespace(lr_schedules=lr_schedules)
 
 plain = True

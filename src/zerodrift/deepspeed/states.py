@@ -41,11 +41,12 @@ def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: Parameter) -> torch.Tensor | None:
-    """The gradient of this step so far. None for a parameter that no engine trains."""
+    """The gradient of this step so far. None before the first backward of a step, after its end, and for a
+    parameter that no engine trains."""
     if engine_parameter(param) is None or not param.requires_grad:
         return None
     engine, name = require_engine_parameter(param)
-    return engine.parameter(name).gradient
+    return engine.parameter(name).gradient if engine.micro_batches else None
 
 
 def safe_set_full_grad(param: Parameter, value: torch.Tensor) -> None:
@@ -101,9 +102,9 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:
-    """This rank's part of the gradient of this step so far: flat, fp32, a copy."""
+    """This rank's part of the gradient of this step so far: flat, fp32, a copy. None outside of a step."""
     engine, segment, row = _locate(param)
-    if not isinstance(segment, TrainedSegment):
+    if not isinstance(segment, TrainedSegment) or not engine.micro_batches:
         return None
     engine.progress.require_whole_sum(row.name)
     native(engine.executor).gradients.flush()
