@@ -5,8 +5,8 @@ Names, signatures and meanings are those of DeepSpeed 0.19.6; where it is silent
 
 What each file has: `launch` joins the ranks, `written` is the config as it was passed, `assemble` is
 `initialize`, `engine` its methods, `getters` its getters, `zero` and `parameters` parameters in pieces,
-`states` their full values, `checkpoints` and `consolidated` files; `comm`, `utils`, `ops`, `runtime`, `moe`,
-`launcher`, `accelerator` and `pipe` stand where DeepSpeed has them.
+`states` their full values, `checkpoints` and `consolidated` files, `estimates` memory; `comm`, `utils`,
+`ops`, `runtime`, `moe`, `launcher`, `accelerator` and `pipe` stand where DeepSpeed has them.
 """
 
 from __future__ import annotations

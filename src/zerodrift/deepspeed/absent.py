@@ -71,8 +71,16 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     ),
     "profiling": (_PROFILE, ""),
     "profiling.config": (_PROFILE, "DeepSpeedFlopsProfilerConfig"),
-    "profiling.flops_profiler": (_PROFILE, "FlopsProfiler get_model_profile"),
-    "profiling.flops_profiler.profiler": (_PROFILE, "FlopsProfiler get_model_profile"),
+    "profiling.flops_profiler": (
+        _PROFILE,
+        "FlopsProfiler get_model_profile number_to_string macs_to_string params_to_string flops_to_string "
+        "duration_to_string",
+    ),
+    "profiling.flops_profiler.profiler": (
+        _PROFILE,
+        "FlopsProfiler get_model_profile number_to_string macs_to_string params_to_string flops_to_string "
+        "duration_to_string",
+    ),
     "runtime.bf16_optimizer": (_STAGES, "BF16_Optimizer"),
     "runtime.compiler": (
         "Call `torch.compile` on the model's blocks.",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zerodrift.deepspeed.runtime.zero.utils import is_zero_param
 from zerodrift.deepspeed.zero import (
     GatheredParameters,
     Init,
@@ -21,6 +22,7 @@ __all__ = [
     "Init",
     "ZeroParamStatus",
     "ZeroParamType",
+    "is_zero_param",
     "register_external_parameter",
     "unregister_external_parameter",
 ]
