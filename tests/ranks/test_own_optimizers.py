@@ -185,6 +185,18 @@ class NeedsClosure(own.Own):
         closure()
 
 
+class Wraps(own.Own):
+    """Around another with groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        held = list(params)
+        super().__init__(held)
+        self.inner = own.Signs(held)
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+
+
 class Shy(own.Own):
     """Takes only what it knows."""
 
@@ -215,6 +227,11 @@ def test_one_that_needs_a_closure_is_refused() -> None:
         assert (
             "must have a `step` that needs no closure" in message and "NeedsClosure.step(self, clo" in message
         )
+
+
+def test_one_around_another_with_groups_of_its_own_is_refused() -> None:
+    (message,) = run_ranks(by_class, 1, "Wraps")
+    assert "must share its parameter groups" in message and "got Wraps around Signs" in message
 
 
 def test_one_that_cannot_be_tried_is_told_about() -> None:

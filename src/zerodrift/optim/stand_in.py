@@ -64,9 +64,9 @@ def stand_in(
             memo[id(group["params"])] = copies[taken]["params"]
             for index, parameter in enumerate(group["params"]):
                 memo[id(parameter)] = groups[taken][index % len(groups[taken])] if groups[taken] else None
-        for each in _nested(optimizer):
+        for each in nested(optimizer):
             memo[id(each)] = _bare(each)
-        for each in _nested(optimizer):
+        for each in nested(optimizer):
             _fill(each, memo[id(each)], groups, optimizer, list(copies.values()), memo)
     made: torch.optim.Optimizer = memo[id(optimizer)]
     return made
@@ -78,7 +78,7 @@ def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return made
 
 
-def _nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """It and the optimizers that it wraps, as Lookahead does, each once."""
     found: list[torch.optim.Optimizer] = []
     waiting = [optimizer]

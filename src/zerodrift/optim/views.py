@@ -26,6 +26,7 @@ from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.reach import needs_closure
 from zerodrift.optim.schemes import Scheme
+from zerodrift.optim.stand_in import nested
 from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
@@ -312,6 +313,16 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
                 "must update a parameter from its own gradient",
                 got=f"{kind}, which {NEVER[base.__name__]}",
                 do=f"Use {either(known.name for known in ALGORITHMS)}.",
+            )
+    reached = {id(group) for group in optimizer.param_groups}
+    for inner in nested(optimizer):
+        apart = [group for group in inner.param_groups if id(group) not in reached]
+        if any(id(parameter) in names for group in apart for parameter in group["params"]):
+            raise UnsupportedError(
+                "optimizer",
+                "must share its parameter groups with the optimizer that it wraps, which would step nothing",
+                got=f"{kind} around {type(inner).__name__} with groups of its own",
+                do=f"Set the {kind}'s `param_groups` to those of the {type(inner).__name__}.",
             )
     if needs_closure(optimizer):
         raise UnsupportedError(
