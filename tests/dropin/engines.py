@@ -309,6 +309,16 @@ def other_parameters(run: Run) -> None:
     run.train(engine, 1, first=1)
 
 
+def parameters_with_names(run: Run) -> None:
+    """`model_parameters=model.named_parameters()`, of all and of a part."""
+    for part in ("", "head"):
+        net = Net()
+        named = [(name, p) for name, p in net.named_parameters() if name.startswith(part)]
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name.startswith(part))
+        run.train(run.engine(net, model_parameters=iter(named), optimizer=ADAMW))
+
+
 REVERTS = "its masters do not follow, and the next step puts the old weights back; stage 3 raises"
 ZERO, BELOW_3 = (0,), (0, 1, 2)
 
@@ -330,4 +340,5 @@ SCRIPTS = (
     Script(a_file_that_is_json),
     Script(a_gradient_of_the_input, alike=BELOW_3, why="it crashes"),
     Script(other_parameters, alike=BELOW_3, why="it crashes"),
+    Script(parameters_with_names),
 )

@@ -156,9 +156,11 @@ def _without_torchs(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(given: Any) -> list[Any]:
+    """Parameters or groups of them; of `named_parameters()`, what is named."""
     if isinstance(given, nn.Module):
         return list(given.parameters())
-    return [given] if isinstance(given, torch.Tensor) else list(given)
+    items = [given] if isinstance(given, torch.Tensor) else list(given)
+    return [item[1] if isinstance(item, tuple) else item for item in items]
 
 
 def _is_everything(parameters: Iterable[Any], model: nn.Module) -> bool:
