@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.ranks.harness import run_ranks
 from tests.unit import own_optimizers as own
 from zerodrift.api import initialize
 from zerodrift.errors import UnsupportedError
+from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 STEPS = 4
 
@@ -30,6 +32,12 @@ def settings(stage: int, **precision: Any) -> dict[str, Any]:
 def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
     if kind == "Lookahead":
         return own.Lookahead(own.Signs(parameters))
+    if kind == "Lookahead around Adagrad":
+        return own.Lookahead(torch.optim.Adagrad(parameters, lr=1e-2, initial_accumulator_value=0.1))
+    if kind == "ReadsMarks":
+        parameters = list(parameters)
+        for number, parameter in enumerate(parameters):
+            parameter.haste = 1.0 + number
     made: torch.optim.Optimizer = getattr(own, kind)(parameters)
     return made
 
@@ -53,10 +61,40 @@ def beside_torch(kind: str, stage: int, precision: dict[str, Any]) -> list[str]:
     return off
 
 
-@pytest.mark.parametrize("kind", ["Signs", "Assigns", "Foreach", "Lookahead"])
+@pytest.mark.parametrize("kind", ["Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_elementwise_ones_make_the_plain_loops_bits(kind: str, stage: int) -> None:
     assert run_ranks(beside_torch, 2, kind, stage, {}) == [[], []]
+
+
+def gone_on_with(folder: str, stage: int) -> list[str]:
+    """Parameters that four steps make otherwise when an engine ends after two, and another goes on."""
+    ends = []
+    for parts in ((4,), (2, 2)):
+        taken = 0
+        for steps in parts:
+            model = GPT(tied=False)
+            optimizer = make("Lookahead around Adagrad", model.parameters())
+            engine = initialize(model, optimizer, settings(stage), device="cpu", quiet=True)
+            checkpoints = Checkpoints(engine, folder, quiet=True)
+            if taken:
+                checkpoints.load()
+            for number in range(taken, taken + steps):
+                engine.backward(engine(batch(number)))
+                engine.step()
+            taken += steps
+            if taken == 2:
+                checkpoints.save()
+            with engine.gathered() as values:
+                end = {name: value.clone() for name, value in values.items()}
+            engine.destroy()
+        ends.append(end)
+    return [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(gone_on_with, 2, str(tmp_path), stage) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["TrustRatio", "Clipped", "ClipsAll", "GuessesRate"])

@@ -75,6 +75,13 @@ class Assigns(Own):
                 p.data = p.data - group["lr"] * p.grad.sign()
 
 
+class ReadsMarks(Own):
+    """Goes further where a caller has said so on the parameter."""
+
+    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return g * getattr(p, "haste", 1.0)
+
+
 class Foreach(Own):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.unit import own_optimizers as own
-from zerodrift.optim.reach import Found, Reach, needs_closure, reach
+from zerodrift.optim.reach import Reach, TrialResult, needs_closure, reach
 
 CPU = torch.device("cpu")
 SHAPES: tuple[tuple[int, ...], ...] = ((48, 32), (48,), (16, 8, 3, 3), (1,))
@@ -32,7 +32,7 @@ def parameters(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[nn.Paramete
     return [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes]
 
 
-def found(optimizer: torch.optim.Optimizer) -> Found:
+def found(optimizer: torch.optim.Optimizer) -> TrialResult:
     shapes = {
         number: [tuple(p.shape) for p in group["params"]]
         for number, group in enumerate(optimizer.param_groups)
@@ -42,7 +42,7 @@ def found(optimizer: torch.optim.Optimizer) -> Found:
 
 @pytest.mark.parametrize("kind", own.ELEMENTWISE)
 def test_elementwise(kind: Any) -> None:
-    assert found(kind(parameters())) == Found(Reach.ELEMENT)
+    assert found(kind(parameters())) == TrialResult(Reach.ELEMENT)
 
 
 @pytest.mark.parametrize("kind", own.TENSOR)
@@ -79,12 +79,12 @@ TORCH = (
 @pytest.mark.parametrize("foreach", [False, True])
 def test_torchs_elementwise_classes(name: str, foreach: bool) -> None:
     kind = getattr(torch.optim, name)
-    assert found(kind(parameters(), lr=1e-3, foreach=foreach)) == Found(Reach.ELEMENT)
+    assert found(kind(parameters(), lr=1e-3, foreach=foreach)) == TrialResult(Reach.ELEMENT)
 
 
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"fused": True}, {"lr": torch.tensor(0.1)}])
 def test_torchs_variants(options: dict[str, Any]) -> None:
-    assert found(torch.optim.Adam(parameters(), **options)) == Found(Reach.ELEMENT)
+    assert found(torch.optim.Adam(parameters(), **options)) == TrialResult(Reach.ELEMENT)
 
 
 def test_torchs_matrix_classes() -> None:
@@ -93,13 +93,13 @@ def test_torchs_matrix_classes() -> None:
 
 
 def test_wrappers() -> None:
-    assert found(own.Lookahead(own.Signs(parameters()))) == Found(Reach.ELEMENT)
+    assert found(own.Lookahead(own.Signs(parameters()))) == TrialResult(Reach.ELEMENT)
     assert found(own.Lookahead(own.TrustRatio(parameters()))).reach is Reach.TENSOR
 
 
 def test_a_constructor_is_not_called_and_groups_keep_their_options() -> None:
     held = own.Demands(parameters(), 0.1, lambda step: 1.0, owner="me")
-    assert found(held) == Found(Reach.ELEMENT)
+    assert found(held) == TrialResult(Reach.ELEMENT)
 
     class ByOption(own.Own):
         def direction(self, p: Any, g: Any, state: Any, group: Any) -> Any:
@@ -108,7 +108,7 @@ def test_a_constructor_is_not_called_and_groups_keep_their_options() -> None:
     one, *rest = parameters()
     plain = [{"params": [one], "normal": False}, {"params": rest, "normal": False}]
     second = [{"params": [one], "normal": False}, {"params": rest, "normal": True}]
-    assert found(ByOption(plain)) == Found(Reach.ELEMENT)
+    assert found(ByOption(plain)) == TrialResult(Reach.ELEMENT)
     assert found(ByOption(second)).reach is Reach.TENSOR
 
 

@@ -50,14 +50,14 @@ class Reach(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TrialResult:
     reach: Reach
     why: str = ""
     """What was seen, for a person."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Portion:
     """What a rank holds of a tensor."""
 
     tensor: int
@@ -65,15 +65,15 @@ class Piece:
     whole: bool
 
 
-Rank = Mapping[int, Sequence[Piece]]
+Rank = Mapping[int, Sequence[Portion]]
 """Number of a group -> what a rank holds of it."""
 
 
 def reach(
     optimizer: torch.optim.Optimizer, shapes: Mapping[int, Collection[Sequence[int]]], device: torch.device
-) -> Found:
+) -> TrialResult:
     """Of an optimizer whose groups have parameters of these shapes; on `device` where a CPU will not do."""
-    found = Found(Reach.UNKNOWN, "it has no parameters")
+    found = TrialResult(Reach.UNKNOWN, "it has no parameters")
     if not any(shapes.values()):
         return found
     for where in dict.fromkeys((torch.device("cpu"), device)):
@@ -195,8 +195,8 @@ def _whole(trial: _Trial) -> list[Rank]:
     return [{number: [_all(trial, tensor) for tensor in held] for number, held in trial.groups.items()}]
 
 
-def _all(trial: _Trial, tensor: int) -> Piece:
-    return Piece(tensor, slice(0, trial.values[tensor].numel()), True)
+def _all(trial: _Trial, tensor: int) -> Portion:
+    return Portion(tensor, slice(0, trial.values[tensor].numel()), True)
 
 
 def _apart(trial: _Trial) -> list[Rank]:
@@ -209,14 +209,14 @@ def _apart(trial: _Trial) -> list[Rank]:
 
 def _cut(trial: _Trial) -> list[Rank]:
     """As slices may end anywhere: what is longer than a block is cut between blocks, into flat pieces."""
-    ranks: list[dict[int, list[Piece]]] = [{}, {}]
+    ranks: list[dict[int, list[Portion]]] = [{}, {}]
     for number, held in trial.groups.items():
         for place, tensor in enumerate(held):
             length = trial.values[tensor].numel()
             at = min(15, (length - 1) // BLOCK) * BLOCK
             if at:
-                ranks[0].setdefault(number, []).append(Piece(tensor, slice(0, at), False))
-                ranks[1].setdefault(number, []).append(Piece(tensor, slice(at, length), False))
+                ranks[0].setdefault(number, []).append(Portion(tensor, slice(0, at), False))
+                ranks[1].setdefault(number, []).append(Portion(tensor, slice(at, length), False))
             else:
                 ranks[place % 2].setdefault(number, []).append(_all(trial, tensor))
     return [{number: rank.get(number, []) for number in trial.groups} for rank in ranks]
@@ -227,7 +227,7 @@ def _cut(trial: _Trial) -> list[Rank]:
 
 def _reach(
     optimizer: torch.optim.Optimizer, chosen: Mapping[int, Sequence[tuple[int, ...]]], device: torch.device
-) -> Found:
+) -> TrialResult:
     trial = _trial(optimizer, chosen, device)
     watch = Watched({one.numel() for one in trial.values})
     try:
@@ -242,22 +242,22 @@ def _reach(
             with Watched({one.numel() for one in trial.values}):
                 expected = _steps(trial, _whole(trial))
     except CannotTellError as error:
-        return Found(Reach.UNKNOWN, str(error))
+        return TrialResult(Reach.UNKNOWN, str(error))
     except CommunicatesError as error:
-        return Found(Reach.SENT, f"it called `{error}`")
+        return TrialResult(Reach.SENT, f"it called `{error}`")
     except Exception as error:
-        return Found(Reach.UNKNOWN, f"a step of a copy of it on small tensors raised {line(error)}")
+        return TrialResult(Reach.UNKNOWN, f"a step of a copy of it on small tensors raised {line(error)}")
     if not any(
         bool((after != before).any()) for after, before in zip(expected[-1], trial.values, strict=True)
     ):
-        return Found(Reach.UNKNOWN, f"{STEPS} steps of a copy of it changed nothing")
+        return TrialResult(Reach.UNKNOWN, f"{STEPS} steps of a copy of it changed nothing")
     pieces = _differs(trial, expected, _cut(trial), watch.random)
     if not pieces:
-        return Found(Reach.ELEMENT)
+        return TrialResult(Reach.ELEMENT)
     tensors = _differs(trial, expected, _apart(trial), watch.random)
     if not tensors:
-        return Found(Reach.TENSOR, f"on flat pieces {pieces}")
-    return Found(Reach.GROUP, f"where each rank has some of the tensors, {tensors}")
+        return TrialResult(Reach.TENSOR, f"on flat pieces {pieces}")
+    return TrialResult(Reach.GROUP, f"where each rank has some of the tensors, {tensors}")
 
 
 def _differs(
@@ -306,7 +306,7 @@ def _steps(trial: _Trial, ranks: Sequence[Rank]) -> list[list[torch.Tensor]]:
     return after
 
 
-def _held(trial: _Trial, rank: Rank) -> tuple[torch.optim.Optimizer, list[tuple[Piece, nn.Parameter]]]:
+def _held(trial: _Trial, rank: Rank) -> tuple[torch.optim.Optimizer, list[tuple[Portion, nn.Parameter]]]:
     """A stand-in on a rank, and what it updates."""
     views = {
         number: [(piece, nn.Parameter(_shaped(trial, piece, trial.values).clone())) for piece in pieces]
@@ -316,12 +316,12 @@ def _held(trial: _Trial, rank: Rank) -> tuple[torch.optim.Optimizer, list[tuple[
     return stand_in(trial.optimizer, groups), [each for mine in views.values() for each in mine]
 
 
-def _bring(trial: _Trial, views: Sequence[tuple[Piece, nn.Parameter]], number: int) -> None:
+def _bring(trial: _Trial, views: Sequence[tuple[Portion, nn.Parameter]], number: int) -> None:
     for piece, view in views:
         view.grad = _shaped(trial, piece, trial.gradients[number]).clone()
 
 
-def _shaped(trial: _Trial, piece: Piece, of: Sequence[torch.Tensor]) -> torch.Tensor:
+def _shaped(trial: _Trial, piece: Portion, of: Sequence[torch.Tensor]) -> torch.Tensor:
     """As `TorchViews` has it: in its shape where it is whole, and one of no dimension flat if others are."""
     flat = of[piece.tensor][piece.part]
     return flat.view(trial.shapes[piece.tensor]) if piece.whole else flat

@@ -59,13 +59,18 @@ class TorchViews:
         self._values = {number: self._fp32(number) for number in self._pieces}
         """Flat fp32 masters: storage itself, the copy, or for a split one what `_open` fills."""
         views = self._views()
+        self._kept = kept_by(optimizer)
         first: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(optimizer.param_groups):
             held = [name for name, place in group_of.items() if place == number]
             for name, parameter in zip(held, group["params"], strict=True):
-                first[name] = optimizer.state.pop(parameter, {})
+                first[name] = self._state(parameter)
+                for each in self._kept.values():
+                    each.pop(parameter, None)
+                for view in views.get(name, ()):
+                    view.__dict__.update(_marks(parameter))
             group["params"] = [view for name in held for view in views.get(name, ())]
-        self._hand_on(first, optimizer)
+        self._hand_on(first)
         for number in self._pieces:
             self._close(number)
         self.groups = optimizer
@@ -94,7 +99,7 @@ class TorchViews:
                 views[row.name] = mine
         return views
 
-    def _hand_on(self, first: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    def _hand_on(self, first: Mapping[str, Mapping[str, Any]]) -> None:
         """What an optimizer made of each parameter before any step, as Adagrad does, to its views."""
         for number, span, view in self._spans:
             state = first.get(self._names[view])
@@ -102,12 +107,28 @@ class TorchViews:
                 piece = self._pieces[number]
                 offset = next(row.offset for row in piece.rows if row.name == self._names[view])
                 begin = piece.start + span.start - offset
-                optimizer.state[view] = {
+                mine = {
                     key: value.reshape(-1)[begin : begin + view.numel()].view(view.shape).to(view, copy=True)
                     if isinstance(value, torch.Tensor) and value.dim()
                     else copy.deepcopy(value)
                     for key, value in state.items()
                 }
+                self._keep(view, mine)
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What is kept of a view."""
+        return {
+            prefix + key: value
+            for prefix, state in self._kept.items()
+            for key, value in state.get(parameter, {}).items()
+        }
+
+    def _keep(self, view: nn.Parameter, values: Mapping[str, Any]) -> None:
+        left = dict(values)
+        for prefix, state in reversed(self._kept.items()):
+            mine = [key for key in left if key.startswith(prefix)]
+            if mine:
+                state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
 
     def _find_members(self) -> list[tuple[int, slice, nn.Parameter]]:
         held = {id(p) for group in self.groups.param_groups for p in group["params"]}
@@ -168,9 +189,7 @@ class TorchViews:
     ) -> None:
         """What became of the update of one view."""
         weight, seen = (held[span] for held in before)
-        kept = [
-            value for value in self.groups.state.get(parameter, {}).values() if _is_moment(value, parameter)
-        ]
+        kept = [value for value in self._state(parameter).values() if _is_moment(value, parameter)]
         master = self._values[number][span]
         account(
             self._statistics[number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
@@ -209,7 +228,7 @@ class TorchViews:
         for segment, span, parameter in self._members:
             if segment != number:
                 continue
-            for key, value in self.groups.state.get(parameter, {}).items():
+            for key, value in self._state(parameter).items():
                 if _is_moment(value, parameter):
                     flat = states.setdefault(
                         key, torch.zeros_like(self._pieces[number].storage, dtype=torch.float32)
@@ -219,8 +238,8 @@ class TorchViews:
 
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
         for segment, span, parameter in self._members:
-            if segment == number and key in self.groups.state.get(parameter, {}):
-                held = self.groups.state[parameter][key]
+            held = self._state(parameter).get(key) if segment == number else None
+            if held is not None:
                 held.copy_(values[span].view(held.shape))
 
     @property
@@ -232,23 +251,25 @@ class TorchViews:
         finds none would begin anew."""
         counters: Counters = {}
         for _, _, parameter in self._members:
-            if parameter in self.groups.state:
+            if state := self._state(parameter):
                 mine = counters[self._names[parameter]] = {}
-                for key, value in self.groups.state[parameter].items():
+                for key, value in state.items():
                     mine[key] = dtype_name(value) if _is_moment(value, parameter) else value
         return counters
 
     def set_counters(self, counters: Counters) -> None:
-        self.groups.state.clear()
+        for state in self._kept.values():
+            state.clear()
         for _, _, parameter in self._members:
             mine = counters.get(self._names[parameter])
             if mine is not None:
-                self.groups.state[parameter] = {
+                kept = {
                     key: torch.zeros_like(parameter, dtype=getattr(torch, value), requires_grad=False)
                     if isinstance(value, str)
                     else copy.deepcopy(value)
                     for key, value in mine.items()
                 }
+                self._keep(parameter, kept)
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
@@ -256,7 +277,7 @@ class TorchViews:
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         held, dtypes = self._slices[number].master, []
         for segment, _, parameter in self._members:
-            values = self.groups.state.get(parameter, {}).values() if segment == number else ()
+            values = self._state(parameter).values() if segment == number else ()
             dtypes += [value.dtype for value in values if _is_moment(value, parameter)]
         return None if held is None else held.dtype, tuple(dict.fromkeys(dtypes))
 
@@ -274,6 +295,20 @@ def dtype_name(value: torch.Tensor) -> str:
             do="Keep them in fp32.",
         )
     return str(value.dtype).removeprefix("torch.")
+
+
+def kept_by(optimizer: torch.optim.Optimizer) -> dict[str, dict[Any, dict[str, Any]]]:
+    """The state of an optimizer, and of those that it wraps, by what the names of moments begin with here."""
+    kept: dict[int, dict[Any, dict[str, Any]]] = {}
+    for each in nested(optimizer):
+        kept.setdefault(id(each.state), each.state)
+    return {f"inner{depth}_" if depth else "": state for depth, state in enumerate(kept.values())}
+
+
+def _marks(parameter: nn.Parameter) -> dict[str, Any]:
+    """What a caller has written on a parameter, which an optimizer may read: `p.no_decay = True`."""
+    ours = ("_zerodrift", "ds_")
+    return {key: value for key, value in vars(parameter).items() if not key.startswith(ours)}
 
 
 def _is_moment(value: object, parameter: nn.Parameter) -> bool:
@@ -331,7 +366,8 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
             got=f"{kind}.step{inspect.signature(type(optimizer).step)}",
             do=f"Use {either(known.name for known in ALGORITHMS)}.",
         )
-    if any(not ("step" in state and float(state["step"]) == 0) for state in optimizer.state.values()):
+    begun = (state for kept in kept_by(optimizer).values() for state in kept.values())
+    if any(not ("step" in state and float(state["step"]) == 0) for state in begun):
         raise UnsupportedError(
             "optimizer",
             "must not have taken a step before `initialize`",
