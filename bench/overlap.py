@@ -192,9 +192,7 @@ def numbers(text: str) -> list[float]:
 
 def main() -> None:
     parser = flags(__doc__)
-    parser.add_argument(
-        "--delays", type=lambda text: [float(each) for each in text.split(",")], default="0,5,20"
-    )
+    parser.add_argument("--delays", type=numbers, default=[0.0, 5.0, 20.0])
     parser.add_argument("--trace", type=Path, help="a folder for the traces of a step, with the last delay")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)

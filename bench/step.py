@@ -1,7 +1,7 @@
 """One training step beside DDP, FSDP2 and DeepSpeed: time, bytes on the wire, peak memory.
 
     python bench/step.py                     # time and wire, all engines in the same two processes
-    python bench/step.py --memory            # peak memory, a fresh pair of processes per engine
+    python bench/step.py --memory            # peak memory, a fresh pair of processes per engine and round
     python bench/step.py --only ddp,zd-3 --length 32 --profile zd-3
 
 Two gloo ranks, one thread each, fused AdamW everywhere, fp32 unless `--dtype bf16`. Engines take turns in
@@ -335,6 +335,24 @@ def show_times(result: Result, found: dict[str, Any], names: list[str]) -> None:
         )
 
 
+def show_memory(result: Result, found: dict[str, list[dict[str, float]]]) -> None:
+    """Medians: what `malloc` keeps of a heap is not the same in two processes that do the same."""
+    heads = ("built MiB", "at rest MiB", "peak MiB", "shared MiB")
+    columns = {"engine": "<14", **dict.fromkeys(heads, ".0f"), "range of peaks": ""}
+    table = result.table(columns, "over the import baseline")
+    for name, rounds in found.items():
+        middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        peaks = [each["peak"] for each in rounds]
+        table.row(
+            name,
+            middle["built"],
+            middle["rest"],
+            middle["peak"],
+            middle["shared"],
+            f"{min(peaks):.0f}-{max(peaks):.0f}",
+        )
+
+
 def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--only", default="", help="comma-separated engines; the first is the base")
@@ -363,11 +381,9 @@ def main() -> None:
         "deepspeed",
     )
     if options.memory:
-        heads = ("built MiB", "at rest MiB", "peak MiB", "shared MiB")
-        table = result.table({"engine": "<14", **dict.fromkeys(heads, ".0f")}, "over the import baseline")
-        for name in names:
-            figures = launch(measured, options, name)
-            table.row(name, figures["built"], figures["rest"], figures["peak"], figures["shared"])
+        show_memory(
+            result, {name: [launch(measured, options, name) for _ in range(options.rounds)] for name in names}
+        )
     else:
         show_times(result, launch(timed, options, names), names)
     result.save(options.save)
