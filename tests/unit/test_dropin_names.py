@@ -102,6 +102,15 @@ def test_dotted_names_work_after_one_import() -> None:
     assert deepspeed.runtime.config.DeepSpeedConfigError is deepspeed.DeepSpeedConfigError
 
 
+def test_the_log_of_collectives_is_empty_and_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(deepspeed.comm.logger, "warning", said.append)
+    deepspeed.comm.configure(enabled=True, prof_all=True)
+    deepspeed.comm.reset_log()
+    assert deepspeed.comm.log_summary() is None and deepspeed.comm.log_summary(return_dict=True) == {}
+    assert len(said) == 2 and "zerodrift plan" in said[0]
+
+
 def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
     from zerodrift.deepspeed.pipe import PipelineModule
 
@@ -373,6 +382,6 @@ def test_a_module_of_a_tutorial_imports(module: str) -> None:
 
 @needs_deepspeed
 def test_methods_that_are_absent_are_deepspeeds() -> None:
-    made_at_run_time = {"timers", "monitor", "flops_profiler", "set_batch_fn", "reset_activation_shape"}
+    made_at_run_time = {"timers", "flops_profiler", "set_batch_fn", "reset_activation_shape"}
     for name in unsupported.ENGINE.keys() - made_at_run_time - GONE:
         assert hasattr(real().DeepSpeedEngine, name), name

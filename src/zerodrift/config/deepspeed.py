@@ -76,6 +76,7 @@ _NO_NVME = "nothing is offloaded to NVMe"
 _NO_PARAM_OFFLOAD = "parameters rest on their device; see `zero_optimization.offload_param.device`"
 _OFF = "its block is off, or refused by its `enabled`"
 _PRINTED = "the step's loss, norm, scale and skips are on the engine; `steps_per_print` prints them"
+_CURVES = "the drop-in writes what DeepSpeed writes; elsewhere a step's numbers are on the engine"
 _MODEL_CHECKPOINTS = (
     "activation checkpointing is the model's own: `torch.utils.checkpoint`, or in transformers "
     "`gradient_checkpointing_enable()`"
@@ -522,9 +523,9 @@ OBSERVATION = Section(
         _ignored("flops_profiler.*", "`torch.profiler` with `with_flops=True` counts them"),
         _ignored("comms_logger.*", "the bill of `zerodrift plan` counts every collective of a step"),
         _ignored("timers.*", "`torch.profiler` times a step"),
-        _ignored("tensorboard.*", _PRINTED),
-        _ignored("wandb.*", _PRINTED),
-        _ignored("csv_monitor.*", _PRINTED),
+        _ignored("tensorboard.*", _CURVES),
+        _ignored("wandb.*", _CURVES),
+        _ignored("csv_monitor.*", _CURVES),
         _ignored("comet.*", _PRINTED),
         _ignored("log_level", "it sets the level of DeepSpeed's own logger"),
         _ignored("vocabulary_size", "it only makes DeepSpeed warn about alignment"),

@@ -16,7 +16,7 @@ _ATTENTION = "Attention is the model's own."
 _INJECTION = "The model runs as it is; there is no kernel injection."
 _STAGES = "Ask `engine.zero_optimization_stage()`; the optimizer of every stage is `DeepSpeedOptimizer`."
 _SETTINGS = "Use `zerodrift.load(file)`, which checks every key."
-_LOGGING = "`step` leaves norm, scale and skips on the engine: log them yourself."
+_COMET = "Use `csv_monitor`, `tensorboard` or `wandb`."
 _PROFILE = "Use `torch.profiler`, with `with_flops=True`."
 _COMPRESSION = "Weights are neither quantized nor pruned."
 _TUNING = "`zerodrift plan` prints memory and traffic of a config without running it."
@@ -48,12 +48,7 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     "moe.layer": (_EXPERTS, "MoE"),
     "moe.mappings": (_EXPERTS, "gather_tokens drop_tokens"),
     "moe.sharded_moe": (_EXPERTS, "MOELayer TopKGate top1gating top2gating topkgating"),
-    "monitor": (_LOGGING, ""),
-    "monitor.config": (
-        _LOGGING,
-        "DeepSpeedMonitorConfig TensorBoardConfig WandbConfig CSVConfig CometConfig get_monitor_config",
-    ),
-    "monitor.monitor": (_LOGGING, "Monitor MonitorMaster"),
+    "monitor.config": (_COMET, "CometConfig"),
     "nebula": ("There is no checkpoint service: call `save_checkpoint` as often as needed.", ""),
     "ops.adagrad": ("Use `torch.optim.Adagrad` without ZeRO, or AdamW.", "DeepSpeedCPUAdagrad"),
     "ops.fp_quantizer": ("Weights are not quantized.", "FP_Quantize Quantizer matmul_fp8"),
@@ -181,10 +176,7 @@ ABSENT: Mapping[str, tuple[str, str]] = {
         _INJECTION,
         "replace_transformer_layer revert_transformer_layer generic_injection GroupQuantizer",
     ),
-    "monitor.comet": (_LOGGING, "CometMonitor"),
-    "monitor.csv_monitor": (_LOGGING, "csvMonitor"),
-    "monitor.tensorboard": (_LOGGING, "TensorBoardMonitor"),
-    "monitor.wandb": (_LOGGING, "WandbMonitor"),
+    "monitor.comet": (_COMET, "CometMonitor"),
     "nvme": ("Nothing is offloaded to NVMe.", ""),
     "ops.adagrad.cpu_adagrad": ("Use `torch.optim.Adagrad` without ZeRO, or AdamW.", "DeepSpeedCPUAdagrad"),
     "ops.aio": ("Nothing is offloaded to NVMe.", "AsyncIOBuilder"),

@@ -24,6 +24,8 @@ from zerodrift.config.load import load
 from zerodrift.config.schema import Config
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
+from zerodrift.deepspeed.monitor.config import MONITORS, get_monitor_config
+from zerodrift.deepspeed.monitor.monitor import MonitorMaster
 from zerodrift.deepspeed.ops import OVER_PARAMETERS
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.spellings import MANAGED
@@ -66,14 +68,15 @@ def initialize(  # DeepSpeed's thirteen parameters
         with with_additions(passed) as written:
             built = _optimizer(optimizer, model_parameters, model, written)
             schedule = _of_torch(written, "scheduler") if lr_scheduler is None else lr_scheduler
-            loaded = load(_without_torchs(written))
+            loaded = load(_for_the_engine(written))
+            monitor = MonitorMaster(get_monitor_config(written))
             has_one = built is not None or loaded.optimizer is not None
             engine = make_engine(
                 model, built, loaded, schedule=schedule if has_one else None, quiet=errand() is None
             )
     except ConfigError as error:
         raise RefusedConfigError.joined([error]) from error
-    wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer)
+    wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer, monitor)
     return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
 
 
@@ -149,9 +152,9 @@ def _made(kind: type, where: str, params: dict[str, Any], over: Any) -> Any:
         raise ConfigError(where, must, got=first_line(error)) from error
 
 
-def _without_torchs(written: Mapping[str, Any]) -> dict[str, Any]:
-    """What the engine below reads: it gets what torch makes as an object."""
-    gone = {MANAGED, *(key for key in TORCHS if _of_torch(written, key) is not None)}
+def _for_the_engine(written: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine below reads: it gets what torch makes as an object, and writes no curves."""
+    gone = {MANAGED, *MONITORS, *(key for key in TORCHS if _of_torch(written, key) is not None)}
     return {key: value for key, value in written.items() if key not in gone}
 
 

@@ -27,6 +27,8 @@ from zerodrift.deepspeed.first_step import FirstStep
 from zerodrift.deepspeed.getters import ConfigGetters
 from zerodrift.deepspeed.launch import local_rank
 from zerodrift.deepspeed.loading import let_load
+from zerodrift.deepspeed.monitor.config import DeepSpeedMonitorConfig
+from zerodrift.deepspeed.monitor.monitor import MonitorMaster
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.parameter_offload import ParameterOffload
 from zerodrift.deepspeed.parameters import mark_parameters, unmark
@@ -60,6 +62,7 @@ class DeepSpeedEngine(nn.Module):
         training_data: Any = None,
         collate_fn: Callable[..., Any] | None = None,
         client_optimizer: Any = None,
+        monitor: MonitorMaster | None = None,
     ) -> None:
         super().__init__()
         self.module = engine.module
@@ -69,6 +72,10 @@ class DeepSpeedEngine(nn.Module):
         """What `set_gradient_accumulation_boundary` said; None where `micro_steps` decides."""
         self._inside_no_sync = False
         self._managed = self._getters.managed_gradient_accumulation()
+        self.monitor = MonitorMaster(DeepSpeedMonitorConfig()) if monitor is None else monitor
+        """Writes the curves that the config asks for."""
+        self._losses: list[torch.Tensor] = []
+        """Of the micro-batches of this step, where they are written."""
         self._stepping = False
         self._backwards = 0
         """Since the last step."""
@@ -156,6 +163,8 @@ class DeepSpeedEngine(nn.Module):
         with contextlib.nullcontext() if self._first_step is None else self._first_step.call():
             self._engine.backward(loss if scale_wrt_gas or steps == 1 else loss * steps, **kwargs)
         self._backwards += 1
+        if self.monitor.enabled:
+            self._losses.append(loss.detach())
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -225,8 +234,22 @@ class DeepSpeedEngine(nn.Module):
             self._backwards = 0
         elif self.is_gradient_accumulation_boundary():
             self.global_samples += self.train_batch_size()
+        if self.monitor.enabled and self._engine.progress.boundary:
+            self._write_numbers()
         self.micro_steps += 1
         self.tell()
+
+    def _write_numbers(self) -> None:
+        """Of the step that has ended, by the samples of all ranks so far."""
+        losses, self._losses = self._losses, []
+        numbers = {"lr": self.get_lr()[0]}
+        if losses:
+            numbers["train_loss"] = sum(float(loss) for loss in losses) / len(losses)
+        if self.fp16_enabled():
+            numbers["loss_scale"] = self._engine.scaler.scale
+        self.monitor.write_events(
+            (f"Train/Samples/{name}", float(value), self.global_samples) for name, value in numbers.items()
+        )
 
     def was_step_applied(self) -> bool:
         """Whether the last call of `step` updated parameters."""

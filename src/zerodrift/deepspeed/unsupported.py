@@ -175,8 +175,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "OnDevice": "Use `with torch.device('meta'):`, or `zero.Init`.",
     },
     "deepspeed.comm": {
-        "log_summary": "`zerodrift plan` lists every collective of a step.",
-        "reset_log": "`zerodrift plan` lists every collective of a step.",
         "inference_all_reduce": "Use `all_reduce`.",
         "all_reduce_coalesced": "Call `all_reduce` per tensor.",
         "all_gather_coalesced": "Call `all_gather_into_tensor` per tensor.",
@@ -184,7 +182,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "batch_isend_irecv": "Use `torch.distributed.batch_isend_irecv`.",
         "enable_symm_mem_for_group": "Use `torch.distributed._symmetric_memory` itself.",
         "initialize_mesh_device": "Use `torch.distributed.device_mesh.init_device_mesh`.",
-        "configure": "There is no log of collectives to configure; `zerodrift plan` lists them.",
     },
     "deepspeed.zero": {
         "TiledLinear": "Use `torch.nn.Linear`: stage 3 shards its weight like any other.",
@@ -317,7 +314,6 @@ ENGINE = {
     "set_batch_fn": "Prepare batches in the iterator that `train_batch` gets.",
     "reset_activation_shape": "There is no pipeline whose shapes could be kept.",
     "timers": "Use `torch.profiler`.",
-    "monitor": "`step` leaves norm, scale and skips on the engine: log them yourself.",
     "flops_profiler": "Use `torch.profiler` with `with_flops=True`.",
 }
 """Methods of the engine."""

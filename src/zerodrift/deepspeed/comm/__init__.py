@@ -27,6 +27,7 @@ from torch.distributed import (
 
 from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.launch import init_distributed, local_rank
+from zerodrift.deepspeed.utils.logging import logger
 
 __all__ = [
     "ReduceOp",
@@ -40,6 +41,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object_list",
+    "configure",
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",
@@ -57,6 +59,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
     "monitored_barrier",
     "new_group",
     "recv",
@@ -64,6 +67,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
+    "reset_log",
     "scatter",
     "send",
 ]
@@ -101,6 +105,31 @@ def has_all_reduce_coalesced() -> bool:
 
 def has_coalescing_manager() -> bool:
     return False
+
+
+# --- the log of collectives -------------------------------------------------------------------------------
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Nothing: there is no log."""
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Says what lists a step's collectives. There is no log, so nothing is in it."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("`log_summary` has nothing to show: `zerodrift plan` lists every collective of a step")
+    return {} if return_dict else None
+
+
+def reset_log() -> None:
+    """Nothing: there is no log."""
 
 
 # --- collectives ----------------------------------------------------------------------------------------

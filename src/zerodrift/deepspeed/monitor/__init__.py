@@ -1,0 +1,1 @@
+"""`deepspeed.monitor`: curves of a run in CSV files, TensorBoard and Weights & Biases."""
