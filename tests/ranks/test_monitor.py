@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,11 @@ def refused(block: dict[str, Any]) -> str:
         ({"csv_monitor": {"enabled": "often"}}, "csv_monitor.enabled"),
         ({"csv_monitor": True}, "csv_monitor"),
         ({"csv_monitor": {"enabled": True, "output_path": "/dev/null"}}, "csv_monitor.output_path"),
-        ({"wandb": {"enabled": True}}, "pip install wandb"),
+        pytest.param(
+            {"wandb": {"enabled": True}},
+            "pip install wandb",
+            marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="it is installed"),
+        ),
     ],
 )
 def test_what_cannot_be_written_is_an_error_before_training(block: dict[str, Any], words: str) -> None:
@@ -175,3 +180,17 @@ def test_a_run_of_wandb_gets_them_from_rank_0(tmp_path: Path) -> None:
     options, first, second = json.loads((tmp_path / "wandb.json").read_text())
     assert options == {"project": "mine", "group": None, "entity": "ours"}
     assert first == [{"Train/Samples/lr": rate}, 8] and list(second[0]) == ["Train/Samples/train_loss"]
+
+
+def trained_with_tensorboard(folder: str) -> None:
+    steps(engine_of(tensorboard={"enabled": True, "output_path": folder}), 2)
+
+
+def test_tensorboard_reads_them(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_ranks(trained_with_tensorboard, 1, str(tmp_path))
+    found = EventAccumulator(str(tmp_path / "DeepSpeedJobName"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("Train/Samples/lr")] == [4, 8]
