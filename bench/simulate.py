@@ -5,9 +5,9 @@
     python bench/simulate.py --scale                # simulates large models on many GPUs, measures nothing
 
 What a machine does is measured while all ranks do the same: products of the model's sizes, a copy in memory,
-three usual operations in the cache, a small one, a gather by the engine's own messages, products beside one.
-Nothing is fitted to a step. Machine and steps are measured in turns, because what a machine does drifts, and
-of both the median counts; the first two steps of an engine are left out.
+new memory, three usual operations in the cache, a small one, a gather by the engine's own messages, products
+beside one. Nothing is fitted to a step. Machine and steps are measured in turns, because what a machine does
+drifts, and of both the median counts; the first two steps of an engine are left out.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
             "tflops": {"fp32": products(size.batch * size.length, size.width)},
             "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world / 1e9,
             "memory_gb_per_s": 2 * large.nbytes / mean_of(lambda: copy.copy_(large)) / 1e9,
+            "new_gb_per_s": NEW.nbytes / mean_of(lambda: torch.empty_like(NEW).zero_()) / 1e9,
             "cache_mb": 4.0,
             "cache_gb_per_s": 7 * small.nbytes / mean_of(usual) / 1e9,
             "operation_us": mean_of(lambda: [least + 1.0 for _ in range(100)]) / 100 * 1e6,
@@ -163,6 +164,8 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
 
 
 x, y = torch.randn(256, 512), torch.randn(512, 2048)
+NEW = torch.empty(16 << 20)
+"""As large as what goes back to the system with its tensor."""
 
 
 # --- steps ----------------------------------------------------------------------------------------------
@@ -265,6 +268,7 @@ def compare(options: argparse.Namespace) -> None:
 FIGURES = {
     "fp32 TFLOP/s": ("device", "tflops", "fp32"),
     "memory GB/s": ("device", "memory_gb_per_s"),
+    "new memory GB/s": ("device", "new_gb_per_s"),
     "cache GB/s": ("device", "cache_gb_per_s"),
     "an operation, us": ("device", "operation_us"),
     "link GB/s": ("host", "gb_per_s"),

@@ -95,6 +95,21 @@ def test_computing_is_slower_beside_what_travels() -> None:
     assert streams.now == 5.0
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_memory_of_sums_is_had_again_once_a_step(micro_batches: int) -> None:
+    """Of 1 GB/s; where an allocator keeps it, or the plan, it costs nothing."""
+
+    def added(**sharding: Any) -> float:
+        made = plan(1, stage=0, gradient_accumulation_steps=micro_batches, sharding=sharding)
+        device = {**FAST["device"], "new_gb_per_s": 1.0}
+        new, kept = (simulate(made, work(made), each) for each in (cluster(device=device), cluster()))
+        return new.seconds - kept.seconds
+
+    sums = sum(4 * segment.padded for segment in plan(1, stage=0).segments if segment.trained)
+    assert added() == pytest.approx(sums / 1e9, rel=1e-6) and sums
+    assert added(accumulator="keep") == pytest.approx(0.0, abs=1e-12)
+
+
 # --- collectives --------------------------------------------------------------------------------------------
 
 

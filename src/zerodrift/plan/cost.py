@@ -179,7 +179,7 @@ def _peak(
     else:
         gathered = roots + sum(blocks)
     trained = [segment for segment in segments if segment.trained]
-    sums = sum(_sums(plan, segment, micro_batches) for segment in trained)
+    sums = sum(sums_bytes(plan, segment, micro_batches) for segment in trained)
     sums += max(_arriving(plan, segments, micro_batches), default=0)
     accumulate = max(0, sums - rest.accumulate)
     blocks = [_gradient(plan, unit, micro_batches) for unit in units if unit.name]
@@ -231,7 +231,7 @@ def _arriving(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> tu
     return tuple(sizes)
 
 
-def _sums(plan: Plan, segment: Segment, micro_batches: int) -> int:
+def sums_bytes(plan: Plan, segment: Segment, micro_batches: int) -> int:
     """Bytes of a segment's accumulator when every gradient of a step is in it.
 
     The reduced slice is there in any case, and the whole sum beside it where several micro-batches wait for

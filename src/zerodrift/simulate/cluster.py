@@ -51,6 +51,8 @@ class Device(Block):
     """GB/s between memory and processor, read and written together."""
     memory_reached: Share = 1.0
     """The share of that which passes over memory reach."""
+    new_gb_per_s: PositiveFloat | None = None
+    """GB/s at which memory is had from the system and filled. Default: none is, an allocator keeps it."""
     cache_mb: NonNegativeFloat = 0.0
     """Operations that move less than so many MB find them in a cache."""
     cache_gb_per_s: PositiveFloat | None = None
@@ -113,6 +115,11 @@ class Cluster(Block):
         if device.cache_gb_per_s is not None and count < device.cache_mb * 1e6:
             return count / (device.cache_gb_per_s * GIGA)
         return count / (device.memory_gb_per_s * device.memory_reached * GIGA)
+
+    def seconds_of_new(self, count: float) -> float:
+        """To have so many bytes that were given back in the step before."""
+        rate = self.device.new_gb_per_s
+        return 0.0 if rate is None else count / (rate * GIGA)
 
     def require_ranks(self, world: int) -> None:
         if world > self.devices_per_host and self.network is None:

@@ -6,7 +6,7 @@ Invariant: bytes of one rank, from the columns of a segment alone.
 from __future__ import annotations
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.plan.cost import block_bytes, moments
+from zerodrift.plan.cost import block_bytes, moments, sums_bytes
 from zerodrift.plan.table import Plan, Segment
 from zerodrift.policy.nouns import Master
 
@@ -27,6 +27,13 @@ def landed(segment: Segment, *, adds: bool) -> int:
     size = update.accumulate.dtype.size
     cast = 0 if update.grad is update.accumulate.dtype else update.grad.size + size
     return segment.numel * (cast + (3 if adds else 2) * size)
+
+
+def taken(plan: Plan, segment: Segment) -> int:
+    """Memory of sums that the step before has given back."""
+    if segment.columns.update is None or not plan.policy.sharding.free_accumulator:
+        return 0
+    return sums_bytes(plan, segment, plan.policy.batch.accumulation)
 
 
 def sent(plan: Plan, segment: Segment) -> int:

@@ -169,6 +169,9 @@ class Player:
             return  # its gradients land when the whole root's do
         for number in unit.segments:
             segment = self._part.segments[number]
+            if first:
+                seconds = self._cluster.seconds_of_new(passes.taken(self._part, segment))
+                self.streams.compute(seconds, "backward", unit.name)
             if not self._goes(segment, last):
                 self._pass(passes.landed(segment, adds=not first or self._together), "backward", unit.name)
 
