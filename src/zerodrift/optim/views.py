@@ -59,14 +59,14 @@ class TorchViews:
         self._values = {number: self._fp32(number) for number in self._pieces}
         """Flat fp32 masters: storage itself, the copy, or for a split one what `_open` fills."""
         views = self._views()
-        self._kept = kept_by(optimizer)
+        self._keepers = keepers_of(optimizer)
         first: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(optimizer.param_groups):
             held = [name for name, place in group_of.items() if place == number]
             for name, parameter in zip(held, group["params"], strict=True):
                 first[name] = self._state(parameter)
-                for each in self._kept.values():
-                    each.pop(parameter, None)
+                for keeper in self._keepers.values():
+                    keeper.state.pop(parameter, None)
                 for view in views.get(name, ()):
                     view.__dict__.update(_marks(parameter))
             group["params"] = [view for name in held for view in views.get(name, ())]
@@ -119,16 +119,16 @@ class TorchViews:
         """What is kept of a view."""
         return {
             prefix + key: value
-            for prefix, state in self._kept.items()
-            for key, value in state.get(parameter, {}).items()
+            for prefix, keeper in self._keepers.items()
+            for key, value in keeper.state.get(parameter, {}).items()
         }
 
     def _keep(self, view: nn.Parameter, values: Mapping[str, Any]) -> None:
         left = dict(values)
-        for prefix, state in reversed(self._kept.items()):
+        for prefix, keeper in reversed(self._keepers.items()):
             mine = [key for key in left if key.startswith(prefix)]
             if mine:
-                state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
+                keeper.state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
 
     def _find_members(self) -> list[tuple[int, slice, nn.Parameter]]:
         held = {id(p) for group in self.groups.param_groups for p in group["params"]}
@@ -258,8 +258,8 @@ class TorchViews:
         return counters
 
     def set_counters(self, counters: Counters) -> None:
-        for state in self._kept.values():
-            state.clear()
+        for keeper in self._keepers.values():
+            keeper.state.clear()
         for _, _, parameter in self._members:
             mine = counters.get(self._names[parameter])
             if mine is not None:
@@ -297,12 +297,13 @@ def dtype_name(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def kept_by(optimizer: torch.optim.Optimizer) -> dict[str, dict[Any, dict[str, Any]]]:
-    """The state of an optimizer, and of those that it wraps, by what the names of moments begin with here."""
-    kept: dict[int, dict[Any, dict[str, Any]]] = {}
+def keepers_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """It and the optimizers that it wraps, where they keep state of their own, by what the names of their
+    moments begin with here."""
+    keepers: dict[int, torch.optim.Optimizer] = {}
     for each in nested(optimizer):
-        kept.setdefault(id(each.state), each.state)
-    return {f"inner{depth}_" if depth else "": state for depth, state in enumerate(kept.values())}
+        keepers.setdefault(id(each.state), each)
+    return {f"inner{depth}_" if depth else "": keeper for depth, keeper in enumerate(keepers.values())}
 
 
 def _marks(parameter: nn.Parameter) -> dict[str, Any]:
@@ -366,7 +367,7 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
             got=f"{kind}.step{inspect.signature(type(optimizer).step)}",
             do=f"Use {either(known.name for known in ALGORITHMS)}.",
         )
-    begun = (state for kept in kept_by(optimizer).values() for state in kept.values())
+    begun = (state for keeper in keepers_of(optimizer).values() for state in keeper.state.values())
     if any(not ("step" in state and float(state["step"]) == 0) for state in begun):
         raise UnsupportedError(
             "optimizer",
