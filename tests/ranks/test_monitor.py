@@ -152,6 +152,18 @@ def test_what_cannot_be_written_is_an_error_before_training(block: dict[str, Any
     assert words in said
 
 
+def refused_on_rank_0(folder: str) -> str:
+    sys.path.insert(0, folder)
+    return refused({"wandb": {"enabled": True}})
+
+
+def test_what_rank_0_cannot_begin_is_an_error_of_all(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text("def init(**options):\n    raise PermissionError('no key')\n")
+    first, second = run_ranks(refused_on_rank_0, 2, str(tmp_path))
+    assert first == second
+    assert "wandb.enabled" in first and "PermissionError: no key" in first
+
+
 WANDB = """
 import json, pathlib
 

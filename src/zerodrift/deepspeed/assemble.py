@@ -20,6 +20,7 @@ from torch import nn
 
 from zerodrift.alias import errand
 from zerodrift.api import initialize as make_engine
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.config.load import load
 from zerodrift.config.schema import Config
 from zerodrift.deepspeed.engine import DeepSpeedEngine
@@ -69,11 +70,13 @@ def initialize(  # DeepSpeed's thirteen parameters
             built = _optimizer(optimizer, model_parameters, model, written)
             schedule = _of_torch(written, "scheduler") if lr_scheduler is None else lr_scheduler
             loaded = load(_for_the_engine(written))
-            monitor = MonitorMaster(get_monitor_config(written))
+            curves = get_monitor_config(written)
             has_one = built is not None or loaded.optimizer is not None
             engine = make_engine(
                 model, built, loaded, schedule=schedule if has_one else None, quiet=errand() is None
             )
+        with raise_on_all_ranks(engine.comm):
+            monitor = MonitorMaster(curves)
     except ConfigError as error:
         raise RefusedConfigError.joined([error]) from error
     wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer, monitor)

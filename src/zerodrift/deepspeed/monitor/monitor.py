@@ -8,10 +8,11 @@ Invariant: what is asked for and cannot be begun is an error before training.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from zerodrift.deepspeed.monitor.config import (
     WandbConfig,
 )
 from zerodrift.deepspeed.utils.logging import logger
-from zerodrift.errors import ConfigError, first_line
+from zerodrift.errors import ConfigError, first_line, said
 
 __all__ = ["Monitor", "MonitorMaster"]
 
@@ -72,10 +73,10 @@ class TensorBoardMonitor(Monitor):
         self.output_path, self.job_name = tensorboard_config.output_path, tensorboard_config.job_name
         self.summary_writer: Any = None
         if self.enabled and _writes():
-            _require("tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
+            with _begun("tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
 
-            self.summary_writer = SummaryWriter(log_dir=str(_folder("tensorboard", tensorboard_config)))
+                self.summary_writer = SummaryWriter(log_dir=str(_folder("tensorboard", tensorboard_config)))
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
         if self.summary_writer is None:
@@ -99,10 +100,10 @@ class WandbMonitor(Monitor):
         self.group, self.team, self.project = wandb_config.group, wandb_config.team, wandb_config.project
         self._run: Any = None
         if self.enabled and _writes():
-            _require("wandb")
-            import wandb
+            with _begun("wandb"):
+                import wandb
 
-            self._run = wandb.init(project=self.project, group=self.group, entity=self.team)
+                self._run = wandb.init(project=self.project, group=self.group, entity=self.team)
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
         if self._run is not None:
@@ -145,14 +146,20 @@ def _writes() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _require(package: str) -> None:
+@contextlib.contextmanager
+def _begun(package: str) -> Iterator[None]:
+    """What a package raises when it begins is an error of its block."""
+    where = f"{package}.enabled"
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"{package}.enabled",
-            f"`{package}` must be installed",
-            got="no such package",
-            do=f"Run `pip install {package}`.",
-        )
+        must, do = f"`{package}` must be installed", f"Run `pip install {package}`."
+        raise ConfigError(where, must, got="no such package", do=do)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        must, do = f"`{package}` must be able to begin", f"Mend what it says, or switch `{where}` off."
+        raise ConfigError(where, must, got=said(error), do=do) from error
 
 
 def _folder(key: str, block: TensorBoardConfig | CSVConfig) -> Path:
