@@ -7,8 +7,9 @@
 Each tool gets an environment of its own in FOLDER, some 2 GB with torch for CPUs. A cell is one example of
 `tests/doors/examples.py` at one stage on one of the two; nothing is downloaded but packages. What was done
 is kept in FOLDER, and the same command goes on where it was stopped; a cell runs again when its command,
-the environment or zerodrift is another. `accelerate` is told that ranks on CPUs are ranks
-(`tests/doors/on_cpu`). Results are in tests/doors/results.json.
+the environment or zerodrift is another, when it failed, and when its losses were not those of the other
+package. `accelerate` is told that ranks on CPUs are ranks (`tests/doors/on_cpu`). Results are in
+tests/doors/results.json.
 
 Invariant: versions are what the environment says of itself, and losses are what the tool wrote.
 """
@@ -81,7 +82,7 @@ class Result:
             return f"{self.example} at stage {self.stage}"
         if self.apart is None:
             return f"{self.example} at stage {self.stage} has nothing of DeepSpeed to compare with"
-        if not self.apart <= NEAR:
+        if self.apart > NEAR:
             return f"{self.example} is {self.apart:.0e} from DeepSpeed at stage {self.stage}"
         return ""
 
@@ -129,7 +130,7 @@ def keep(result: Result) -> None:
     order = [(name, e.name, stage) for name, tool in TOOLS.items() for e in tool.examples for stage in STAGES]
     kept = [asdict(rows[key]) for key in order if key in rows]
     draft = RESULTS.with_suffix(".draft")
-    draft.write_text("[\n" + ",\n".join(json.dumps(row) for row in kept) + "\n]\n")
+    draft.write_text("[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in kept) + "\n]\n")
     draft.replace(RESULTS)
     write_page()
 
@@ -219,7 +220,7 @@ def furthest(here: Sequence[float], there: Sequence[float]) -> float | None:
     if not here or len(here) != len(there):
         return None
     differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(here, there, strict=True)]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
+    return max(differences)
 
 
 def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
@@ -252,11 +253,20 @@ def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
             print(f"$ {shlex.join(command)}", file=printed, flush=True)
             code = processes.run(command, environment, data, printed, LIMIT)
         found = losses(out)
-    said = "" if code == 0 and found else "wrote no losses"
-    if code != 0:
-        said = f"not done in {LIMIT:.0f} s" if code is None else f"exit code {code}"
-    today = datetime.date.today().isoformat()
+    said, today = why_it_failed(code, found), datetime.date.today().isoformat()
     return Outcome([] if said else found, said, today, asked)
+
+
+def why_it_failed(code: int | None, found: Sequence[float]) -> str:
+    """Of a run that ended with this code (None: it did not end in time) and these losses."""
+    if code is None:
+        return f"not done in {LIMIT:.0f} s"
+    if code != 0:
+        return f"exit code {code}"
+    if not found:
+        return "wrote no losses"
+    wrong = len(found) - sum(map(math.isfinite, found))
+    return f"{wrong} of {len(found)} losses are not finite" if wrong else ""
 
 
 def free_port() -> int:
@@ -360,16 +370,16 @@ def try_tool(name: str, examples: Sequence[Example], python: Path, progress: Pro
             with log_of(python.parents[1]).open("a") as log:
                 subprocess.run(tiny, check=True, stdout=log, stderr=log)
         for example, stage in itertools.product(examples, STAGES):
-            there, here = (
-                tried(Cell(tool, example, stage, on), python, data, kept, progress)
-                for on in ("DeepSpeed", "zerodrift")
-            )
+            cells = [Cell(tool, example, stage, on) for on in ("DeepSpeed", "zerodrift")]
+            there, here = (tried(cell, python, data, kept, progress) for cell in cells)
             count, apart = len(here.losses), furthest(here.losses, there.losses)
             row = Result(name, version, example.name, stage, not here.said, count, apart, here.date)
             progress.rows.append(row)
             keep(row)
             if row.trouble and not (here.said or there.said):
                 progress.fail(f"{tool.shown}: {row.trouble}")
+                for cell in cells:  # whichever of the two it was, the next time says whether it is so again
+                    (kept / f"{cell.file}.json").unlink()
 
 
 def tried(cell: Cell, python: Path, data: Path, kept: Path, progress: Progress) -> Outcome:

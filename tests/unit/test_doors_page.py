@@ -62,7 +62,6 @@ def test_every_command_can_be_formed(doors: Any) -> None:
         (False, None, "`torchrun` at stage 2"),
         (True, None, "`torchrun` at stage 2 has nothing of DeepSpeed to compare with"),
         (True, 1e-5, "`torchrun` is 1e-05 from DeepSpeed at stage 2"),
-        (True, float("nan"), "`torchrun` is nan from DeepSpeed at stage 2"),
         (True, 1e-7, ""),
     ],
 )
@@ -130,6 +129,29 @@ def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     assert apart.try_all(home, ["deepspeed"], "", []) == 1 and ran[8:] == [failed]
 
 
+def test_losses_that_are_apart_are_asked_for_again(
+    apart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed gave others once; the same command runs both again, and nothing else."""
+    ran: list[str] = []
+    python = tmp_path / "all" / "deepspeed" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho 0.19.6\n")
+    python.chmod(0o755)
+
+    def run(cell: Any, *_: Any) -> Any:
+        once = cell.stage == 3 and cell.on == "DeepSpeed" and str(cell) not in ran
+        ran.append(str(cell))
+        return apart.Outcome([1.0, 4.0 if once else 2.0], "", "2026-11-23", cell.asked)
+
+    monkeypatch.setattr(apart, "made", lambda *_: python)
+    monkeypatch.setattr(apart, "run", run)
+    assert apart.try_all(tmp_path / "all", ["deepspeed"], "torchrun", []) == 1
+    assert "`torchrun` is 5e-01 from DeepSpeed at stage 3" in capsys.readouterr().err
+    assert apart.try_all(tmp_path / "all", ["deepspeed"], "torchrun", []) == 0
+    assert len(ran) == 6 and ran[4:] == ran[2:4] and [row.apart for row in apart.results()] == [0.0, 0.0]
+
+
 def test_a_cell_of_another_command_or_source_is_another(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = doors.TOOLS["deepspeed"]
     cells = [doors.Cell(tool, e, 2, on) for e in tool.examples for on in ("DeepSpeed", "zerodrift")]
@@ -141,8 +163,16 @@ def test_a_cell_of_another_command_or_source_is_another(doors: Any, monkeypatch:
 
 def test_the_furthest_number_is_found(doors: Any) -> None:
     assert doors.furthest([1.0, 4.0], [1.0, 2.0]) == 1.0 and doors.furthest([0.5], [0.25]) == 0.25
-    assert math.isnan(doors.furthest([1.0, math.nan], [1.0, 2.0]))
     assert doors.furthest([], []) is doors.furthest([1.0], [1.0, 2.0]) is None
+
+
+def test_a_run_of_losses_that_are_not_finite_has_failed(doors: Any) -> None:
+    """Whoever ran it: it is no result of that package, and nothing to compare the other's with."""
+    assert doors.why_it_failed(0, [1.0, 2.0]) == ""
+    assert doors.why_it_failed(0, [1.0, math.nan, math.inf]) == "2 of 3 losses are not finite"
+    assert doors.why_it_failed(0, []) == "wrote no losses"
+    assert doors.why_it_failed(3, [math.nan]) == "exit code 3"
+    assert doors.why_it_failed(None, []).startswith("not done in")
 
 
 def test_a_name_that_is_none_is_said(
