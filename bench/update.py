@@ -33,6 +33,7 @@ from torch import Tensor
 from zerodrift import optimizers
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.kernels import device, native
+from zerodrift.kernels.build import find_compiler
 from zerodrift.kernels.squares import block_square_sums, digits, total
 from zerodrift.optim.fused import update
 from zerodrift.optim.reference import UpdateStep, reference_update
@@ -231,7 +232,7 @@ def norm(gradient: Tensor) -> Callable[[], object]:
 
 def limit_cases() -> list[Case]:
     """The bytes of a step and nothing else; no lines without a compiler."""
-    compiler = native.find_compiler()
+    compiler = find_compiler()
     if compiler is None:
         return []
     with tempfile.TemporaryDirectory() as folder:

@@ -14,8 +14,8 @@ from torch import Tensor
 from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.errors import UnsupportedError
-from zerodrift.kernels import native
-from zerodrift.kernels.probe import contraction
+from zerodrift.kernels import build, native
+from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.optim import fused
 from zerodrift.optim.reference import UpdateStep, reference_update
 from zerodrift.optim.rounding import block_keys, parameter_key
@@ -174,16 +174,15 @@ def test_statistics_count_moments_that_underflow() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler on this machine")
 def test_a_library_that_contracts_otherwise_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above can fail: one rounding more or less is seen."""
-    names = ("ADD", "ADDCMUL", "LERP")
     found = contraction()
-    turned = [f"-DZERODRIFT_FMA_{n}={not had:d}" for n, had in zip(names, astuple(found), strict=True)]
-    monkeypatch.setattr(native, "_definitions", lambda: tuple(turned))
-    other = native.obtain(tmp_path, native.find_compiler())
+    turned = Contraction(*(not once for once in astuple(found)))
+    monkeypatch.setattr(native, "contraction", lambda: turned)
+    other = native.obtain(tmp_path, build.find_compiler())
     assert other is not None
     monkeypatch.setattr(native, "library", lambda: other)
     scheme = Scheme(DType.FP32, Master.SAME, State.FP32)

@@ -80,8 +80,8 @@ def test_every_extra_that_the_doctor_names_installs_the_package() -> None:
 
 
 def test_the_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    monkeypatch.setattr(doctor, "computed_by", lambda device: {"processor": "x", "kernels": "plain"})
+    monkeypatch.setattr(doctor, "find_compiler", lambda: None)
+    monkeypatch.setattr(doctor.native, "library", lambda: None)
     monkeypatch.setattr(doctor, "_installed", lambda name: "1.0" if name == "torch" else "")
     monkeypatch.setattr(doctor, "_seconds", lambda dtype: 4.0 if dtype is doctor.torch.bfloat16 else 1.0)
     found = doctor.examine({})

@@ -63,6 +63,7 @@ ROOMS: dict[str, set[str]] = {
             "engine",
             "io",
             "comm",
+            "kernels",
             "plan",
             "policy",
             "report",

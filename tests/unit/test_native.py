@@ -1,4 +1,4 @@
-"""Building the compiled kernels: once, complete or not at all, and never a condition for working."""
+"""The compiled kernels: carried or built once, complete or not at all, and never a condition for working."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from zerodrift.kernels import native
+from zerodrift.kernels import build, native
+from zerodrift.kernels.probe import Contraction
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, compiler:
 def test_no_room_and_no_folder_are_one_notice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path / "gone"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     for folder in (None, tmp_path / "not there"):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="zerodrift"):
@@ -131,17 +133,67 @@ def test_a_name_covers_what_a_library_depends_on(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_name_covers_every_source_that_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = shutil.copytree(native.SOURCE.parent, tmp_path / "kernels")
-    monkeypatch.setattr(native, "SOURCE", folder / native.SOURCE.name)
+    folder = shutil.copytree(build.SOURCE.parent, tmp_path / "kernels")
+    monkeypatch.setattr(build, "SOURCE", folder / build.SOURCE.name)
     before = native.key()
-    included = re.findall(r'#include "(.+)"', native.SOURCE.read_text())
+    included = re.findall(r'#include "(.+)"', build.SOURCE.read_text())
     assert included
-    for name in (native.SOURCE.name, *included):
+    for name in (build.SOURCE.name, *included):
         with (folder / name).open("a") as file:
             file.write("// a change\n")
         changed = native.key()
         assert changed != before, name
         before = changed
+
+
+EVERY = frozenset({"a", "b", "c"})
+ONCE, TWICE = (True, True, True), (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("features", "contracts", "damaged", "loaded"),
+    [
+        (EVERY, True, "", "high"),
+        (EVERY - {"c"}, True, "", "low"),
+        (EVERY, False, "", "plain"),
+        (EVERY, True, "high", "low"),
+        (EVERY - {"b"}, True, "", None),
+        (frozenset(), False, "", None),
+    ],
+)
+def test_a_carried_library_is_the_best_that_suits(
+    features: frozenset[str],
+    contracts: bool,
+    damaged: str,
+    loaded: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    built = native.library()
+    if built is None:
+        pytest.skip("no compiled kernels on this machine")
+    variants = [
+        build.Variant("high", (), EVERY, ONCE),
+        build.Variant("low", (), frozenset("ab"), ONCE),
+        build.Variant("plain", (), frozenset("a"), TWICE),
+    ]
+    for variant in variants:
+        path = tmp_path / variant.file
+        shutil.copy(built.path, path)
+        build.checksum_file(path).write_text("" if variant.name == damaged else build.checksum(path))
+    monkeypatch.setattr(native, "_features", lambda: features)
+    monkeypatch.setattr(native, "contraction", lambda: Contraction(*[contracts] * 3))
+    with caplog.at_level(logging.WARNING, logger="zerodrift"):
+        found = native.carried(tmp_path, variants)
+    assert (found and found.origin) == (loaded and f"carried by the wheel for {loaded}")
+    assert [f"{damaged}.so is damaged" in record.getMessage() for record in caplog.records] == [True] * bool(
+        damaged
+    )
+
+
+def test_a_checkout_carries_none(tmp_path: Path) -> None:
+    assert native.carried(tmp_path / "not there") is None
 
 
 def test_the_cache_follows_the_convention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +213,6 @@ def test_a_compiler_named_by_the_user_is_the_one(tmp_path: Path, monkeypatch: py
     mine.write_text("")
     os.chmod(mine, 0o755)
     monkeypatch.setenv("CXX", str(mine))
-    assert native.find_compiler() == str(mine)
+    assert build.find_compiler() == str(mine)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native.find_compiler() is None
+    assert build.find_compiler() is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.kernels import native
+from zerodrift.kernels import build, native
 from zerodrift.kernels.squares import (
     DIGITS,
     add_squares,
@@ -30,7 +30,7 @@ def wild(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def test_compiled_code_has_the_same_blocks() -> None:
-    assert f"constexpr int BLOCK = {BLOCK};" in native.SOURCE.with_name("formats.h").read_text()
+    assert f"constexpr int BLOCK = {BLOCK};" in build.SOURCE.with_name("formats.h").read_text()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,12 +1,11 @@
-"""Builds the compiled kernels on first use, keeps them in a cache, and loads them.
+"""Load the compiled CPU kernels: those that the wheel carries, or those compiled here and kept in a cache.
 
-The source ships in the package; there is one plain call of the compiler and no torch header, so neither
-ninja nor a matching compiler is needed and a build takes seconds. Where nothing compiles, `library()` is
-None after one notice, and every caller has a plain PyTorch path with the same bits.
+A wheel has a library for each level of processors. The one that is loaded is for this processor and rounds as
+this torch does. Where none fits, the source in the package is compiled on first use. Where nothing compiles,
+`library()` is None after one notice, and every caller has a plain PyTorch path with the same bits.
 
-Invariant: a library is used only with the source, flags, processor and torch that its name was formed from,
-and appears under that name complete or not at all, however many ranks build at once. One that is not as it
-was built, by its checksum, is not loaded but built again: it would compute other numbers, or end the process.
+Invariant: a library is used only with the processor and the torch that it was built for, and only if it is as
+it was built, by its checksum: a damaged one would compute other numbers, or end the process.
 """
 
 from __future__ import annotations
@@ -18,37 +17,19 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
-import subprocess
 import tempfile
+from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 
 from zerodrift.files import locked
+from zerodrift.kernels import build
 from zerodrift.kernels.probe import contraction
 
-SOURCE = Path(__file__).with_name("native.cpp")
-"""What is compiled; the headers beside it are its parts."""
-
-COMPILERS = ("c++", "g++", "clang++")
-
-_PLAIN = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-shared",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",
-)
-_TUNED = {
-    "x86_64": ("-march=native", "-mprefer-vector-width=512"),
-    "AMD64": ("-march=native", "-mprefer-vector-width=512"),
-    "aarch64": ("-mcpu=native",),
-    "arm64": ("-mcpu=native",),
-}
-_THREADED = ("-fopenmp",)
+CARRIED = Path(__file__).with_name("libraries")
+"""The libraries of a wheel; `setup.py` writes them. A checkout and a source distribution have none."""
 
 _log = logging.getLogger("zerodrift")
 
@@ -56,9 +37,11 @@ _log = logging.getLogger("zerodrift")
 class Library:
     """The compiled functions, with their signatures."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, origin: str) -> None:
         loaded = ctypes.CDLL(str(path))
         self.path = path
+        self.origin = origin
+        """Where the library comes from, for `zerodrift doctor`."""
         self.update = loaded.zerodrift_update
         """(address of an Update struct); see `optim/fused.py`."""
         self.squares = loaded.zerodrift_squares
@@ -109,105 +92,79 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @functools.cache
 def library() -> Library | None:
-    """The compiled kernels, built now if need be; None, after one notice, where they cannot be."""
-    return obtain(cache_folder(), find_compiler())
+    """Return the compiled kernels, built now if need be; None, after one notice, where they cannot be."""
+    return carried(CARRIED) or obtain(cache_folder(), build.find_compiler())
+
+
+def carried(
+    folder: Path, variants: Sequence[build.Variant] = build.VARIANTS.get(platform.machine(), ())
+) -> Library | None:
+    """Return the best library of a wheel that suits this processor and rounds as torch does, or None."""
+    if not folder.is_dir():
+        return None
+    has = _features()
+    for variant in variants:
+        path = folder / variant.file
+        if not path.exists() or not variant.needs <= has or variant.contraction != astuple(contraction()):
+            continue
+        if _loads(path):
+            return Library(path, f"carried by the wheel for {variant.name}")
+        _log.warning("zerodrift: %s is damaged, or does not load here; reinstall zerodrift", path)
+    return None
 
 
 def obtain(folder: Path | None, compiler: str | None) -> Library | None:
-    """This machine's library from `folder`, or built into it; without a folder, for this process alone."""
+    """Return this machine's library from a folder, or build it there; None as folder is a passing one."""
     try:
         if folder is None:
             with tempfile.TemporaryDirectory(prefix="zerodrift-") as passing:
                 return _obtain(Path(passing), compiler)
         return _obtain(folder, compiler)
-    except (_BuildError, OSError) as error:
+    except (build.BuildError, OSError) as error:
         _log.warning(
             "zerodrift: %s; updates run in plain PyTorch, with the same bits, several times slower", error
         )
         return None
 
 
-class _BuildError(Exception):
-    """Why there is no library."""
-
-
 def _obtain(folder: Path, compiler: str | None) -> Library:
     path = folder / f"kernels-{key()}.so"
+    origin = "compiled on this machine"
     if _loads(path):
-        return Library(path)
+        return Library(path, origin)
     if compiler is None:
-        raise _BuildError(f"no C++ compiler found ({', '.join(COMPILERS)}, or CXX)")
+        raise build.BuildError(f"no C++ compiler found ({', '.join(build.COMPILERS)}, or CXX)")
     with locked(folder / "lock"):
         if not _loads(path):
             _log.warning("zerodrift: compiling its CPU kernels, once for this machine, into %s", folder)
-            _build(compiler, path)
+            build.compile_library(compiler, build.native_flags(astuple(contraction())), path)
     try:
-        return Library(path)
+        return Library(path, origin)
     except OSError as error:
-        raise _BuildError(f"the compiled kernels do not load ({error})") from error
+        raise build.BuildError(f"the compiled kernels do not load ({error})") from error
 
 
 def _loads(path: Path) -> bool:
     try:
-        if not path.is_file() or _checksum_of(path).read_text() != _digest(path):
+        if not path.is_file() or build.checksum_file(path).read_text() != build.checksum(path):
             return False
-        Library(path)
+        Library(path, "")
     except (OSError, ValueError):
         return False
     return True
 
 
-def _checksum_of(path: Path) -> Path:
-    return path.with_suffix(".sha256")
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _build(compiler: str, path: Path) -> None:
-    """Compile with the best flags that the compiler takes, and move the result into place whole."""
-    tuned = _TUNED.get(platform.machine(), ())
-    attempts = [(*_PLAIN, *tuned, *_THREADED), (*_PLAIN, *tuned), _PLAIN]
-    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
-        result = Path(folder) / path.name
-        said = ""
-        for flags in attempts:
-            command = [compiler, *flags, *_definitions(), str(SOURCE), "-o", str(result)]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise _BuildError(f"`{compiler}` does not run ({error})") from error
-            if done.returncode == 0:
-                beside = _checksum_of(result)
-                beside.write_text(_digest(result))
-                os.replace(beside, _checksum_of(path))
-                os.replace(result, path)
-                return
-            said = done.stderr.strip().splitlines()[0] if done.stderr.strip() else "no message"
-    raise _BuildError(f"`{compiler}` could not compile the CPU kernels ({said})")
-
-
-def _definitions() -> tuple[str, ...]:
-    contracted = contraction()
-    return (
-        f"-DZERODRIFT_FMA_ADD={contracted.add:d}",
-        f"-DZERODRIFT_FMA_ADDCMUL={contracted.addcmul:d}",
-        f"-DZERODRIFT_FMA_LERP={contracted.lerp:d}",
-    )
-
-
 def key() -> str:
-    """Names everything that a library depends on: source, flags, processor, torch and how it contracts."""
-    flags = (*_PLAIN, *_TUNED.get(platform.machine(), ()), *_THREADED, *_definitions())
-    sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    """Name everything that a library depends on: source, flags, processor, torch and how it contracts."""
+    flags = build.native_flags(astuple(contraction()))[0]
+    sources = [build.SOURCE, *sorted(build.SOURCE.parent.glob("*.h"))]
     parts = (*(source.read_text() for source in sources), " ".join(flags), torch.__version__, processor())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def processor() -> str:
-    """The processor's model and instruction sets."""
+    """Return the processor's model and instruction sets."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         kept = ("model name", "flags", "Features", "CPU part")
@@ -215,15 +172,14 @@ def processor() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
-def find_compiler() -> str | None:
-    """`CXX` where it is set, as for every build; else the first compiler on the path."""
-    named = os.environ.get("CXX", "").strip()
-    candidates = (named,) if named else COMPILERS
-    return next((path for name in candidates if (path := shutil.which(name))), None)
+def _features() -> frozenset[str]:
+    """Return the processor's features; none where the system does not list them."""
+    lines = (line.partition(":") for line in processor().splitlines())
+    return frozenset(word for name, _, rest in lines if name.strip() == "flags" for word in rest.split())
 
 
 def cache_folder() -> Path | None:
-    """The user's cache folder for zerodrift, made if need be; None where it cannot be written."""
+    """Return the user's cache folder for zerodrift, made if need be; None where it cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     with contextlib.suppress(OSError, RuntimeError):
         folder = (Path(base) if base else Path.home() / ".cache") / "zerodrift"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from torch import distributed
 
 from zerodrift.comm.shared import can_share
 from zerodrift.engine.digest import computed_by
+from zerodrift.kernels import native
+from zerodrift.kernels.build import COMPILERS, find_compiler
 from zerodrift.report.figures import size
 from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
 from zerodrift.versions import TESTED, __version__, warning
@@ -38,7 +39,6 @@ EXTRAS = {
     "triton": "",
 }
 """Packages that some of zerodrift uses -> the extra that installs them, where there is one."""
-COMPILERS = ("c++", "g++", "clang++")
 SLOW = 1.5
 """Times the time of fp32 from which bf16 products are told as slow."""
 
@@ -57,8 +57,7 @@ class MachineFact:
 
 def examine(environment: Mapping[str, str]) -> list[MachineFact]:
     """Everything, in the order in which it is shown."""
-    compiler = environment.get("CXX", "")
-    return [*_versions(), *_cpu(environment), *_gpus(), *_carriers(), *_kernels(compiler)]
+    return [*_versions(), *_cpu(environment), *_gpus(), *_carriers(), *_kernels()]
 
 
 def _versions() -> Iterator[MachineFact]:
@@ -136,16 +135,15 @@ def _carriers() -> Iterator[MachineFact]:
     yield MachineFact("ranks", "NCCL", found, "" if nccl else "GPUs of several ranks need it")
 
 
-def _kernels(asked: str) -> Iterator[MachineFact]:
-    """The compiler, and whether what it is for is there."""
-    compiler = shutil.which(asked) if asked else next(filter(None, map(shutil.which, COMPILERS)), None)
-    todo = "" if compiler else f"install one of {', '.join(COMPILERS)}, or name one in CXX"
-    yield MachineFact("kernels", "C++ compiler", compiler or "none", todo, bad=compiler is None)
-    compiled = computed_by(torch.device("cpu"))["kernels"] == "compiled"
-    slow = "" if compiled else "updates on a CPU run in plain PyTorch: the same bits, several times slower"
+def _kernels() -> Iterator[MachineFact]:
+    """Say which compiled kernels are used, and whether there is a compiler where there are none."""
+    library, compiler = native.library(), find_compiler()
+    slow = "" if library else "updates on a CPU run in plain PyTorch: the same bits, several times slower"
     yield MachineFact(
-        "kernels", "CPU updates", "compiled" if compiled else "plain PyTorch", slow, not compiled
+        "kernels", "CPU updates", library.origin if library else "plain PyTorch", slow, bad=library is None
     )
+    todo = "" if library or compiler else f"install one of {', '.join(COMPILERS)}, or name one in CXX"
+    yield MachineFact("kernels", "C++ compiler", compiler or "none", todo, bad=bool(todo))
     if torch.cuda.is_available():
         there = bool(_installed("triton"))
         slow = "" if there else "updates on a GPU run in plain PyTorch: pip install triton"
