@@ -5,14 +5,14 @@ BIN    := $(VENV)/bin
 # Pinned, so that every machine tests the same torch. Another one: make test TORCH=torch==2.15.0. On Linux the
 # public index serves the CUDA build; for the CPU wheel:
 # make test TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
-TORCH  ?= torch==2.13.0
+TORCH  ?= $(shell grep '^torch==' requirements/torch.txt)
 # Where `make versions` makes its environments, of several GB each.
 CELLS  ?= $(VENV)-versions
 
 # Images of Python often set it. Tests start hundreds of processes, which would each compile all of zerodrift.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test test-all style check bench gpu docs versions doors env clean
+.PHONY: help demo quick test test-all style check bench gpu wheel lock newest versions doors docs env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,24 +22,27 @@ help:
 	@echo "make check   style and types only"
 	@echo "make bench   the benchmarks as they were run, and the page of what they find; hours"
 	@echo "make gpu     on a machine with NVIDIA GPUs: their tests, then their benchmarks; 20 minutes at most"
+	@echo "make wheel   a wheel with the CPU kernels in it, tried where there is neither a compiler nor the repository"
+	@echo "make lock    pin the newest of every package in requirements/; make test uses them from then on"
+	@echo "make newest  the quick tests and those of models with the newest of every package, pinned or not"
 	@echo "make versions   the tests with other versions of Python, torch, transformers and DeepSpeed; hours"
 	@echo "make doors   other people's trainers on zerodrift and on DeepSpeed, each in an environment of its own; hours"
 	@echo "make docs    write the generated pages, and the output of commands on the others"
 
 env: $(VENV)/.ready
 
-# The environment was made for this; what is asked for with another PYTHON or TORCH is not what is there.
-ASKED := $(strip $(shell $(PYTHON) -V 2>&1) $(TORCH) $(TORCH_INDEX))
-ifneq ($(strip $(shell cat $(VENV)/.ready 2>/dev/null)),$(ASKED))
+# What the environment is made from. It is made anew when that changes, and when it was not made to its end.
+MADE_FROM := requirements/lock.txt requirements/torch.txt pyproject.toml setup.py
+ASKED := $(strip $(shell $(PYTHON) -V 2>&1) $(TORCH) $(TORCH_INDEX) $(shell cat $(MADE_FROM) | cksum))
+ifneq ($(strip $(shell $(BIN)/python -V >/dev/null 2>&1 && cat $(VENV)/.ready 2>/dev/null)),$(ASKED))
 .PHONY: $(VENV)/.ready
 endif
 
-$(VENV)/.ready: pyproject.toml
-	@rm -f $@
-	$(PYTHON) -m venv $$([ "$$($(BIN)/python -V 2>&1)" = "$$($(PYTHON) -V 2>&1)" ] || echo --clear) $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)" $(TORCH_INDEX)
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+$(VENV)/.ready:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 10))' 2>/dev/null || { \
+	echo 'zerodrift needs Python 3.10 to 3.13; `$(PYTHON)` is: $(shell $(PYTHON) -V 2>&1)'; \
+	echo 'Name another one: make $(MAKECMDGOALS) PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) tools/environment.py $(VENV) --torch "$(TORCH)" --index="$(TORCH_INDEX)"
 	@echo '$(ASKED)' > $@
 
 # Text that is on every machine: the sources of Python's standard library.
@@ -63,11 +66,22 @@ test-all: check
 	$(BIN)/python -m pytest -q
 
 style: env
-	$(BIN)/ruff check src tests bench docs examples
-	$(BIN)/ruff format --check src tests bench docs examples
+	$(BIN)/ruff check src tests bench tools examples setup.py
+	$(BIN)/ruff format --check src tests bench tools examples setup.py
 
 check: style
 	$(BIN)/mypy
+
+wheel: env
+	@rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m pytest -q -n 0 tests/e2e/test_wheel.py --wheel "$$(ls dist/*.whl)"
+
+lock:
+	$(PYTHON) tools/lock.py "$(TORCH)" $(if $(UNTIL),--until $(UNTIL))
+
+newest: env
+	$(BIN)/python tools/matrix.py newest $(VENV)-newest --torch="$(TORCH_INDEX)"
 
 bench: env
 	$(BIN)/python bench/again.py
@@ -76,13 +90,13 @@ gpu: env
 	$(BIN)/python bench/gpu.py
 
 docs: env
-	$(BIN)/python docs/refresh.py
+	$(BIN)/python tools/refresh.py
 
 versions: env
-	$(BIN)/python docs/matrix.py all $(CELLS) --torch="$(TORCH_INDEX)"
+	$(BIN)/python tools/matrix.py all $(CELLS) --torch="$(TORCH_INDEX)"
 
 doors: env
-	$(BIN)/python docs/doors.py all $(VENV)-doors --torch="$(TORCH_INDEX)"
+	$(BIN)/python tools/doors.py all $(VENV)-doors --torch="$(TORCH_INDEX)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-doors build dist runs src/*.egg-info
+	rm -rf $(VENV) $(VENV)-doors $(VENV)-newest build dist runs src/*.egg-info

@@ -111,7 +111,7 @@ def main() -> int:
         failed = run(todo, asked.beside)
     except KeyboardInterrupt:
         return 130
-    pages = subprocess.run([sys.executable, "docs/refresh.py"], cwd=ROOT, check=False).returncode
+    pages = subprocess.run([sys.executable, "tools/refresh.py"], cwd=ROOT, check=False).returncode
     print(f"{len(todo) - len(failed)} of {len(todo)} ran" + f"; failed: {', '.join(failed)}" * bool(failed))
     return bool(failed) or pages
 

@@ -1,7 +1,7 @@
 """What is generated of `docs/benchmarks.md` and the README: claims, tables of results, plots.
 
 A page has `<!-- claims: all -->` or `<!-- result: NAME -->`, and below it, up to `<!-- end -->`, what is made
-here of the files in `bench/results`. `docs/refresh.py` writes it.
+here of the files in `bench/results`. `tools/refresh.py` writes it.
 """
 
 from __future__ import annotations

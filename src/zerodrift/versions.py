@@ -2,7 +2,7 @@
 are at work.
 
 What is not imported is not at work, and not asked about. What ran where is in docs/versions.md, which
-`docs/matrix.py` writes; a test compares it with `TESTED`.
+`tools/matrix.py` writes; a test compares it with `TESTED`.
 
 Invariant: another version is one warning in a process, never silence and never an error by itself.
 """

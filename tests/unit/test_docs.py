@@ -74,8 +74,8 @@ def test_yaml_on_a_page_plans(text: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def refresh() -> ModuleType:
-    """`docs/refresh.py`, which writes what is checked here."""
-    spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
+    """`tools/refresh.py`, which writes what is checked here."""
+    spec = importlib.util.spec_from_file_location("refresh", ROOT / "tools" / "refresh.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

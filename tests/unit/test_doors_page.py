@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def doors() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("doors", ROOT / "docs" / "doors.py")
+    spec = importlib.util.spec_from_file_location("doors", ROOT / "tools" / "doors.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses of a module that is not in `sys.modules` cannot have their annotations read.
@@ -209,31 +209,3 @@ def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: p
             time.sleep(0.01)
         assert pid not in doors.processes.there_are()
         assert doors.processes.run(["sh", "-c", "exit 3"], os.environ, tmp_path, log, 60) == 3
-
-
-def test_an_environment_is_made_once(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again where something else is asked for, or where it was not made to its end."""
-    ran: list[list[str]] = []
-    fails = [True]
-
-    def run(command: list[str], **_: Any) -> None:
-        ran.append(command)
-        (tmp_path / "home").mkdir(exist_ok=True)
-        if "second" in command and fails.pop():
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess, "run", run)
-    asked = (tmp_path / "home", "python3", ["--pre", "torch"], ["first"], ["second"])
-    with pytest.raises(KeyboardInterrupt):
-        doors.environments.environment(*asked)
-    fails.append(False)
-    assert doors.environments.environment(*asked) == tmp_path / "home" / "bin" / "python"
-    assert [command[-2:] for command in ran[5:]] == [
-        ["--clear", str(tmp_path / "home")],
-        ["--upgrade", "pip"],
-        ["--pre", "torch"],
-        ["off", "first"],
-        ["off", "second"],
-    ]
-    assert doors.environments.environment(*asked) and len(ran) == 10
-    assert doors.environments.environment(*asked[:-1]) and len(ran) == 14

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pyte", reason="only needed to record")
 
-RECORDER = Path(__file__).parents[2] / "docs" / "record.py"
+RECORDER = Path(__file__).parents[2] / "tools" / "record.py"
 SVG = "{http://www.w3.org/2000/svg}"
 
 SCRIPT = """

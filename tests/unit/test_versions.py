@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def matrix() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("matrix", ROOT / "docs" / "matrix.py")
+    spec = importlib.util.spec_from_file_location("matrix", ROOT / "tools" / "matrix.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses of a module that is not in `sys.modules` cannot have their annotations read.
@@ -71,12 +71,12 @@ def test_a_cell_that_cannot_be_made_is_said_and_left_out(
     cells = (matrix.Cell("3.99", "2.15.0", "5.23.0", "", ("quick",)), matrix.CELLS[0])
     home = tmp_path / f"py{cells[1].python}-torch{cells[1].torch}-tf{cells[1].transformers}"
     ran = []
-    environment = matrix.environment
+    made_elsewhere = matrix.make_environment
 
     def made(folder: Path, python: str, *lists: Any) -> Path:
-        return folder / "bin" / "python" if folder == home else environment(folder, python, *lists)
+        return folder / "bin" / "python" if folder == home else made_elsewhere(folder, python, *lists)
 
-    monkeypatch.setattr(matrix, "environment", made)
+    monkeypatch.setattr(matrix, "make_environment", made)
     monkeypatch.setattr(matrix, "CELLS", cells)
     monkeypatch.setattr(matrix, "run", lambda python, suite: (python, suite))
     monkeypatch.setattr(matrix, "keep", ran.append)
@@ -121,9 +121,12 @@ def test_another_torch_or_python_is_another_environment(tmp_path: Path) -> None:
     assert "torch==2.14.1" in first
     written = re.findall(r"^echo '(.*)' > ", first, flags=re.MULTILINE)
     (tmp_path / ".ready").write_text(f"{written[0]}\n")
-    assert "pip install" not in would("TORCH=torch==2.14.1")
-    for other in ("TORCH=torch==2.15.0", "PYTHON=echo", "TORCH_INDEX=--pre"):
-        assert "pip install" in would(*dict.fromkeys(["TORCH=torch==2.14.1", other])), other
+    assert "tools/environment.py" in would("TORCH=torch==2.14.1"), "its interpreter is gone"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    assert "tools/environment.py" not in would("TORCH=torch==2.14.1")
+    for other in ("TORCH=torch==2.15.0", "PYTHON=echo", "TORCH_INDEX=--pre", "MADE_FROM=Makefile"):
+        assert "tools/environment.py" in would(*dict.fromkeys(["TORCH=torch==2.14.1", other])), other
 
 
 # --- the warning ----------------------------------------------------------------------------------------

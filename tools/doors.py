@@ -1,8 +1,8 @@
 """Runs other people's trainers on zerodrift and on DeepSpeed, for the table of docs/doors.md.
 
-    python docs/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
-    python docs/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
-    python docs/doors.py page                      # writes the table anew
+    python tools/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
+    python tools/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
+    python tools/doors.py page                      # writes the table anew
 
 Each tool gets an environment of its own in FOLDER, some 2 GB with torch for CPUs. A cell is one example of
 `tests/doors/examples.py` at one stage on one of the two; nothing is downloaded but packages. What was done
@@ -38,9 +38,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import environments
 import processes
-from environments import ROOT, log_of
+from environment import ROOT, SetupError, log_of, make_environment
 from tests.doors.examples import DEEPSPEED, TOOLS, TORCH, Example, Tool
 
 PAGE = ROOT / "docs" / "doors.md"
@@ -330,7 +329,7 @@ def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str])
         print(f"== {TOOLS[name].shown}", flush=True)
         try:
             try_tool(name, examples, made(name, home, torch), progress)
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, SetupError, subprocess.CalledProcessError) as error:
             said = shlex.join(error.cmd) if isinstance(error, subprocess.CalledProcessError) else error
             progress.fail(f"{TOOLS[name].shown}: {said}; see {log_of(home)}")
         progress.done = until
@@ -341,7 +340,7 @@ def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str])
 def made(name: str, home: Path, torch: Sequence[str]) -> Path:
     """The interpreter of a tool's environment."""
     tool = TOOLS[name]
-    python = environments.environment(
+    python = make_environment(
         home,
         sys.executable,
         [*torch, TORCH],

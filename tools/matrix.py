@@ -1,7 +1,8 @@
 """Runs the tests with other versions of Python, torch, transformers and DeepSpeed, for docs/versions.md.
 
-    python docs/matrix.py all FOLDER              # or: make versions. Each cell in an environment of its own
-    python docs/matrix.py one PYTHON SUITE        # one suite with an interpreter that is set up
+    python tools/matrix.py all FOLDER              # or: make versions. Each cell in an environment of its own
+    python tools/matrix.py newest FOLDER           # or: make newest. The newest of everything on this day
+    python tools/matrix.py one PYTHON SUITE        # one suite with an interpreter that is set up
 
 An environment that is there is used again, and a row of the same versions and suite is replaced. A cell whose
 `pythonX.Y` is not on the PATH, or whose packages cannot be installed, is said and left out. On Linux torch
@@ -28,7 +29,7 @@ from xml.etree import ElementTree
 from zerodrift.versions import warning
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from environments import ROOT, environment
+from environment import ROOT, SetupError, make_environment
 
 PAGE = ROOT / "docs" / "versions.md"
 
@@ -97,11 +98,10 @@ CELLS: tuple[Cell, ...] = (
 )
 """torch 2.15 needs Python 3.11."""
 
-BESIDE = (
-    *("numpy", "safetensors", "pydantic", "pyyaml", "rich", "typer", "pyarrow", "tokenizers", "datasets"),
-    *("matplotlib", "tensorboard", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ninja", "peft"),
-    "accelerate",
-)
+NEWEST = ("quick", "models")
+"""Suites of `make newest`."""
+
+ZERODRIFT = ("--editable", f"{ROOT}[dev]")
 """What the tests want beside the versions of a cell."""
 
 
@@ -138,9 +138,12 @@ For torch 2.13 and later. What was run, on the CPU with gloo:
 | --- | --- |
 {suites}
 
-{missing}`-` stands for what is not installed; what needs it is skipped. A test that failed is named. `make
-versions` makes the environments of [`docs/matrix.py`](matrix.py), runs their suites and writes this page.
-`make test TORCH=torch==2.14.1` runs all tests with one other torch.
+{missing}`-` stands for what is not installed; what needs it is skipped. A test that failed is named.
+
+`make test` uses the versions in `requirements/lock.txt`, which `make lock` renews; `make test TORCH=torch==2.14.1`
+runs all tests with one other torch. `make newest` runs the suites `quick` and `models` with the newest release of
+everything on the day. `make versions` makes the environments of [`tools/matrix.py`](../tools/matrix.py) and runs
+their suites. Both write their rows into this page.
 
 ## Other versions
 
@@ -247,18 +250,33 @@ def made(cell: Cell, folder: Path, torch: Sequence[str]) -> Path:
     name = f"py{cell.python}-torch{cell.torch}-tf{cell.transformers}" + (
         cell.deepspeed and f"-ds{cell.deepspeed}"
     )
-    wanted = [f"transformers=={cell.transformers}", *BESIDE]
+    wanted = [f"transformers=={cell.transformers}", *ZERODRIFT]
     if cell.deepspeed:
         wanted += ["setuptools", f"deepspeed=={cell.deepspeed}"]
-    return environment(folder / name, f"python{cell.python}", [*torch, f"torch=={cell.torch}"], wanted)
+    return make_environment(folder / name, f"python{cell.python}", [*torch, f"torch=={cell.torch}"], wanted)
 
 
-def main() -> None:
+def run_newest(home: Path, torch: Sequence[str]) -> int:
+    """Run the suites of a new month with the newest of everything, and say what came of them."""
+    today = datetime.date.today().isoformat()
+    python = make_environment(home, sys.executable, [*torch, "torch"], ZERODRIFT, day=today)
+    rows = [run(python, suite) for suite in NEWEST]
+    for row in rows:
+        keep(row)
+    print(f"\nThe newest of everything on {today}, now in {PAGE.relative_to(ROOT)}:")
+    for row in rows:
+        versions = f"Python {row.python}, torch {row.torch}, transformers {row.transformers}"
+        print(f"  {row.suite:8} {versions}: {row.passed} passed, {row.failed} failed, {row.skipped} skipped")
+    return int(any(row.failed != "0" for row in rows))
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    every = verbs.add_parser("all")
-    every.add_argument("folder", type=Path)
-    every.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
+    for verb in ("all", "newest"):
+        several = verbs.add_parser(verb)
+        several.add_argument("folder", type=Path)
+        several.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
     one = verbs.add_parser("one")
     one.add_argument("python", type=Path)
     one.add_argument("suite", choices=SUITES)
@@ -266,16 +284,23 @@ def main() -> None:
     if asked.verb == "one":
         # The link of an environment is not followed: behind it is the interpreter that it was made with.
         keep(run(Path(os.path.abspath(asked.python)), asked.suite))
-        return
+        return 0
+    if asked.verb == "newest":
+        try:
+            return run_newest(asked.folder.resolve(), asked.torch.split())
+        except SetupError as error:
+            print(error, file=sys.stderr)
+            return 1
     for cell in CELLS:
         print(f"== {cell}", flush=True)
         try:
             python = made(cell, asked.folder.resolve(), asked.torch.split())
-        except (OSError, subprocess.CalledProcessError) as error:
+        except SetupError as error:
             print(f"no environment for it: {error}", file=sys.stderr)
             continue
         for suite in cell.suites:
             keep(run(python, suite))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Records a command in a terminal, as a moving picture that a browser shows: one SVG file, text in it.
 
-    python docs/record.py docs/img/demo.svg --width 100 --height 34 -- make demo
+    python tools/record.py docs/img/demo.svg --width 100 --height 34 -- make demo
 
 The command gets a terminal of that size; what its screen shows is taken `--frames` times at most, evenly over
 the changes, and replayed in `--seconds`. A row that several pictures share is in the file once. Needs
