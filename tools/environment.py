@@ -1,6 +1,6 @@
 """Make a Python environment: the locked one of `make`, or one of given packages for a tool's own trial.
 
-    python3 tools/environment.py .venv --torch torch==2.13.0   # what requirements/lock.txt says, and this torch
+    python3 tools/environment.py .venv --torch torch==2.13.0   # requirements/lock.txt, and this torch
 
 Needs nothing but Python 3.10 with `venv`. Everything that pip says is in a log beside the environment. When
 something fails, one message says what happened and what to do, and the same command can be called again.
@@ -120,14 +120,14 @@ _CAUSES = (
     (
         "DO NOT MATCH THE HASHES|Hash mismatch",
         "a package is not the one in requirements/lock.txt: a proxy or a mirror changed it or cut it short",
-        f"Check what pip downloads from (`pip config list`, PIP_INDEX_URL, HTTPS_PROXY). {_AGAIN}",
+        f"Check pip's settings (`pip config list`, PIP_INDEX_URL, HTTPS_PROXY). {_AGAIN}",
     ),
     (
         r"Retrying \(|ConnectionError|Connection broken|IncompleteRead|incomplete-download|Read timed out"
         "|ReadTimeout|ProxyError|ProtocolError|SSLError|SSLCertVerificationError|RemoteDisconnected"
         "|Network is unreachable|HTTP error|HTTPError",
         "the package index could not be reached, or the connection ended",
-        f"Check the network and what pip makes of it (`pip config list`, PIP_INDEX_URL, HTTPS_PROXY). {_AGAIN}",
+        f"Check the network and pip's settings (`pip config list`, PIP_INDEX_URL, HTTPS_PROXY). {_AGAIN}",
     ),
     (
         "No matching distribution|Could not find a version",

@@ -4,8 +4,8 @@ Asks uv for one answer that holds on Python 3.10 to 3.13 and on every platform, 
 pyproject.toml, and writes it as two files that any pip can install:
 
 - requirements/lock.txt: everything but torch and CUDA's libraries, with hashes.
-- requirements/torch.txt: torch and CUDA's libraries, as constraints without hashes. One version of torch comes
-  in several builds, for CPUs and for CUDA, and the machine decides which one is installed.
+- requirements/torch.txt: torch and CUDA's libraries, as constraints without hashes. One version of torch
+  comes in several builds, for CPUs and for CUDA, and the machine decides which one is installed.
 
     python tools/lock.py torch==2.13.0                        # the newest of everything beside this torch
     python tools/lock.py torch==2.13.0 --until 2026-11-25     # what there was before that day

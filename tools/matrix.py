@@ -140,10 +140,10 @@ For torch 2.13 and later. What was run, on the CPU with gloo:
 
 {missing}`-` stands for what is not installed; what needs it is skipped. A test that failed is named.
 
-`make test` uses the versions in `requirements/lock.txt`, which `make lock` renews; `make test TORCH=torch==2.14.1`
-runs all tests with one other torch. `make newest` runs the suites `quick` and `models` with the newest release of
-everything on the day. `make versions` makes the environments of [`tools/matrix.py`](../tools/matrix.py) and runs
-their suites. Both write their rows into this page.
+`make test` uses the versions in `requirements/lock.txt`, which `make lock` renews. With one other torch:
+`make test TORCH=torch==2.14.1`. `make newest` runs the suites `quick` and `models` with the newest release of
+everything on the day. `make versions` makes the environments of
+[`tools/matrix.py`](../tools/matrix.py) and runs their suites. Both write their rows into this page.
 
 ## Other versions
 
