@@ -12,7 +12,7 @@ CELLS  ?= $(VENV)-versions
 # Images of Python often set it. Tests start hundreds of processes, which would each compile all of zerodrift.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test test-all style check bench gpu wheel lock newest versions doors docs env clean
+.PHONY: help demo quick test test-all style check bench gpu wheel lock newest peers versions doors docs env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make wheel   a wheel with the CPU kernels in it, tried where there is neither a compiler nor the repository"
 	@echo "make lock    pin the newest of every package in requirements/; make test uses them from then on"
 	@echo "make newest  the quick tests and those of models with the newest of every package, pinned or not"
+	@echo "make peers   the tests beside DeepSpeed, Lightning, TRL, verl and wandb, which make test skips"
 	@echo "make versions   the tests with other versions of Python, torch, transformers and DeepSpeed; hours"
 	@echo "make doors   other people's trainers on zerodrift and on DeepSpeed, each in an environment of its own; hours"
 	@echo "make docs    write the generated pages, and the output of commands on the others"
@@ -33,14 +34,15 @@ env: $(VENV)/.ready
 
 # What the environment is made from. It is made anew when that changes, and when it was not made to its end.
 MADE_FROM := requirements/lock.txt requirements/torch.txt pyproject.toml setup.py
-ASKED := $(strip $(shell $(PYTHON) -V 2>&1) $(TORCH) $(TORCH_INDEX) $(shell cat $(MADE_FROM) | cksum))
+WHICH := $(shell $(PYTHON) -V 2>/dev/null || echo not there)
+ASKED := $(strip $(WHICH) $(TORCH) $(TORCH_INDEX) $(shell cat $(MADE_FROM) | cksum))
 ifneq ($(strip $(shell $(BIN)/python -V >/dev/null 2>&1 && cat $(VENV)/.ready 2>/dev/null)),$(ASKED))
 .PHONY: $(VENV)/.ready
 endif
 
 $(VENV)/.ready:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 10))' 2>/dev/null || { \
-	echo 'zerodrift needs Python 3.10 to 3.13; `$(PYTHON)` is: $(shell $(PYTHON) -V 2>&1)'; \
+	echo 'zerodrift needs Python 3.10 to 3.13; `$(PYTHON)` is: $(WHICH)'; \
 	echo 'Name another one: make $(MAKECMDGOALS) PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) tools/environment.py $(VENV) --torch "$(TORCH)" --index="$(TORCH_INDEX)"
 	@echo '$(ASKED)' > $@
@@ -83,6 +85,10 @@ lock:
 newest: env
 	$(BIN)/python tools/matrix.py newest $(VENV)-newest --torch="$(TORCH_INDEX)"
 
+peers: style
+	$(PYTHON) tools/environment.py $(VENV)-peers --torch "$(TORCH)" --index="$(TORCH_INDEX)" --extra peers
+	PATH="$(abspath $(VENV)-peers)/bin:$$PATH" $(VENV)-peers/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
+
 bench: env
 	$(BIN)/python bench/again.py
 
@@ -99,4 +105,4 @@ doors: env
 	$(BIN)/python tools/doors.py all $(VENV)-doors --torch="$(TORCH_INDEX)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-doors $(VENV)-newest build dist runs src/*.egg-info
+	rm -rf $(VENV) $(VENV)-doors $(VENV)-newest $(VENV)-peers build dist runs src/*.egg-info

@@ -1,11 +1,13 @@
-"""What holds for every test: one thread, nothing is left running; and which of them are quick or slow."""
+"""What holds for every test: one thread, nothing left running, quick or slow, and what was skipped."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -30,6 +32,35 @@ SHARE_RANKS = ("dropin", "numerics", "models", "ranks")
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     chosen.mark(items)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wheel", metavar="FILE", help="the wheel that tests/e2e/test_wheel.py tries")
+
+
+PEERS = {"deepspeed": "DeepSpeed", "lightning": "Lightning", "trl": "TRL", "verl": "verl", "wandb": "wandb"}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was skipped, and the command that runs it."""
+    peers: Counter[str] = Counter()
+    others: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        names = [name for word, name in PEERS.items() if re.search(rf"\b{word}\b", reason, re.IGNORECASE)]
+        if names:
+            peers[names[0]] += 1
+        else:
+            others[f"{report.nodeid.partition('[')[0]}: {reason}"] += 1
+    if peers or others:
+        terminalreporter.section("skipped")
+    if peers:
+        counted = ", ".join(f"{count} {name}" for name, count in peers.most_common())
+        terminalreporter.write_line(f"needs a package that is not in the lock ({counted}): make peers")
+    for reason, count in others.most_common():
+        terminalreporter.write_line(f"{count} {reason}")
+    if "not gpu" in (terminalreporter.config.option.markexpr or ""):
+        terminalreporter.write_line("tests/gpu, which needs an NVIDIA GPU, was left out: make gpu")
 
 
 def pytest_collection_finish() -> None:

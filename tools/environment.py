@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,17 +36,21 @@ def log_of(home: Path) -> Path:
     return home.with_name(f"{home.name}.log")
 
 
-def make_locked(home: Path, torch: str, index: Sequence[str]) -> Path:
-    """Make the environment of the lock with a torch, and zerodrift to be edited; return its interpreter."""
+def make_locked(home: Path, torch: str, index: Sequence[str], extra: str) -> Path:
+    """Make the environment of the lock with a torch, and zerodrift to be edited; return its interpreter.
+
+    An extra is installed in the newest versions that go with the lock.
+    """
     # One version of torch comes in several builds, for CPUs and for CUDA, so its pins have no hashes.
     pinned = torch in TORCH.read_text().splitlines()
     torch_pins = ["--constraint", str(TORCH)] if pinned else []
-    editable = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
     steps = [
         ["--no-deps", "--require-hashes", "--requirement", str(LOCK)],
         [*torch_pins, *index, torch],
-        editable,
+        ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
     ]
+    if extra:
+        steps.append(["--no-build-isolation", "--editable", f"{ROOT}[{extra}]"])
     return _make(home, sys.executable, steps)
 
 
@@ -157,6 +162,12 @@ def explain(home: Path, said: str) -> str:
     return f"{home} is not set up: {reason}\nAll of it: {log_of(home)}"
 
 
+def wrapped(text: str) -> str:
+    """Return a message in lines that fit the terminal."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
+
+
 def check_python() -> None:
     """Refuse a Python that has no `venv`, as Debian's without its package."""
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
@@ -214,12 +225,13 @@ def main() -> int:
     parser.add_argument("home", type=Path, metavar="FOLDER")
     parser.add_argument("--torch", required=True, metavar="REQUIREMENT")
     parser.add_argument("--index", default="", metavar="OPTIONS", help="of pip, for torch alone")
+    parser.add_argument("--extra", default="", metavar="NAME", help="of pyproject.toml, beside the lock")
     asked = parser.parse_args()
     try:
         check_python()
-        make_locked(asked.home, asked.torch, asked.index.split())
+        make_locked(asked.home, asked.torch, asked.index.split(), asked.extra)
     except SetupError as error:
-        print(error, file=sys.stderr)
+        print(wrapped(str(error)), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\nstopped: {asked.home} is not set up. The same command begins anew.", file=sys.stderr)

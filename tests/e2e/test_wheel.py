@@ -1,7 +1,8 @@
-"""The wheel, installed where the repository is not: `zerodrift run` on a script for DeepSpeed elsewhere."""
+"""The wheel where there is neither the repository nor a compiler: its kernels compute the same, and train."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import site
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from zerodrift.kernels.build import VARIANTS, find_compiler
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """\
@@ -35,39 +38,102 @@ for _ in range(3):
 engine.save_checkpoint("saved")
 print(f"rank {deepspeed.comm.get_rank()} of {deepspeed.comm.get_world_size()} with {deepspeed.__file__}")
 """
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
-def test_the_wheel_runs_without_the_repository(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    built = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(copy)]
-    said = subprocess.run(built, check=True, capture_output=True, text=True, timeout=300)
-    assert "Warning" not in said.stdout + said.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    home, elsewhere = tmp_path / "venv", tmp_path / "elsewhere"
-    venv.create(home)
-    (place,) = (home / "lib").glob("python*/site-packages")
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--target", str(place), str(wheel)], check=True, timeout=300
-    )
+@pytest.fixture(scope="module")
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that was named, or one that is built of the files that git knows."""
+    if named := request.config.getoption("--wheel"):
+        return Path(named).resolve()
+    copy, folder = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in listed.stdout.split("\0"):
+        if name.startswith(("src/", "docs/", "examples/")) or name in (
+            "pyproject.toml",
+            "setup.py",
+            "README.md",
+        ):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
+    shutil.copy(ROOT / "LICENSE", copy)
+    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert "Warning" not in done.stdout + done.stderr
+    (built,) = folder.glob("*.whl")
     shutil.rmtree(copy)
-    # torch and the rest are those of this environment; what is installed here to be edited is not.
-    there = [path for path in sys.path if path.endswith("site-packages")] or site.getsitepackages()
-    (place / "packages.pth").write_text("\n".join(there))
-    elsewhere.mkdir()
-    (elsewhere / "script.py").write_text(SCRIPT)
-    python = str(home / "bin" / "python")
-    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [python, "-m", "zerodrift", "run", "--", *launch],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        cwd=elsewhere, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    return built
+
+
+class Installed:
+    """The wheel in an environment of its own, with the packages of this one and no compiler on the path."""
+
+    def __init__(self, wheel: Path, home: Path) -> None:
+        venv.create(home)
+        self.python = home / "bin" / "python"
+        (self.place,) = (home / "lib").glob("python*/site-packages")
+        command = [*PIP, "install", "--no-deps", "--target", str(self.place), str(wheel)]
+        subprocess.run(command, check=True, timeout=300)
+        # What is installed in this environment to be edited is not found through a .pth file.
+        there = [path for path in sys.path if path.endswith("site-packages")] or site.getsitepackages()
+        (self.place / "packages.pth").write_text("\n".join(there))
+        self.cache = home / "cache"
+
+    def run(self, *arguments: str, folder: Path, **variables: str) -> str:
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")}
+        environment = {**kept, "PATH": str(self.python.parent), "XDG_CACHE_HOME": str(self.cache)}
+        done = subprocess.run(
+            [str(self.python), *arguments],
+            env={**environment, "OMP_NUM_THREADS": "1", **variables},
+            cwd=folder, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def kernels(self, **variables: str) -> str:
+        """Return what the doctor says of the kernels, from a folder without the repository."""
+        told = self.run("-m", "zerodrift", "doctor", "--json", folder=self.place.parent, **variables)
+        facts = json.loads(told[told.index("[") : told.rindex("]") + 1])
+        return next(str(fact["found"]) for fact in facts if fact["what"] == "CPU updates")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(wheel, tmp_path_factory.mktemp("installed"))
+
+
+def test_it_trains_without_the_repository(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    told = installed.run("-m", "zerodrift", "run", "--", str(installed.python), *launch, folder=tmp_path)
     for rank in range(2):
-        assert f"rank {rank} of 2 with {place}" in done.stdout
-    assert "zerodrift plan" in done.stdout and (elsewhere / "saved" / "latest").is_file()
+        assert f"rank {rank} of 2 with {installed.place}" in told
+    assert "zerodrift plan" in told and (tmp_path / "saved" / "latest").is_file()
+    assert "plain PyTorch" not in told and not list(installed.cache.rglob("*.so"))
+
+
+@pytest.mark.skipif(sys.platform != "linux" or find_compiler() is None, reason="its wheel has no kernels")
+def test_each_of_its_libraries_computes_what_torch_does(installed: Installed) -> None:
+    """Try the best one for this processor, then the next, then the one that never contracts."""
+    folder = installed.place / "zerodrift" / "kernels" / "libraries"
+    names = [variant.name for variant in VARIANTS[os.uname().machine]]
+    assert sorted(path.stem for path in folder.glob("*.so")) == sorted(names)
+    told, tried = installed.kernels(), []
+    while (name := told.removeprefix("carried by the wheel for ")) in names:
+        tried.append(name)
+        check(installed)
+        (folder / f"{name}.so").rename(folder / f"{name}.tried")
+        told = installed.kernels()
+    assert tried and told == "plain PyTorch"
+    for path in folder.glob("*.tried"):
+        path.rename(path.with_suffix(".so"))
+    plainly = {"ATEN_CPU_CAPABILITY": "default"}
+    assert installed.kernels(**plainly) == f"carried by the wheel for {names[-1]}"
+    check(installed, **plainly)
+
+
+def check(installed: Installed, **variables: str) -> None:
+    """Compare every update of the library that is loaded with the definition in PyTorch, bit for bit."""
+    arguments = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow")
+    told = installed.run(*arguments, "tests/numerics/test_fused.py", folder=ROOT, **variables)
+    assert " passed" in told and "skipped" not in told and "failed" not in told, told

@@ -54,7 +54,7 @@ def test_programs_equal_the_cpu_kernels_in_the_interpreter() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_nothing_is_contracted_or_flushed_in_what_is_compiled(capability: int) -> None:
     """Instructions per thread of eight elements: as many fused products as are written, and whole roots."""
     told = json.loads(python("-m", "tests.numerics.compile_programs", str(capability)))

@@ -113,7 +113,7 @@ def test_an_environment_is_made_once(
 
 @pytest.mark.parametrize(
     ("python", "said"),
-    [("echo Python 3.9.2; exit 1", "zerodrift needs Python 3.10 to 3.13"), ("", "not found")],
+    [("echo Python 3.9.2; exit 1", "zerodrift needs Python 3.10 to 3.13"), ("", "is: not there")],
 )
 def test_make_names_a_python_that_will_not_do(python: str, said: str, tmp_path: Path) -> None:
     script = tmp_path / "python3.9"
