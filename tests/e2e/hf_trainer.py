@@ -21,6 +21,7 @@ zerodrift.deepspeed.activate()
 
 import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -119,7 +120,7 @@ def see(folder: str, stage: int) -> None:
     engine = type(first.model_wrapped).__module__
 
     second = trainer(folder, stage, 4)
-    second.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    second.train(resume_from_checkpoint=str(Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-2"))
     resumed = [entry["loss"] for entry in second.state.log_history if "loss" in entry]
     again = second.evaluate()["eval_loss"]
     if first.args.process_index == 0:
@@ -131,7 +132,7 @@ def see(folder: str, stage: int) -> None:
             "norms": norms,
             "engine": engine,
             "files": sorted(path.name for path in (Path(folder) / "final").iterdir()),
-            "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
+            "checkpoints": sorted(path.name for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")),
         }
         (Path(folder) / "told.json").write_text(json.dumps(told))
 

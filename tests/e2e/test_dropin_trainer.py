@@ -29,13 +29,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_trainer_trains_checkpoints_evaluates_and_resumes(stage: str, folder: Path) -> None:
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+
     told = json.loads((folder / stage / "told.json").read_text())
     assert told["engine"] == "zerodrift.deepspeed.engine"
     assert len(told["losses"]) == 4 and all(0 < norm < 100 for norm in told["norms"])
     assert told["resumed"] == told["losses"] and told["again"] == told["evaluated"]
     assert told["evaluated"] < told["losses"][0]
-    assert told["checkpoints"] == ["checkpoint-2", "checkpoint-4"]
-    assert {"config.json", "model.safetensors"} <= set(told["files"])
+    assert told["checkpoints"] == [f"{PREFIX_CHECKPOINT_DIR}-{step}" for step in (2, 4)]
+    assert {CONFIG_NAME, SAFE_WEIGHTS_NAME} <= set(told["files"])
 
 
 def as_deepspeed() -> None:

@@ -64,6 +64,10 @@ def of_the_hub(folder: Path, source: str = "some/model", data: str = "some/data"
 
 def test_models_and_data_are_read_from_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = cached("some/model", "model", tiny())
+    known = {"repo_id": "some/model", "filename": "config.json", "cache_dir": cache()}
+    assert pytest.importorskip("huggingface_hub").try_to_load_from_cache(**known) == str(
+        model / "config.json"
+    )
     rows = "".join(json.dumps({"text": f"It is line {number}, and a text."}) + "\n" for number in range(40))
     data = cached("some/data", "dataset", {"train.jsonl": rows.encode(), "README.md": b"# about it"}, "v2")
     train(of_the_hub(tmp_path))

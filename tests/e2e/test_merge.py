@@ -152,7 +152,7 @@ def test_what_is_no_adapter_is_refused(trained: Path, tmp_path: Path) -> None:
 
 def test_a_tied_weight_is_not_changed_for_two(tmp_path: Path) -> None:
     base(tmp_path / "base", tied=True)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
     wanted = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
     peft.get_peft_model(plain, wanted).save_pretrained(tmp_path / "adapters")
     with pytest.raises(ZerodriftError, match=re.escape("one on `lm_head`, whose weight is tied")):
@@ -161,12 +161,12 @@ def test_a_tied_weight_is_not_changed_for_two(tmp_path: Path) -> None:
 
 def test_adapters_of_others_merge_and_say_what_is_not_known(tmp_path: Path) -> None:
     base(tmp_path / "base")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
     wanted = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     peft.get_peft_model(plain, wanted).save_pretrained(tmp_path / "adapters")
     done = merge(tmp_path / "adapters", tmp_path / "merged")
     assert "it was taken at its name" in str(done)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").merge_and_unload()
     theirs.save_pretrained(tmp_path / "theirs")
     found, expected = weights(tmp_path / "merged"), weights(tmp_path / "theirs")

@@ -128,6 +128,12 @@ def some(*quick: str) -> list[Any]:
     return [*quick, *rest]
 
 
+def recompute(model: Any, use_reentrant: bool = False) -> None:
+    """Turn on activation checkpointing, by the name that the library has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": use_reentrant})
+
+
 @functools.cache
 def tokens(number: int, rank: int = 0) -> torch.Tensor:
     """A few batches that come again, so that there is something to learn."""

@@ -15,7 +15,8 @@ from zerodrift.engine.engine import Engine
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
-from tests.models.architectures import ARCHITECTURES, Architecture, some, tokens
+from tests.models.architectures import ARCHITECTURES, Architecture, recompute, some, tokens
+from zerodrift.train.sample import cache_name
 
 STEPS, ENOUGH = 4, 20
 """Steps that are compared, and those in which a model learns."""
@@ -56,7 +57,7 @@ def compare(name: str, mode: str, cases: list[Case]) -> Report:
     for stage, reentrant in cases:
         model = architecture.model()
         if reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            recompute(model, reentrant)
         forwards = _count_forwards(model)
         engine = make(written(architecture, stage, mode), model)
         runs.append(train(engine, STEPS))
@@ -129,3 +130,11 @@ def test_stages_and_checkpointing_are_the_same_bits(name: str, mode: str, cases:
         first, *others = report.generated
         assert first.shape == (2, 8) and all(torch.equal(first, other) for other in others)
         assert len(set(report.resumed)) == 1
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_sampler_hands_the_librarys_cache_on(name: str) -> None:
+    model, ids, cache = ARCHITECTURES[name].model().eval(), tokens(0), cache_name(ARCHITECTURES[name].model())
+    before = model(input_ids=ids[:, :-1], use_cache=True)
+    after = model(input_ids=ids[:, -1:], use_cache=True, **{cache: getattr(before, cache)})
+    torch.testing.assert_close(after.logits[:, -1], model(input_ids=ids).logits[:, -1])

@@ -52,11 +52,14 @@ def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
         assert found.whole.largest == 0.0 and found.within and found.cells == ()
     tensors = load_file(sent / "model.safetensors")
     name = next(name for name in tensors if "experts.1.up_proj" in name)
-    save_file({**tensors, name: tensors[name] * 1.01}, sent / "model.safetensors")
+    before = type(model).from_pretrained(sent).state_dict()
+    save_file({**tensors, name: tensors[name] * 1.01}, sent / "model.safetensors", {"format": "pt"})
+    after = type(model).from_pretrained(sent).state_dict()
+    (changed,) = (key for key, value in after.items() if not value.equal(before[key]))
     found = compare(trainer(config, model), OtherSide(sent=sent), ids)
     (fate,) = found.fates
-    assert fate.name == found.first == "model.layers.0.mlp.experts.gate_up_proj"
-    assert "in slice 1" in fate.verdict.told and found.cells[0].explains == 1.0
+    assert fate.name == found.first == changed and found.cells[0].explains == 1.0
+    assert ("in slice 1" in fate.verdict.told) == (changed != name)  # transformers 4 stacks no experts
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from tests.models.architectures import SIZES, since, tokens
+from tests.models.architectures import SIZES, tokens
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.observer import compare
@@ -24,12 +25,11 @@ from zerodrift.observer.observed import merged
 MAMBA: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
-MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
-    "gemma3": ("Gemma3ForCausalLM Gemma3TextConfig", {"head_dim": 8}, {"compute"}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3ForCausalLM Gemma3TextConfig", {"head_dim": 8}),
     "glm4-moe": (
         "Glm4MoeForCausalLM Glm4MoeConfig",
         {**EXPERTS, "head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1},
-        {"compute"},
     ),
     "qwen3-next": (
         "Qwen3NextForCausalLM Qwen3NextConfig",
@@ -44,17 +44,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "shared_expert_intermediate_size": 24,
             "layer_types": ["linear_attention", "full_attention"],
         },
-        {"compute", "grad"},
     ),
-    "mamba": ("MambaForCausalLM MambaConfig", {"state_size": 4, "time_step_rank": 4}, {"compute", "grad"}),
+    "mamba": ("MambaForCausalLM MambaConfig", {"state_size": 4, "time_step_rank": 4}),
     "mamba2": (
         "Mamba2ForCausalLM Mamba2Config",
         {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
-        {"compute", "grad"},
     ),
     "jamba": (
         "JambaForCausalLM JambaConfig",
         {
+            "use_mamba_kernels": False,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "attn_layer_period": 2,
@@ -62,7 +61,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "mamba_d_state": 4,
             "mamba_dt_rank": 4,
         },
-        {"compute"},
     ),
     "bamba": (
         "BambaForCausalLM BambaConfig",
@@ -74,24 +72,49 @@ MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "mamba_d_state": 8,
             "mamba_chunk_size": 4,
         },
-        {"compute", "grad"},
     ),
-    "olmo2": ("Olmo2ForCausalLM Olmo2Config", {}, {"grad"}),
+    "olmo2": ("Olmo2ForCausalLM Olmo2Config", {}),
     "olmo3": (
         "Olmo3ForCausalLM Olmo3Config",
         {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-        {"grad"},
     ),
 }
-"""Name -> the library's classes, what their config has beyond sizes, and the columns that are wider."""
+"""Name -> the library's classes and what their config has beyond sizes."""
 
 
 def build(name: str) -> nn.Module:
-    classes, more, _ = MODELS[name]
+    classes, more = MODELS[name]
     model, settings = (getattr(transformers, word) for word in classes.split())
     torch.manual_seed(0)
     made: nn.Module = model(settings(**(MAMBA if name.startswith("mamba") else SIZES), **more))
     return made
+
+
+class Casts(TorchFunctionMode):
+    """What a bf16 model's own code makes of its parameters: `wider` are the columns of those that it casts by
+    themselves or that meet a wider tensor; `rounded` are the parameters in fp32 that it casts to bf16."""
+
+    def __init__(self, name: str, in_fp32: str = "none") -> None:
+        super().__init__()
+        self.wider: set[str] = set()
+        self.rounded: set[str] = set()
+        model = build(name).bfloat16()
+        self._names = {id(parameter): key for key, parameter in model.named_parameters()}
+        for key, parameter in model.named_parameters():
+            parameter.data = parameter.float() if key.endswith(in_fp32) else parameter.data
+        with self:
+            model(input_ids=tokens(0), labels=tokens(0))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        for each in tensors if isinstance(out, torch.Tensor) else ():
+            name = self._names.get(id(each._base if each._is_view() else each))
+            if name and (each.dtype, out.dtype) == (torch.bfloat16, torch.float32):
+                self.wider.add("compute" if len(tensors) == 1 else "grad")
+            elif name and (each.dtype, out.dtype) == (torch.float32, torch.bfloat16):
+                self.rounded.add(name)
+        return out
 
 
 def looked_at(names: list[str], rules: list[dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
@@ -122,7 +145,7 @@ def check(names: list[str], ranks: int) -> None:
             wider, narrower = found[name]
             assert narrower == [], name
             columns = {"grad" if "leaves gradients of" in line else "compute" for line in wider}
-            assert columns == MODELS[name][2], (name, wider)
+            assert columns == Casts(name).wider != set(), (name, wider)
             assert all(line.startswith("wider than planned: the model's own code ") for line in wider)
 
 
@@ -135,15 +158,13 @@ def test_the_same_of_all_on_two_ranks() -> None:
     check(list(MODELS), 2)
 
 
-@since("5.20")
 def test_what_an_architecture_itself_rounds_is_a_finding_by_name() -> None:
     """Mamba 2 casts `dt_bias` to the dtype of its activations, whatever a rule says of it."""
     rules = [{"match": "*dt_bias", "pin": "fp32"}]
     (found,) = run_ranks(looked_at, 1, ["mamba2"], rules, timeout=120.0)
-    wider, narrower = found["mamba2"]
-    assert len(wider) == 2 and len(narrower) == 2
-    for number, text in enumerate(narrower):
+    casts, (wider, narrower) = Casts("mamba2", in_fp32="dt_bias"), found["mamba2"]
+    assert len(wider) == len(casts.wider) and len(narrower) == len(casts.rounded)
+    for name, text in zip(sorted(casts.rounded), narrower, strict=True):
         assert text.startswith(
-            f"`backbone.layers.{number}.mixer.dt_bias`: `compute` must be float32 (precision.rules[0]: "
-            f"'*dt_bias'); got bfloat16"
+            f"`{name}`: `compute` must be float32 (precision.rules[0]: '*dt_bias'); got bfloat16"
         )

@@ -15,7 +15,6 @@ import pytest
 
 from zerodrift.errors import ConfigError
 from zerodrift.train import formats
-from zerodrift.train.formats import ARRAY, CSV
 
 ROWS = [{"text": f"row {number} of some length, with Übung", "n": number} for number in range(60)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -108,28 +107,17 @@ def test_a_file_is_read_piece_by_piece(kind: str, tmp_path: Path) -> None:
     assert most < 1.5e6
 
 
-@pytest.mark.long
-def test_why_datasets_does_not_read_json_and_csv(tmp_path: Path) -> None:
-    """Recorded facts of another library: where they are no longer so, it may read for us."""
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-
-    def read(kind: str, content: str) -> list[Any]:
-        file = tmp_path / f"{len(content)}.{kind}"
-        file.write_text(content)
-        there = datasets.load_dataset(
-            kind, data_files=str(file), split="train", cache_dir=str(tmp_path / "c")
-        )
-        return [row["text"] for row in there]
-
-    assert read("csv", "text,n\nNA,1\n007,2\n") == [None, 7.0]
-    assert [row["text"] for row in rows_of(tmp_path, "text,n\nNA,1\n007,2\n")] == ["NA", "007"]
-    time = '{"text": "2020-01-01T00:00:00Z"}\n'
-    assert not isinstance(read("json", time * 2)[0], str)
-    assert read("json", '{"text": "a"}\n{"other": "b"}\n') == ["a", None]
-
-
-def rows_of(folder: Path, content: str) -> list[dict[str, Any]]:
-    (folder / "own.csv").write_text(content)
-    assert formats.format_of(folder / "own.csv") == CSV != ARRAY
-    return rows(folder / "own.csv")
+@pytest.mark.parametrize(
+    ("name", "content", "read"),
+    [
+        ("a.csv", "text,n\nNA,1\n007,2\n", [{"text": "NA", "n": "1"}, {"text": "007", "n": "2"}]),
+        ("a.jsonl", '{"text": "2020-01-01T00:00:00Z"}\n', [{"text": "2020-01-01T00:00:00Z"}]),
+        ("a.jsonl", '{"text": "a"}\n{"other": "b"}\n', [{"text": "a"}, {"other": "b"}]),
+    ],
+)
+def test_a_text_is_what_is_written(
+    tmp_path: Path, name: str, content: str, read: list[dict[str, str]]
+) -> None:
+    """`datasets` reads None, a number, a time and a key more: the reason why it does not read for us."""
+    (tmp_path / name).write_text(content)
+    assert rows(tmp_path / name) == read

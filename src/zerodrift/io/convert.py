@@ -211,7 +211,7 @@ def _chosen(
     source: ConvertSource, model: nn.Module | None, dtype: DType | None
 ) -> tuple[dict[str, SavedParameter], dict[str, Shape], dict[str, DType]]:
     """What is written, under which name, shape and dtype, in the order of the model."""
-    tied = getattr(model, "all_tied_weights_keys", None) or ()
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     names = {next((n for n in entry.names if n not in tied), entry.name): entry for entry in source.entries}
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
     dtypes = {name: _dtype(source, entry, dtype) for name, entry in names.items()}

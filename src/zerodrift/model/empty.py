@@ -381,7 +381,7 @@ def _kept_in_fp32() -> Iterator[None]:
     """Models of `transformers` keep some tensors in fp32 whatever their config's dtype, but only when they
     are loaded. Here each is treated so when it has been built, since loading has nothing to build any more.
 
-    `post_init` is what every model calls last. Tested with transformers 5.23.
+    `post_init` is what every model calls last. Tested with transformers 4.57 to 5.24.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:

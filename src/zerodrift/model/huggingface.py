@@ -31,6 +31,7 @@ from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 CONFIG = "config.json"
@@ -119,7 +120,7 @@ def instantiate(config: PretrainedConfig) -> PreTrainedModel:
         klass: Any = getattr(transformers, name, None)
         models = isinstance(klass, type) and issubclass(klass, transformers.PreTrainedModel)
         if models and klass.config_class is type(config):
-            # Private, and what the auto classes call themselves. Tested with transformers 4.57 to 5.23.
+            # Private, and what the auto classes call themselves. Tested with transformers 4.57 to 5.24.
             return klass._from_config(config)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
@@ -135,22 +136,44 @@ def without_values() -> AbstractContextManager[Any]:
 
 
 def keep_in_fp32(model: PreTrainedModel) -> None:
-    """Gives fp32 to what the architecture keeps in it while loading; building alone does not.
-
-    The loader matches these patterns anywhere in a name, `*` standing for anything. The two attributes are
-    private; tested with transformers 4.57 to 5.23.
-    """
+    """Give fp32 to what the architecture keeps in it while loading; building alone does not."""
     import torch
 
-    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if model.dtype is torch.float16:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if not patterns or model.dtype not in (torch.float16, torch.bfloat16):
+    low = (torch.float16, torch.bfloat16)
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.dtype in low), None)
+    if dtype is None:
         return
-    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
+    kept = {re.compile(pattern): wide for pattern, wide in _kept(model, dtype).items()}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and kept.search(name):
-            tensor.data = tensor.data.to(torch.float32)
+        wide = next((wide for pattern, wide in kept.items() if pattern.search(name)), None)
+        if wide is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(wide)
+
+
+def _kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Regular expression on names -> the dtype that the loader keeps them in where the others have `dtype`.
+
+    Every branch is private; tested with transformers 4.57 to 5.24.
+    """
+    import torch
+    import transformers
+
+    if hasattr(model, "_get_dtype_plan"):
+        plan = model._get_dtype_plan(dtype)
+    elif hasattr(model, "dtype_plan"):  # 5.0: the same for every dtype
+        plan = model.dtype_plan
+    elif hasattr(model, "_keep_in_fp32_modules_strict"):  # 4.57: whole parts of a name
+        half = model._keep_in_fp32_modules if dtype is torch.float16 else None
+        parts = (*(model._keep_in_fp32_modules_strict or ()), *(half or ()))
+        return {rf"(^|\.){part}($|\.)": torch.float32 for part in parts}
+    else:
+        raise ModelError(
+            f"transformers {transformers.__version__}",
+            "must tell which parameters it keeps in fp32, by `_get_dtype_plan`",
+            got="no such method",
+            do="Install a version that docs/versions.md names.",
+        )
+    return {pattern.replace("*", ".*"): wide for pattern, wide in plan.items()}
 
 
 def _first_floating(checkpoint: tuple[tuple[str, DType], ...]) -> DType | None:

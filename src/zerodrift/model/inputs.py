@@ -167,7 +167,7 @@ def _labels(model: nn.Module, main: Any) -> Any:
 
     def listed(*kinds: str) -> bool:
         name = type(model).__name__
-        tables = (getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}) for kind in kinds)
+        tables = (getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds)
         return any(
             name in (value if isinstance(value, (tuple, list)) else (value,))
             for table in tables

@@ -176,7 +176,7 @@ class Causal:
         for key in ELSEWHERE:
             if batch.get(key) not in (None, False):
                 return Problem(key, _NOT_ON_ONE_RANK, got=repr(batch[key]), do="Leave it out.")
-        for key in ("use_cache", "past_key_values"):
+        for key in ("use_cache", "cache", "past_key_values"):
             if batch.get(key) not in (None, False):
                 must = "must be left out of a pipeline's micro-batches, which only train"
                 return Problem(key, must, got="one")

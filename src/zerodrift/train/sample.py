@@ -8,6 +8,7 @@ Invariant: equal seed, prompt and settings give equal text.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ class TextGenerator:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         with importable(found.started_in):
             self._model = load(found).to(self._device).eval()
-        self._cached = hasattr(self._model, "generate")
+        self._cache = cache_name(self._model)
 
     def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
         """What comes after the prompt, piece by piece; what is wrong with it is told at once."""
@@ -90,9 +91,9 @@ class TextGenerator:
         tokens = torch.tensor([given], device=self._device)
         ahead = tokens
         for _ in range(options.tokens):
-            if self._cached:
-                out = self._model(input_ids=ahead, past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
+            if self._cache:
+                out = self._model(input_ids=ahead, use_cache=True, **{self._cache: cache})
+                cache = getattr(out, self._cache)
             else:
                 out = self._model(input_ids=tokens)
             logits = getattr(out, "logits", out)
@@ -100,6 +101,13 @@ class TextGenerator:
             yield token
             ahead = torch.tensor([[token]], device=self._device)
             tokens = torch.cat([tokens, ahead], dim=1)
+
+
+def cache_name(model: Any) -> str:
+    """Return what a model of `transformers` calls its cache of keys and values; nothing if it takes none."""
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # one with adapters
+    taken = inspect.signature(inside.forward).parameters if hasattr(model, "generate") else ()
+    return next((name for name in ("cache", "past_key_values") if name in taken), "")
 
 
 def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Generator) -> int:

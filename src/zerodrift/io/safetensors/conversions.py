@@ -11,10 +11,12 @@ Invariant: an operation that does more than move elements is refused by name; no
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from zerodrift.io.safetensors.boxes import Layout, NoStridesError, Shape, concat
 from zerodrift.io.safetensors.files import SavedPart, SavedTensor
 from zerodrift.model.header import Stored
 from zerodrift.model.safetensors import natural
+from zerodrift.versions import numbers
 
 
 class SymbolicTensor(torch.Tensor):
@@ -240,17 +243,45 @@ def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[Stored]) -
 
 def _library(model: nn.Module) -> _Library | None:
     """The conversions of a model of `transformers` 5; None for any other module, and for version 4, which
-    keeps one form. Private names; tested with transformers 5.23."""
-    if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
+    keeps one form."""
+    loading = _loader() if hasattr(model, "base_model_prefix") and hasattr(model, "config") else None
+    if loading is None:
         return None
-    try:
-        from transformers import PreTrainedModel, core_model_loading
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        return None
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     if not isinstance(model, PreTrainedModel):
         return None
-    return _Library(core_model_loading, model, get_model_conversion_mapping(model))
+    return _Library(loading, model, get_model_conversion_mapping(model))
+
+
+def _loader() -> Any:
+    """The module of `transformers` that converts weights; None for version 4. Private names; tested with
+    transformers 5.0 to 5.24."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    if numbers(transformers.__version__) < (5,):
+        return None
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        attrgetter(*_PRIVATE)(loading)
+        attrgetter("get_model_conversion_mapping")(importlib.import_module("transformers.conversion_mapping"))
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__}",
+            "must have the functions by which weights of its models are converted",
+            got=str(error),
+            do="Install a version that docs/versions.md names.",
+        ) from error
+    return loading
+
+
+_PRIVATE = (
+    *("WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source_key"),
+    "revert_weight_conversion",
+)
 
 
 class _Library:
@@ -365,14 +396,9 @@ def _dtype(tensor: SymbolicTensor, parts: Sequence[SavedPart], dtypes: Mapping[s
 
 def _revert(model: nn.Module) -> Any:
     """The function of `transformers` that takes a state dict to the checkpoint's form, None where there is
-    nothing of the kind. It has no public name; tested with transformers 5.23."""
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-        return None
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 keeps one form
-        return None
-    return revert_weight_conversion
+    nothing of the kind."""
+    loading = _loader() if hasattr(model, "save_pretrained") and hasattr(model, "config") else None
+    return None if loading is None else loading.revert_weight_conversion
 
 
 def _check(saved: Sequence[SavedTensor], shapes: Mapping[str, Shape], where: str) -> None:
