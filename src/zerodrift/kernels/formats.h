@@ -20,6 +20,12 @@ namespace {
 
 constexpr int BLOCK = 256;
 
+#if defined(__aarch64__)
+using Half = __fp16;  // g++ has the other name from 13 on
+#else
+using Half = _Float16;
+#endif
+
 enum Type : int32_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 inline uint32_t bits(float x) {
@@ -64,7 +70,7 @@ void widen_fp16(float* __restrict out, const uint16_t* __restrict in, int n) {
     _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
 #endif
   for (; i < n; ++i) {
-    _Float16 half;
+    Half half;
     std::memcpy(&half, in + i, 2);
     out[i] = static_cast<float>(half);
   }
@@ -78,7 +84,7 @@ void narrow_fp16(uint16_t* __restrict out, const float* __restrict in, int n) {
                      _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
   for (; i < n; ++i) {
-    const _Float16 half = static_cast<_Float16>(in[i]);
+    const Half half = static_cast<Half>(in[i]);
     std::memcpy(out + i, &half, 2);
   }
 }
