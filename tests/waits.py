@@ -22,7 +22,7 @@ import zerodrift
 from zerodrift.comm import collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.kernels import device, native
-from zerodrift.optim import fused, kinds
+from zerodrift.optim import fused
 
 HOME = str(Path(zerodrift.__file__).parent)
 
@@ -138,7 +138,7 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
     patch.setattr(fused, "compiled_for", lambda where, step: None)
     patch.setattr(device, "works", lambda where: True)
     patch.setattr(device, "update", lambda call: streams.tell("update"))
-    patch.setattr(kinds, "_sent", lambda values, device: values)  # its `to` copies from pinned memory
+    patch.setattr(fused, "_copy_to", lambda values, device: values)  # its `to` copies from pinned memory
     made = collectives.Collectives.__init__
 
     def carried(self: Any, mesh: Any, carrier: Any = None) -> None:

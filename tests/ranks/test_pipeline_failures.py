@@ -16,9 +16,9 @@ from tests.numerics.runs import config
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_failures import Bomb, Boom
-from zerodrift.comm import alarm
-from zerodrift.comm.alarm import Alarm
+from zerodrift.comm import shared_errors
 from zerodrift.comm.mesh import start
+from zerodrift.comm.shared_errors import Alarm
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError
 from zerodrift.mesh import MeshShape
@@ -181,18 +181,18 @@ def test_the_store_alone_ends_a_wait() -> None:
 def quiet_run() -> int:
     """How often steps ask the store, from the thread that trains."""
     asked: list[str] = []
-    read = alarm._read
+    read = shared_errors.read_key
 
-    def counted(store: Any, key: str) -> str:
+    def counted(store: Any, key: str) -> bytes:
         asked.append(threading.current_thread().name)
         return read(store, key)
 
-    alarm._read = counted
+    shared_errors.read_key = counted
     engine: Engine = pipeline(config(0, "fp32", COUNT), "zbv", None, GPT(LAYERS, tied=False))
     for step in range(3):
         engine.train_batch(data(step, 0))
     engine.destroy()
-    alarm._read = read
+    shared_errors.read_key = read
     assert no_watch()
     return asked.count("MainThread")
 

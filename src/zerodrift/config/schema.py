@@ -405,6 +405,9 @@ class Config(Block):
 
     optimizer: Optimizer | None = None
     """The optimizer to build when none is passed."""
+    zero_allow_untested_optimizer: bool | None = None
+    """Declares that a passed optimizer which zerodrift does not know is elementwise: an element's update
+    depends on that element alone."""
     scheduler: Scheduler | None = None
     """The learning-rate schedule to build when none is passed."""
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None

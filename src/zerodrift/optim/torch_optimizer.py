@@ -1,12 +1,11 @@
-"""Any other `torch.optim` class on per-parameter views of what this rank owns.
+"""A caller's `torch.optim` object as an `Updater`: its own `step` on fp32 views of this rank's shards.
 
-The optimizer's parameter groups stay, with their options; their parameters become flat fp32 views of this
-rank's masters, so `step` is torch's own arithmetic on exactly these values. With fp32 storage the views
-are of storage itself; a split master is put together for the step and taken apart after it, so its fp32
-form has memory only while it is updated.
+Parameter groups and their options stay; their parameters become views of the fp32 masters. With fp32 storage
+these are views of storage itself. A split master is joined before a step and split after it, so its fp32
+form has memory only then.
 
-A view is a flat piece of a parameter, or, where this rank owns all of it, the parameter in its shape. An
-elementwise optimizer cannot tell; any other is let in only where it has what it looks at (`admitted`).
+A view is a flat piece of a parameter, or, if this rank owns all of it, the parameter in its shape.
+`elementwise` decides which classes may step pieces.
 
 Invariant: an element's update is what the same optimizer would do to it in a plain loop.
 """
@@ -24,23 +23,21 @@ from torch import nn
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
-from zerodrift.optim.reach import needs_closure
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.stand_in import nested
 from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Master, State
 
-NEVER = {
+UNSUPPORTED = {
     "LBFGS": "looks at all parameters at once and calls the model itself",
     "SparseAdam": "needs sparse gradients, and gradients are summed dense here",
 }
 """Classes that no placement helps."""
 
 
-class TorchViews:
+class TorchOptimizerUpdater:
     """An `Updater` around a torch optimizer."""
 
     def __init__(
@@ -57,30 +54,31 @@ class TorchViews:
             for piece in owned
         }
         self._values = {number: self._fp32(number) for number in self._pieces}
-        """Flat fp32 masters: storage itself, the copy, or for a split one what `_open` fills."""
+        """Flat fp32 masters: storage itself, the copy, or for a split master what `_join` fills."""
         views = self._views()
-        self._keepers = keepers_of(optimizer)
+        self._state_owners = state_owners(optimizer)
         first: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(optimizer.param_groups):
             held = [name for name, place in group_of.items() if place == number]
             for name, parameter in zip(held, group["params"], strict=True):
                 first[name] = self._state(parameter)
-                for keeper in self._keepers.values():
-                    keeper.state.pop(parameter, None)
+                for owner in self._state_owners.values():
+                    owner.state.pop(parameter, None)
                 for view in views.get(name, ()):
-                    view.__dict__.update(_marks(parameter))
+                    view.__dict__.update(_attributes(parameter))
             group["params"] = [view for name in held for view in views.get(name, ())]
-        self._hand_on(first)
+        self._shard_first_state(first)
         for number in self._pieces:
-            self._close(number)
+            self._free_joined(number)
         self.groups = optimizer
         self.group_of = group_of
-        self._members = self._find_members()
-        self._left_alone: frozenset[str] = frozenset()
+        in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._members = [entry for entry in self._spans if id(entry[2]) in in_groups]
+        self._skipped: frozenset[str] = frozenset()
         self._statistics = empty_statistics(plan, owned)
 
     def _views(self) -> dict[str, list[nn.Parameter]]:
-        """Parameter name -> its views here, none where this rank owns nothing of it."""
+        """Return parameter name -> its views, none if this rank owns nothing of it."""
         views: dict[str, list[nn.Parameter]] = {}
         self._spans: list[tuple[int, slice, nn.Parameter]] = []
         self._names: dict[nn.Parameter, str] = {}
@@ -91,7 +89,7 @@ class TorchViews:
                 if span.stop > span.start:
                     view = self._values[number][span]
                     whole = span.stop - span.start == row.numel
-                    # One of no dimension stays flat: its moments must not look like step counts.
+                    # A scalar stays flat: its moments must not look like step counts.
                     parameter = nn.Parameter(view.view(row.shape) if whole and row.shape else view)
                     self._names[parameter] = row.name
                     self._spans.append((number, span, parameter))
@@ -99,51 +97,46 @@ class TorchViews:
                 views[row.name] = mine
         return views
 
-    def _hand_on(self, first: Mapping[str, Mapping[str, Any]]) -> None:
-        """What an optimizer made of each parameter before any step, as Adagrad does, to its views."""
+    def _shard_first_state(self, first: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give every view its part of the state that was made before any step, as Adagrad does."""
         for number, span, view in self._spans:
             state = first.get(self._names[view])
             if state:
                 piece = self._pieces[number]
                 offset = next(row.offset for row in piece.rows if row.name == self._names[view])
                 begin = piece.start + span.start - offset
-                mine = {
+                values = {
                     key: value.reshape(-1)[begin : begin + view.numel()].view(view.shape).to(view, copy=True)
                     if isinstance(value, torch.Tensor) and value.dim()
                     else copy.deepcopy(value)
                     for key, value in state.items()
                 }
-                self._keep(view, mine)
+                self._set_state(view, values)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is kept of a view."""
         return {
             prefix + key: value
-            for prefix, keeper in self._keepers.items()
-            for key, value in keeper.state.get(parameter, {}).items()
+            for prefix, owner in self._state_owners.items()
+            for key, value in owner.state.get(parameter, {}).items()
         }
 
-    def _keep(self, view: nn.Parameter, values: Mapping[str, Any]) -> None:
+    def _set_state(self, view: nn.Parameter, values: Mapping[str, Any]) -> None:
         left = dict(values)
-        for prefix, keeper in reversed(self._keepers.items()):
+        for prefix, owner in reversed(self._state_owners.items()):
             mine = [key for key in left if key.startswith(prefix)]
             if mine:
-                keeper.state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
-
-    def _find_members(self) -> list[tuple[int, slice, nn.Parameter]]:
-        held = {id(p) for group in self.groups.param_groups for p in group["params"]}
-        return [entry for entry in self._spans if id(entry[2]) in held]
+                owner.state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
 
     @property
     def statistics(self) -> Mapping[int, Statistics]:
-        """The change that was wanted is what the fp32 master changed by: the class says no more."""
+        """Statistics that take the change of the fp32 master for the wanted one: the class tells no more."""
         return self._statistics
 
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
 
     def leave_alone(self, names: Collection[str]) -> None:
-        self._left_alone = frozenset(names)
+        self._skipped = frozenset(names)
 
     @torch.no_grad()
     def update(
@@ -154,9 +147,9 @@ class TorchViews:
             wide = flat if flat.dtype is torch.float32 else flat.float()
             ready[number] = wide if multiplier == 1.0 else wide.mul_(multiplier)
         for number in ready:
-            self._open(number)
+            self._join(number)
         for number, span, parameter in self._members:
-            if number in ready and self._names[parameter] not in self._left_alone:
+            if number in ready and self._names[parameter] not in self._skipped:
                 parameter.grad = ready[number][span].view(parameter.shape)
         before = {
             number: (self._values[number].clone(), self._slices[number].storage.clone())
@@ -167,7 +160,7 @@ class TorchViews:
         for number, span, parameter in self._members:
             parameter.grad = None
             view = self._values[number][span]
-            if parameter.data_ptr() != view.data_ptr():  # the class has given it other memory: `p.data = ...`
+            if parameter.data_ptr() != view.data_ptr():  # the class assigned to `p.data`
                 view.copy_(parameter.reshape(-1))
                 parameter.data = view.view(parameter.shape)
         for number in ready:
@@ -176,7 +169,7 @@ class TorchViews:
             if number in before:
                 self._account(number, span, parameter, before[number], ready[number])
         for number in ready:
-            self._close(number)
+            self._free_joined(number)
             written(number)
 
     def _account(
@@ -187,15 +180,15 @@ class TorchViews:
         before: tuple[torch.Tensor, torch.Tensor],
         gradient: torch.Tensor,
     ) -> None:
-        """What became of the update of one view."""
-        weight, seen = (held[span] for held in before)
-        kept = [value for value in self._state(parameter).values() if _is_moment(value, parameter)]
+        """Fill the statistics of one view's blocks."""
+        weight, seen = (values[span] for values in before)
+        moments = [value for value in self._state(parameter).values() if _is_moment(value, parameter)]
         master = self._values[number][span]
         account(
             self._statistics[number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
             master - weight,
             (weight, seen, gradient[span]),
-            (master, self._slices[number].storage[span], kept[-1].reshape(-1) if kept else None),
+            (master, self._slices[number].storage[span], moments[-1].reshape(-1) if moments else None),
         )
 
     def _fp32(self, number: int) -> torch.Tensor:
@@ -204,15 +197,15 @@ class TorchViews:
             return torch.empty_like(piece.storage, dtype=torch.float32)
         return piece.storage if of.master is None else of.master
 
-    def _open(self, number: int) -> None:
-        """Put a split master together."""
+    def _join(self, number: int) -> None:
+        """Fill the fp32 form of a split master."""
         if self._schemes[number].master is Master.SPLIT:
             values = self._values[number]
             values.untyped_storage().resize_(values.numel() * values.element_size())
             values.copy_(schemes.read(self._schemes[number], self._slices[number]))
 
-    def _close(self, number: int) -> None:
-        """Give its memory back."""
+    def _free_joined(self, number: int) -> None:
+        """Free the memory of a split master's fp32 form."""
         if self._schemes[number].master is Master.SPLIT:
             self._values[number].untyped_storage().resize_(0)
 
@@ -247,8 +240,10 @@ class TorchViews:
         return type(self.groups).__name__
 
     def counters(self) -> Counters:
-        """Moments are in it by the name of their dtype: torch makes them in the first step, and a step that
-        finds none would begin anew."""
+        """Return the state, with the name of its dtype in place of each moment.
+
+        torch makes moments in the first step, so a load must make them: a step without any begins anew.
+        """
         counters: Counters = {}
         for _, _, parameter in self._members:
             if state := self._state(parameter):
@@ -258,18 +253,18 @@ class TorchViews:
         return counters
 
     def set_counters(self, counters: Counters) -> None:
-        for keeper in self._keepers.values():
-            keeper.state.clear()
+        for owner in self._state_owners.values():
+            owner.state.clear()
         for _, _, parameter in self._members:
             mine = counters.get(self._names[parameter])
             if mine is not None:
-                kept = {
+                state = {
                     key: torch.zeros_like(parameter, dtype=getattr(torch, value), requires_grad=False)
                     if isinstance(value, str)
                     else copy.deepcopy(value)
                     for key, value in mine.items()
                 }
-                self._keep(parameter, kept)
+                self._set_state(parameter, state)
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
@@ -297,28 +292,42 @@ def dtype_name(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def keepers_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """It and the optimizers that it wraps, where they keep state of their own, by what the names of their
-    moments begin with here."""
-    keepers: dict[int, torch.optim.Optimizer] = {}
+def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those that it wraps, as Lookahead does, each once."""
+    found: list[torch.optim.Optimizer] = []
+    waiting = [optimizer]
+    while waiting:
+        each = waiting.pop()
+        if any(each is other for other in found):
+            continue
+        found.append(each)
+        for value in vars(each).values():
+            values = value if isinstance(value, list | tuple) else [value]
+            waiting += [inner for inner in values if isinstance(inner, torch.optim.Optimizer)]
+    return found
+
+
+def state_owners(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Return the nested optimizers with a state of their own, by the prefix of their moments' names here."""
+    owners: dict[int, torch.optim.Optimizer] = {}
     for each in nested(optimizer):
-        keepers.setdefault(id(each.state), each)
-    return {f"inner{depth}_" if depth else "": keeper for depth, keeper in enumerate(keepers.values())}
+        owners.setdefault(id(each.state), each)
+    return {f"inner{depth}_" if depth else "": owner for depth, owner in enumerate(owners.values())}
 
 
-def _marks(parameter: nn.Parameter) -> dict[str, Any]:
-    """What a caller has written on a parameter, which an optimizer may read: `p.no_decay = True`."""
+def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the caller's attributes of a parameter, which an optimizer may read: `p.no_decay = True`."""
     ours = ("_zerodrift", "ds_")
     return {key: value for key, value in vars(parameter).items() if not key.startswith(ours)}
 
 
 def _is_moment(value: object, parameter: nn.Parameter) -> bool:
-    """Whether a piece of an optimizer's state has a value for every element."""
+    """Return whether a value of an optimizer's state has one number per element."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
 def _scheme(piece: Owned) -> Scheme:
-    """What the plan says of a piece; refused where torch's classes would do something else."""
+    """Return the scheme of a shard; refuse one in which torch's classes would compute something else."""
     scheme = scheme_of(piece)
     if scheme.state is not State.FP32:
         raise UnsupportedError(
@@ -340,41 +349,8 @@ def _scheme(piece: Owned) -> Scheme:
 
 
 def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: Plan) -> dict[str, int]:
-    """Row name -> the optimizer's group it is in; checks that the optimizer can serve this model."""
-    kind = type(optimizer).__name__
-    for base in type(optimizer).__mro__:
-        if base.__name__ in NEVER:
-            raise UnsupportedError(
-                "optimizer",
-                "must update a parameter from its own gradient",
-                got=f"{kind}, which {NEVER[base.__name__]}",
-                do=f"Use {either(known.name for known in ALGORITHMS)}.",
-            )
-    reached = {id(group) for group in optimizer.param_groups}
-    for inner in nested(optimizer):
-        apart = [group for group in inner.param_groups if id(group) not in reached]
-        if any(id(parameter) in names for group in apart for parameter in group["params"]):
-            raise UnsupportedError(
-                "optimizer",
-                "must share its parameter groups with the optimizer that it wraps, which would step nothing",
-                got=f"{kind} around {type(inner).__name__} with groups of its own",
-                do=f"Set the {kind}'s `param_groups` to those of the {type(inner).__name__}.",
-            )
-    if needs_closure(optimizer):
-        raise UnsupportedError(
-            "optimizer",
-            "must have a `step` that needs no closure: the engine's gradients are reduced before it",
-            got=f"{kind}.step{inspect.signature(type(optimizer).step)}",
-            do=f"Use {either(known.name for known in ALGORITHMS)}.",
-        )
-    begun = (state for keeper in keepers_of(optimizer).values() for state in keeper.state.values())
-    if any(not ("step" in state and float(state["step"]) == 0) for state in begun):
-        raise UnsupportedError(
-            "optimizer",
-            "must not have taken a step before `initialize`",
-            got=f"{kind} with state",
-            do="Build it anew.",
-        )
+    """Return row name -> its parameter group, after checking that the optimizer can serve this model."""
+    _require_supported(optimizer, names)
     groups: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -388,3 +364,49 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
                 )
             groups[row.name] = number
     return groups
+
+
+def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse a class that no placement helps, and an object that the engine cannot step."""
+    kind = type(optimizer).__name__
+    use = f"Use {either(known.name for known in ALGORITHMS)}."
+    for base in type(optimizer).__mro__:
+        if base.__name__ in UNSUPPORTED:
+            raise UnsupportedError(
+                "optimizer",
+                "must update a parameter from its own gradient",
+                got=f"{kind}, which {UNSUPPORTED[base.__name__]}",
+                do=use,
+            )
+    shared = {id(group) for group in optimizer.param_groups}
+    for inner in nested(optimizer):
+        own = [group for group in inner.param_groups if id(group) not in shared]
+        if any(id(parameter) in names for group in own for parameter in group["params"]):
+            raise UnsupportedError(
+                "optimizer",
+                "must share its parameter groups with the optimizer that it wraps, which would step nothing",
+                got=f"{kind} around {type(inner).__name__} with groups of its own",
+                do=f"Set the {kind}'s `param_groups` to those of the {type(inner).__name__}.",
+            )
+    if needs_closure(type(optimizer)):
+        raise UnsupportedError(
+            "optimizer",
+            "must have a `step` that needs no closure: the engine's gradients are reduced before it",
+            got=f"{kind}.step{inspect.signature(type(optimizer).step)}",
+            do=use,
+        )
+    begun = (state for owner in state_owners(optimizer).values() for state in owner.state.values())
+    if any(not ("step" in state and float(state["step"]) == 0) for state in begun):
+        raise UnsupportedError(
+            "optimizer",
+            "must not have taken a step before `initialize`",
+            got=f"{kind} with state",
+            do="Build it anew.",
+        )
+
+
+def needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether the `step` of a class cannot be called without an argument."""
+    _, *rest = inspect.signature(inspect.unwrap(kind.step)).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(each.default is each.empty and each.kind not in kinds for each in rest)
