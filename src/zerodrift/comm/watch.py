@@ -178,12 +178,14 @@ class DeadlockWatch:
         """Watch a mesh. `groups` are those to cut; the first holds all ranks, and its store is used."""
         self.error = ""
         """The text of an error of the whole mesh; empty as long as there is none."""
+        self.is_polling = False
+        """Whether the thread reads the store while no rank waits in a collective, as an `Alarm` needs."""
         self._rank = rank
         self._trails = {str(trail.ranks): trail for trail in trails}
         self._groups, self._device = tuple(groups), device
         self._waits: _Wait | None = None
         self._serials = itertools.count()
-        self._is_over = threading.Event()
+        self._is_over, self._is_cut = threading.Event(), threading.Lock()
         self._process = os.getpid()
         self._store: Any = None  # torch's stubs do not know all that a store can do
         self._thread: threading.Thread | None = None
@@ -207,13 +209,18 @@ class DeadlockWatch:
         """Raise the known cause of a collective's error; if there is none, tell the others of the error."""
         if not isinstance(error, (RuntimeError, RankError)):
             return
-        cause = self._read_error() or self._ranks_that_left(turn)
+        cause = self.read_error() or self._ranks_that_left(turn)
         if cause and cause != str(error):
             raise RankError.relayed(cause) from error
-        if isinstance(error, RankError) and not cause and self._store is not None:
+        if isinstance(error, RankError) and not cause:
             # This rank leaves because of another, which those who wait for this one may not miss.
-            with contextlib.suppress(RuntimeError):  # it was the store's rank
-                self._store.compare_set(f"{self._key}/said", "", str(error))
+            self._write_error(str(error))
+
+    def fail(self, text: str) -> None:
+        """Make this error that of the whole mesh, unless it has one, and end all waits of this rank."""
+        self.error = self.error or text
+        self._write_error(text)
+        self._cut()
 
     def stop(self) -> None:
         """Leave: ranks that wait for this one read it in the store."""
@@ -228,10 +235,20 @@ class DeadlockWatch:
         # gloo's threads are waited for when the last reference to a group goes.
         self._groups, self._store, self._thread = (), None, None
 
-    def _read_error(self) -> str:
+    def read_error(self) -> str:
+        """Return the error of the whole mesh, from the store if need be; "" if there is none."""
         if not self.error and self._store is not None:
             self.error = read_key(self._store, f"{self._key}/said").decode()
         return self.error
+
+    def _write_error(self, text: str) -> None:
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the rank that has it may be gone
+                self._store.compare_set(f"{self._key}/said", "", text)
+
+    def _cut(self) -> None:
+        if self._is_cut.acquire(blocking=False):  # once, by one thread
+            cut(self._groups, self._device)
 
     def _ranks_that_left(self, turn: StartedCollective) -> str:
         """Return the error for ranks of a collective that have left; "" if none has."""
@@ -246,6 +263,10 @@ class DeadlockWatch:
         seen: tuple[ForeignCall, float] | None = None
         for beat in itertools.count():
             if self._is_over.wait(INTERVAL):
+                return
+            if self.is_polling and (error := judge.read_error()):
+                self.error = error
+                self._cut()
                 return
             now, wait = time.monotonic(), self._waits
             if wait is not None:
@@ -267,7 +288,7 @@ class DeadlockWatch:
                 return  # the store has gone with the rank that had it, and with it that rank's connections
             if error:
                 self.error = error
-                cut(self._groups, self._device)
+                self._cut()
                 return
 
     def _report_of_wait(self, beat: int, wait: _Wait) -> WaitReport:
@@ -299,9 +320,9 @@ class _DeadlockDetector:
     def judge(self, report: WaitReport) -> str:
         """Write where this rank waits; return the error that any rank has found, or ""."""
         self._store.set(f"{self._key}/{self._rank}", report.write())
-        error = read_key(self._store, f"{self._key}/said")
+        error = self.read_error()
         if error:
-            return error.decode()
+            return error
         if any(self._fresh(rank) is not None for rank in range(self._rank)):
             self._first = {}
             return ""  # the first of those who wait judges
@@ -323,6 +344,9 @@ class _DeadlockDetector:
             return ""
         text = deadlock_text({rank: places[rank] for rank in now}, left)
         return str(self._store.compare_set(f"{self._key}/said", "", text).decode())
+
+    def read_error(self) -> str:
+        return read_key(self._store, f"{self._key}/said").decode()
 
     def _fresh(self, rank: int) -> WaitReport | None:
         """Return where another rank waits, if it has written so lately."""

@@ -30,15 +30,7 @@ from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import step_key
 from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
 from zerodrift.optim.statistics import Statistics, account
-from zerodrift.optim.updates import (
-    ARITHMETIC,
-    Coefficients,
-    Root,
-    UpdateStep,
-    check_step,
-    coefficients,
-    reference_update,
-)
+from zerodrift.optim.updates import ARITHMETIC, Coefficients, Root, UpdateStep, check_step, reference_update
 from zerodrift.policy.nouns import Master, State
 
 UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Statistics | None], None]
@@ -93,27 +85,12 @@ class _Update(ctypes.Structure):
     """`struct Update` of native.cpp, field by field."""
 
     _fields_ = (
-        ("numel", ctypes.c_int64),
-        ("stochastic", ctypes.c_int64),
-        ("grad", ctypes.c_void_p),
-        ("storage", ctypes.c_void_p),
-        ("master", ctypes.c_void_p),
-        ("moment1", ctypes.c_void_p),
-        ("moment2", ctypes.c_void_p),
-        ("scale1", ctypes.c_void_p),
-        ("scale2", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("groups", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("root", ctypes.c_void_p),
-        ("statistics", ctypes.c_void_p),
-        ("grad_type", ctypes.c_int32),
-        ("storage_type", ctypes.c_int32),
-        ("master_kind", ctypes.c_int32),
-        ("state_kind", ctypes.c_int32),
-        ("algorithm", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("numel", "stochastic")),
+        *((name, ctypes.c_void_p) for name in ("grad", "storage", "master", "moment1", "moment2")),
+        *((name, ctypes.c_void_p) for name in ("scale1", "scale2", "codes", "groups", "keys")),
+        *((name, ctypes.c_void_p) for name in ("table", "root", "statistics")),
+        *((name, ctypes.c_int32) for name in ("grad_type", "storage_type", "master_kind")),
+        *((name, ctypes.c_int32) for name in ("state_kind", "algorithm", "threads")),
     )
 
 
@@ -272,7 +249,7 @@ def _cached_table(step: UpdateStep, device: torch.device) -> Tensor:
 
 def _make_table(step: UpdateStep, device: torch.device) -> Tensor:
     fields = tuple(Coefficients.__dataclass_fields__)
-    groups = [coefficients(step.algorithm, hyper) for hyper in step.hypers]
+    groups = [ARITHMETIC[step.algorithm].coefficients(hyper) for hyper in step.hypers]
     rows = [[getattr(group, field) for field in fields] for group in groups]
     # A multiplier that is on a device stays there: reading it would make the host wait.
     multiplier = torch.as_tensor(step.multiplier, dtype=torch.float32)

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from zerodrift.errors import ConfigError, Problem
-from zerodrift.policy.arguments import SCHEDULES as ARGUMENTS
 from zerodrift.policy.nouns import ComponentSpec
 
 _log = logging.getLogger("zerodrift")
@@ -367,6 +366,12 @@ class OneCycle(Schedule):
 # --- those of transformers ------------------------------------------------------------------------------
 
 
+TRANSFORMERS = (
+    *("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr"),
+    *("cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
+)
+
+
 class TransformersSchedule(Schedule):
     """A schedule of `transformers`: its factor of each group's own rate."""
 
@@ -411,7 +416,7 @@ SCHEDULES: dict[str, type] = {
     WARMUP_LR: WarmupLR,
     WARMUP_DECAY_LR: WarmupDecayLR,
     WARMUP_COSINE_LR: WarmupCosineLR,
-    **{kind: TransformersSchedule for kind in ARGUMENTS if kind not in VALID_LR_SCHEDULES},
+    **dict.fromkeys(TRANSFORMERS, TransformersSchedule),
 }
 
 

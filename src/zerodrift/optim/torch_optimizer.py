@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
-from zerodrift.plan.table import Plan
+from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master, State
 
 UNSUPPORTED = {
@@ -35,6 +36,18 @@ UNSUPPORTED = {
     "SparseAdam": "needs sparse gradients, and gradients are summed dense here",
 }
 """Classes that no placement helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What this rank owns of one row, as the optimizer gets it."""
+
+    number: int
+    """The segment."""
+    span: slice
+    """Its place in the piece of that segment."""
+    row: Row
+    parameter: nn.Parameter
 
 
 class TorchOptimizerUpdater:
@@ -47,6 +60,9 @@ class TorchOptimizerUpdater:
         optimizer: torch.optim.Optimizer,
         group_of: Mapping[str, int],
     ) -> None:
+        self.groups = optimizer
+        self.group_of = group_of
+        self.kind = type(optimizer).__name__
         self._pieces = {piece.number: piece.without_values() for piece in owned}
         self._schemes = {piece.number: _scheme(piece) for piece in owned}
         self._slices = {
@@ -55,63 +71,48 @@ class TorchOptimizerUpdater:
         }
         self._values = {number: self._fp32(number) for number in self._pieces}
         """Flat fp32 masters: storage itself, the copy, or for a split master what `_join` fills."""
-        views = self._views()
         self._state_owners = state_owners(optimizer)
-        first: dict[str, dict[str, Any]] = {}
+        views = {view.row.name: view for view in self._make_views()}
         for number, group in enumerate(optimizer.param_groups):
-            held = [name for name, place in group_of.items() if place == number]
-            for name, parameter in zip(held, group["params"], strict=True):
-                first[name] = self._state(parameter)
+            names = [name for name, place in group_of.items() if place == number]
+            for name, parameter in zip(names, group["params"], strict=True):
+                state = self._state(parameter)
                 for owner in self._state_owners.values():
                     owner.state.pop(parameter, None)
-                for view in views.get(name, ()):
-                    view.__dict__.update(_attributes(parameter))
-            group["params"] = [view for name in held for view in views.get(name, ())]
-        self._shard_first_state(first)
+                if name in views:
+                    views[name].parameter.__dict__.update(_attributes(parameter))
+                    self._set_state(views[name].parameter, self._shard_of(state, views[name]))
+            group["params"] = [views[name].parameter for name in names if name in views]
+        self._views = [view for name, view in views.items() if name in group_of]
         for number in self._pieces:
             self._free_joined(number)
-        self.groups = optimizer
-        self.group_of = group_of
-        in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._members = [entry for entry in self._spans if id(entry[2]) in in_groups]
         self._skipped: frozenset[str] = frozenset()
         self._statistics = empty_statistics(plan, owned)
 
-    def _views(self) -> dict[str, list[nn.Parameter]]:
-        """Return parameter name -> its views, none if this rank owns nothing of it."""
-        views: dict[str, list[nn.Parameter]] = {}
-        self._spans: list[tuple[int, slice, nn.Parameter]] = []
-        self._names: dict[nn.Parameter, str] = {}
+    def _make_views(self) -> Iterator[_View]:
         for number, piece in self._pieces.items():
             for row in piece.rows:
                 span = piece.span(row)
-                mine: list[nn.Parameter] = []
                 if span.stop > span.start:
-                    view = self._values[number][span]
-                    whole = span.stop - span.start == row.numel
+                    values = self._values[number][span]
                     # A scalar stays flat: its moments must not look like step counts.
-                    parameter = nn.Parameter(view.view(row.shape) if whole and row.shape else view)
-                    self._names[parameter] = row.name
-                    self._spans.append((number, span, parameter))
-                    mine.append(parameter)
-                views[row.name] = mine
-        return views
+                    is_whole = span.stop - span.start == row.numel and row.shape
+                    yield _View(
+                        number, span, row, nn.Parameter(values.view(row.shape) if is_whole else values)
+                    )
 
-    def _shard_first_state(self, first: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give every view its part of the state that was made before any step, as Adagrad does."""
-        for number, span, view in self._spans:
-            state = first.get(self._names[view])
-            if state:
-                piece = self._pieces[number]
-                offset = next(row.offset for row in piece.rows if row.name == self._names[view])
-                begin = piece.start + span.start - offset
-                values = {
-                    key: value.reshape(-1)[begin : begin + view.numel()].view(view.shape).to(view, copy=True)
-                    if isinstance(value, torch.Tensor) and value.dim()
-                    else copy.deepcopy(value)
-                    for key, value in state.items()
-                }
-                self._set_state(view, values)
+    def _shard_of(self, state: Mapping[str, Any], view: _View) -> dict[str, Any]:
+        """Return a view's part of the state that was made before any step, as Adagrad does."""
+        begin = self._pieces[view.number].start + view.span.start - view.row.offset
+        parameter = view.parameter
+        return {
+            key: value.reshape(-1)[begin : begin + parameter.numel()]
+            .view(parameter.shape)
+            .to(parameter, copy=True)
+            if isinstance(value, torch.Tensor) and value.dim()
+            else copy.deepcopy(value)
+            for key, value in state.items()
+        }
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         return {
@@ -148,47 +149,43 @@ class TorchOptimizerUpdater:
             ready[number] = wide if multiplier == 1.0 else wide.mul_(multiplier)
         for number in ready:
             self._join(number)
-        for number, span, parameter in self._members:
-            if number in ready and self._names[parameter] not in self._skipped:
-                parameter.grad = ready[number][span].view(parameter.shape)
+        for view in self._views:
+            if view.number in ready and view.row.name not in self._skipped:
+                view.parameter.grad = ready[view.number][view.span].view(view.parameter.shape)
         before = {
             number: (self._values[number].clone(), self._slices[number].storage.clone())
             for number in ready
             if number in self._statistics
         }
         self.groups.step()
-        for number, span, parameter in self._members:
-            parameter.grad = None
-            view = self._values[number][span]
-            if parameter.data_ptr() != view.data_ptr():  # the class assigned to `p.data`
-                view.copy_(parameter.reshape(-1))
-                parameter.data = view.view(parameter.shape)
+        for view in self._views:
+            view.parameter.grad = None
+            values = self._values[view.number][view.span]
+            if view.parameter.data_ptr() != values.data_ptr():  # the class assigned to `p.data`
+                values.copy_(view.parameter.reshape(-1))
+                view.parameter.data = values.view(view.parameter.shape)
         for number in ready:
             schemes.write(self._schemes[number], self._slices[number], self._values[number])
-        for number, span, parameter in self._members:
-            if number in before:
-                self._account(number, span, parameter, before[number], ready[number])
+        for view in self._views:
+            if view.number in before:
+                self._account(view, before[view.number], ready[view.number])
         for number in ready:
             self._free_joined(number)
             written(number)
 
     def _account(
-        self,
-        number: int,
-        span: slice,
-        parameter: nn.Parameter,
-        before: tuple[torch.Tensor, torch.Tensor],
-        gradient: torch.Tensor,
+        self, view: _View, before: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor
     ) -> None:
         """Fill the statistics of one view's blocks."""
-        weight, seen = (values[span] for values in before)
-        moments = [value for value in self._state(parameter).values() if _is_moment(value, parameter)]
-        master = self._values[number][span]
+        span = view.span
+        weight, visible = (values[span] for values in before)
+        moments = list(self._moments(view).values())
+        master = self._values[view.number][span]
         account(
-            self._statistics[number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
+            self._statistics[view.number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
             master - weight,
-            (weight, seen, gradient[span]),
-            (master, self._slices[number].storage[span], moments[-1].reshape(-1) if moments else None),
+            (weight, visible, gradient[span]),
+            (master, self._slices[view.number].storage[span], moments[-1].reshape(-1) if moments else None),
         )
 
     def _fp32(self, number: int) -> torch.Tensor:
@@ -216,28 +213,24 @@ class TorchOptimizerUpdater:
     def set_master(self, number: int, values: torch.Tensor) -> None:
         schemes.write(self._schemes[number], self._slices[number], values)
 
+    def _moments(self, view: _View) -> dict[str, torch.Tensor]:
+        state = self._state(view.parameter)
+        return {key: value for key, value in state.items() if _is_moment(value, view.parameter)}
+
     def states(self, number: int) -> dict[str, torch.Tensor]:
         states: dict[str, torch.Tensor] = {}
-        for segment, span, parameter in self._members:
-            if segment != number:
-                continue
-            for key, value in self._state(parameter).items():
-                if _is_moment(value, parameter):
-                    flat = states.setdefault(
-                        key, torch.zeros_like(self._pieces[number].storage, dtype=torch.float32)
-                    )
-                    flat[span] = value.reshape(-1).float()
+        for view in self._views:
+            for key, value in self._moments(view).items() if view.number == number else ():
+                if key not in states:
+                    states[key] = torch.zeros_like(self._pieces[number].storage, dtype=torch.float32)
+                states[key][view.span] = value.reshape(-1).float()
         return states
 
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
-        for segment, span, parameter in self._members:
-            held = self._state(parameter).get(key) if segment == number else None
-            if held is not None:
-                held.copy_(values[span].view(held.shape))
-
-    @property
-    def kind(self) -> str:
-        return type(self.groups).__name__
+        for view in self._views:
+            moment = self._state(view.parameter).get(key) if view.number == number else None
+            if moment is not None:
+                moment.copy_(values[view.span].view(moment.shape))
 
     def counters(self) -> Counters:
         """Return the state, with the name of its dtype in place of each moment.
@@ -245,36 +238,34 @@ class TorchOptimizerUpdater:
         torch makes moments in the first step, so a load must make them: a step without any begins anew.
         """
         counters: Counters = {}
-        for _, _, parameter in self._members:
-            if state := self._state(parameter):
-                mine = counters[self._names[parameter]] = {}
-                for key, value in state.items():
-                    mine[key] = dtype_name(value) if _is_moment(value, parameter) else value
+        for view in self._views:
+            if state := self._state(view.parameter):
+                counters[view.row.name] = {
+                    key: dtype_name(value) if _is_moment(value, view.parameter) else value
+                    for key, value in state.items()
+                }
         return counters
 
     def set_counters(self, counters: Counters) -> None:
         for owner in self._state_owners.values():
             owner.state.clear()
-        for _, _, parameter in self._members:
-            mine = counters.get(self._names[parameter])
-            if mine is not None:
-                state = {
-                    key: torch.zeros_like(parameter, dtype=getattr(torch, value), requires_grad=False)
-                    if isinstance(value, str)
-                    else copy.deepcopy(value)
-                    for key, value in mine.items()
-                }
-                self._set_state(parameter, state)
+        for view in self._views:
+            state = {
+                key: torch.zeros_like(view.parameter, dtype=getattr(torch, value), requires_grad=False)
+                if isinstance(value, str)
+                else copy.deepcopy(value)
+                for key, value in counters.get(view.row.name, {}).items()
+            }
+            self._set_state(view.parameter, state)
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        held, dtypes = self._slices[number].master, []
-        for segment, _, parameter in self._members:
-            values = self._state(parameter).values() if segment == number else ()
-            dtypes += [value.dtype for value in values if _is_moment(value, parameter)]
-        return None if held is None else held.dtype, tuple(dict.fromkeys(dtypes))
+        master = self._slices[number].master
+        views = [view for view in self._views if view.number == number]
+        dtypes = [moment.dtype for view in views for moment in self._moments(view).values()]
+        return None if master is None else master.dtype, tuple(dict.fromkeys(dtypes))
 
 
 _IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)

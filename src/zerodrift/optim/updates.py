@@ -121,9 +121,12 @@ class Arithmetic:
     coefficients: Callable[[Hyper], Coefficients]
     """Derived numbers, formed in the order in which torch forms them."""
     advance: Callable[[Coefficients, Tensor, Moments, Tensor, Root], None]
-    """One update in place: flat, fp32, of a gradient that is scaled and has `l2` in it."""
+    """One update in place: flat, fp32, of a gradient that is scaled and has `l2` in it.
+
+    The gradient is overwritten: SGD and Lion leave their direction in it."""
     wanted: Callable[[Coefficients, Tensor, Moments, Tensor, Root], Tensor]
-    """The change that `advance` added to the old weight, from the moments and the gradient that it left."""
+    """The change that `advance` added to the old weight, before that sum was rounded, for statistics. Moments
+    and gradient are as `advance` left them."""
     compiled: int | None = None
     """The number in `kernels/updates.h` and `kernels/programs.py`; None runs in PyTorch everywhere."""
     roots: bool = False
@@ -134,42 +137,6 @@ def moment_count(algorithm: Algorithm, hypers: tuple[Hyper, ...]) -> int:
     """Return how many moments a slice with these groups has."""
     name = algorithm.moments_with
     return len(algorithm.kept({name: getattr(hyper, name)} for hyper in hypers))
-
-
-def coefficients(algorithm: Algorithm, hyper: Hyper) -> Coefficients:
-    return ARITHMETIC[algorithm].coefficients(hyper)
-
-
-def advance(
-    algorithm: Algorithm,
-    numbers: Coefficients,
-    weight: Tensor,
-    moments: Moments,
-    gradient: Tensor,
-    root: Root,
-) -> None:
-    """One update in place on flat fp32 tensors.
-
-    The gradient is already scaled, and is overwritten: SGD and Lion leave their direction in it.
-    """
-    if numbers.l2 != 0:
-        gradient.add_(weight, alpha=numbers.l2)
-    ARITHMETIC[algorithm].advance(numbers, weight, moments, gradient, root)
-
-
-def wanted_change(
-    algorithm: Algorithm,
-    numbers: Coefficients,
-    before: Tensor,
-    moments: Moments,
-    gradient: Tensor,
-    root: Root,
-) -> Tensor:
-    """Return the change that `advance` added to the weight, before that sum was rounded.
-
-    `moments` and `gradient` are as `advance` left them.
-    """
-    return ARITHMETIC[algorithm].wanted(numbers, before, moments, gradient, root)
 
 
 def _with_decay(change: Tensor, numbers: Coefficients, before: Tensor) -> Tensor:
@@ -363,7 +330,8 @@ def _update_run(
     hyper: Hyper,
 ) -> None:
     start, stop = first * BLOCK, min(last * BLOCK, of.numel)
-    numbers = coefficients(step.algorithm, hyper)
+    arithmetic = ARITHMETIC[step.algorithm]
+    numbers = arithmetic.coefficients(hyper)
     scale = torch.as_tensor(step.multiplier, dtype=torch.float32, device=of.storage.device) * numbers.sign
     scaled = gradient[start:stop].float() * scale
     weight = read(scheme, of, start, stop)
@@ -371,13 +339,15 @@ def _update_run(
     before = None
     if statistics is not None:
         before = (weight.clone(), of.storage[start:stop].clone(), scaled.clone())
-    advance(step.algorithm, numbers, weight, moments, scaled, step.root)
+    if numbers.l2 != 0:
+        scaled.add_(weight, alpha=numbers.l2)
+    arithmetic.advance(numbers, weight, moments, scaled, step.root)
     write(scheme, of, weight, start)
     words = draw(scheme, of, step.number, first, last)
     for number, moment in enumerate(moments):
         write_moment(scheme, of, number, moment, first, words)
     if statistics is not None and before is not None:
-        change = wanted_change(step.algorithm, numbers, before[0], moments, scaled, step.root)
+        change = arithmetic.wanted(numbers, before[0], moments, scaled, step.root)
         stored = read_moment(scheme, of, len(moments) - 1, first, last) if moments else None
         after = (read(scheme, of, start, stop), of.storage[start:stop], stored)
         account(statistics.blocks[first:last], change, before, after)
