@@ -207,7 +207,6 @@ class Collectives:
         Values are summed and converted as in a reduce-scatter. On CUDA the stream waits, not the host.
         """
         line = self.mesh.axis(axis)
-        _check_flat(values, out)
         _check_sum(values, how)
         if out.numel() != values.numel() or how.add:
             raise AssertionError(f"an all-reduce of {values.numel()} elements into {out.numel()}, {how}")
@@ -405,18 +404,10 @@ def _copy(place: torch.Tensor, shard: torch.Tensor) -> None:
         place.copy_(shard)
 
 
-def _check_flat(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise AssertionError(f"a collective moves flat buffers, not {tuple(tensor.shape)}")
-
-
 def _check_slices(full: torch.Tensor, shard: torch.Tensor, line: Axis) -> None:
     count, ranks = shard.numel(), line.size
     if shard.shape != (count,) or full.shape != (count * ranks,):
         raise AssertionError(f"{ranks} slices of {tuple(shard.shape)} for {tuple(full.shape)}")
-    if not (full.is_contiguous() and shard.is_contiguous()):
-        _check_flat(full, shard)
 
 
 def _check_sum(values: torch.Tensor, how: Sum) -> None:

@@ -31,6 +31,7 @@ import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,7 @@ _TOKEN = slice(0, 16)
 _log = logging.getLogger("zerodrift")
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """The address of a rank's memory."""
 
     host: int
@@ -59,18 +59,12 @@ class Address:
     process: int
     """0 without memory that others could read."""
     descriptor: int
-    token: tuple[int, int]
-
-    def words(self) -> torch.Tensor:
-        return torch.tensor([self.host, self.process, self.descriptor, *self.token])
-
-    @classmethod
-    def of(cls, words: torch.Tensor) -> Address:
-        host, process, descriptor, *token = words.tolist()
-        return cls(host, process, descriptor, (token[0], token[1]))
+    low: int
+    """The first half of the memory's token, and `high` the second."""
+    high: int
 
 
-NOWHERE = Address(0, 0, 0, (0, 0))
+NOWHERE = Address(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +102,7 @@ class OwnMemory:
                 self.close()
                 return NOWHERE
             self._bytes[_TOKEN] = os.urandom(16)
-        return Address(host, os.getpid(), self._descriptor, _token(self._bytes))
+        return Address(host, os.getpid(), self._descriptor, *_token(self._bytes))
 
     @property
     def _bytes(self) -> mmap.mmap:
@@ -213,7 +207,7 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
     """
     own = OwnMemory()
     mine = own.address()
-    addresses = [Address.of(words) for words in _from_all(mine.words(), ranks, group)]
+    addresses = [Address(*words.tolist()) for words in _from_all(torch.tensor(mine), ranks, group)]
     found = {
         other: memory
         for other, address in enumerate(addresses)
@@ -255,7 +249,7 @@ def reach(address: Address) -> PeerMemory | None:
         # Nothing else is opened: that can have effects.
         if os.readlink(place).startswith(f"/memfd:{_NAME}"):
             memory = PeerMemory(os.open(place, os.O_RDWR | os.O_CLOEXEC))
-            if memory.token == address.token:
+            if memory.token == address[-2:]:
                 return memory
             memory.close()
     return None

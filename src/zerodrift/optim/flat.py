@@ -85,7 +85,7 @@ class FlatUpdater:
         self._root = root
         self._steps = 0
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
-        self._statistics = empty_statistics(plan, owned)
+        self.statistics: Mapping[int, Statistics] = empty_statistics(plan, owned)
         self._owned = {piece.number: piece.without_values() for piece in owned}
         self._matrices = {piece.number for piece in owned if piece.update.optimizer == MUON.name}
         self._matrix_rows = {row.name for number in self._matrices for row in self._owned[number].rows}
@@ -161,10 +161,6 @@ class FlatUpdater:
 
     # --- the update -------------------------------------------------------------------------------------
 
-    @property
-    def statistics(self) -> Mapping[int, Statistics]:
-        return self._statistics
-
     @torch.no_grad()
     def update(
         self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
@@ -182,7 +178,7 @@ class FlatUpdater:
                 self._update_matrices(number, gradients[number], step)
             else:
                 before = self._values_to_keep(number)
-                room = self._statistics.get(number)
+                room = self.statistics.get(number)
                 self._update_slice(self._schemes[number], self._slices[number], gradients[number], step, room)
                 for tensor, span, values in before:
                     tensor[span] = values
@@ -199,7 +195,7 @@ class FlatUpdater:
         group = self.groups.param_groups[0]
         numbers = MuonHyper(**{field.name: group[field.name] for field in fields(MuonHyper)})
         piece, scheme, of = self._owned[number], self._schemes[number], self._slices[number]
-        room = self._statistics.get(number)
+        room = self.statistics.get(number)
         for row in piece.rows:
             if row.name not in self._skipped:
                 span = piece.span(row)

@@ -18,6 +18,7 @@ its copy has arrived, and nothing is written that a copy still reads.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -30,6 +31,9 @@ from zerodrift.optim.updater import Counters, Owned, Updater, Written, no_callba
 
 AHEAD = 2
 """Gradients on their way down or being read, for an updater that takes one after the other."""
+
+HostBuffers = defaultdict[tuple[int, torch.dtype], list[Tensor]]
+"""Free buffers by size and dtype, kept from step to step: to lock a page takes longer than to copy to it."""
 
 
 class OffloadedUpdater:
@@ -45,9 +49,9 @@ class OffloadedUpdater:
         self._on_device = {piece.number: piece.storage for piece in owned}
         self._images: dict[int, Tensor] = {}
         self._uploads: dict[int, PendingCopy] = {}
-        self._buffers = HostBuffers(transfers)
+        self._free: HostBuffers = defaultdict(list)
         self._inner = build([self._to_host(piece) for piece in owned])
-        self.groups = self._inner.groups
+        self.groups, self.group_of, self.kind = self._inner.groups, self._inner.group_of, self._inner.kind
         self._upload_all(list(self._on_device))
 
     def _to_host(self, piece: Owned) -> Owned:
@@ -67,7 +71,7 @@ class OffloadedUpdater:
     ) -> None:
         self._wait_for_uploads()
         self._transfers.begin()
-        downloads = GradientDownloads(gradients, self._buffers, self._transfers)
+        downloads = GradientDownloads(gradients, self._free, self._transfers)
 
         def upload(number: int) -> None:
             downloads.release(number)
@@ -122,14 +126,6 @@ class OffloadedUpdater:
 
     # --- the same in any memory -------------------------------------------------------------------------
 
-    @property
-    def kind(self) -> str:
-        return self._inner.kind
-
-    @property
-    def group_of(self) -> Mapping[str, int]:
-        return self._inner.group_of
-
     def learning_rates(self) -> tuple[float, ...]:
         return self._inner.learning_rates()
 
@@ -146,27 +142,12 @@ class OffloadedUpdater:
         return self._inner.resting(number)
 
 
-class HostBuffers:
-    """Host buffers for gradients, kept from step to step: to lock a page takes longer than to copy to it."""
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def take(self, like: Tensor) -> Tensor:
-        free = self._free.get((like.numel(), like.dtype))
-        return free.pop() if free else self._transfers.host(like.numel(), like.dtype)
-
-    def give(self, buffer: Tensor) -> None:
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
-
-
 class GradientDownloads(Mapping[int, Tensor]):
     """Gradients that are copied to the host when they are asked for, and a little ahead, in their order."""
 
-    def __init__(self, gradients: Mapping[int, Tensor], buffers: HostBuffers, transfers: Transfers) -> None:
+    def __init__(self, gradients: Mapping[int, Tensor], free: HostBuffers, transfers: Transfers) -> None:
         self._gradients = gradients
-        self._buffers = buffers
+        self._free = free
         self._transfers = transfers
         self._pending = list(gradients)
         self._on_host: dict[int, Tensor] = {}
@@ -185,12 +166,15 @@ class GradientDownloads(Mapping[int, Tensor]):
 
     def _begin(self, number: int) -> None:
         self._pending.remove(number)
-        self._on_host[number] = self._buffers.take(self._gradients[number])
-        self._copies[number] = self._transfers.down(self._on_host[number], self._gradients[number])
+        source = self._gradients[number]
+        free = self._free[source.numel(), source.dtype]
+        self._on_host[number] = free.pop() if free else self._transfers.host(source.numel(), source.dtype)
+        self._copies[number] = self._transfers.down(self._on_host[number], source)
 
     def release(self, number: int) -> None:
         """Free the buffer of a gradient that has been used, for the next one."""
-        self._buffers.give(self._on_host.pop(number))
+        buffer = self._on_host.pop(number)
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
 
     def __contains__(self, number: object) -> bool:
         return number in self._gradients

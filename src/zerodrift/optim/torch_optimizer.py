@@ -87,7 +87,8 @@ class TorchOptimizerUpdater:
         for number in self._pieces:
             self._free_joined(number)
         self._skipped: frozenset[str] = frozenset()
-        self._statistics = empty_statistics(plan, owned)
+        self.statistics: Mapping[int, Statistics] = empty_statistics(plan, owned)
+        """A class does not tell its wanted change, so this takes that of the fp32 master."""
 
     def _make_views(self) -> Iterator[_View]:
         for number, piece in self._pieces.items():
@@ -128,11 +129,6 @@ class TorchOptimizerUpdater:
             if mine:
                 owner.state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
 
-    @property
-    def statistics(self) -> Mapping[int, Statistics]:
-        """Statistics that take the change of the fp32 master for the wanted one: the class tells no more."""
-        return self._statistics
-
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
 
@@ -155,7 +151,7 @@ class TorchOptimizerUpdater:
         before = {
             number: (self._values[number].clone(), self._slices[number].storage.clone())
             for number in ready
-            if number in self._statistics
+            if number in self.statistics
         }
         self.groups.step()
         for view in self._views:
@@ -182,7 +178,7 @@ class TorchOptimizerUpdater:
         moments = list(self._moments(view).values())
         master = self._values[view.number][span]
         account(
-            self._statistics[view.number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
+            self.statistics[view.number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
             master - weight,
             (weight, visible, gradient[span]),
             (master, self._slices[view.number].storage[span], moments[-1].reshape(-1) if moments else None),

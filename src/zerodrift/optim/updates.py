@@ -303,19 +303,14 @@ def check_step(scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateS
 def runs(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
     """Yield (first block, one past the last, group): runs of one group that make up the slice, in order."""
     longest = CACHED_BLOCKS if of.storage.device.type == "cpu" else max(of.blocks, 1)
-    for first, last, group in _stretches(of):
-        for start in range(first, last, longest):
-            yield start, min(start + longest, last), group
-
-
-def _stretches(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
-    if of.groups is None:
-        yield 0, of.blocks, 0
-        return
-    groups, counts = torch.unique_consecutive(of.groups, return_counts=True)
+    stretches = [(0, of.blocks)]
+    if of.groups is not None:
+        groups, counts = torch.unique_consecutive(of.groups, return_counts=True)
+        stretches = list(zip(groups.tolist(), counts.tolist(), strict=True))
     first = 0
-    for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
-        yield first, first + count, group
+    for group, count in stretches:
+        for start in range(first, first + count, longest):
+            yield start, min(start + longest, first + count), group
         first += count
 
 
