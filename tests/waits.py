@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerodrift
 from zerodrift.comm import collectives
+from zerodrift.comm import native as carrier
 from zerodrift.comm.mesh import Mesh
 from zerodrift.kernels import device, native
 from zerodrift.optim import fused
@@ -146,7 +147,7 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
 
     patch.setattr(collectives.Collectives, "__init__", carried)
     for name in ("_gather_single", "_reduce_scatter_single"):
-        patch.setattr(collectives, name, _told(streams, name, getattr(collectives, name)))
+        patch.setattr(carrier, name, _told(streams, name, getattr(carrier, name)))
     exchange = torch.distributed.all_to_all_single
     patch.setattr(torch.distributed, "all_to_all_single", _told(streams, "all_to_all_single", exchange))
     swap = torch.distributed.batch_isend_irecv

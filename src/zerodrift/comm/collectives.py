@@ -98,7 +98,6 @@ class Collectives:
         self._logs: list[list[Recorded]] = []
         self._pairs = Pairs(mesh.shared if self.carrier == "shared" else None)
         self._native = NativeCalls(mesh)
-        self._calls: Literal["pairs", "native"] = "native" if self.carrier == "native" else "pairs"
         has_streams = mesh.asynchronous and self._calls != "pairs"
         self._gathers = CommunicationStream(mesh.device) if has_streams else None
         self._reductions = CommunicationStream(mesh.device) if has_streams else None
@@ -357,6 +356,11 @@ class Collectives:
     def release(self) -> None:
         """Free the memory that is kept between reductions."""
         self._pairs.release()
+
+    @property
+    def _calls(self) -> Literal["pairs", "native"]:
+        """The kind of calls that are made; with `shared`, messages between pairs."""
+        return "native" if self.carrier == "native" else "pairs"
 
     # --- one collective ---------------------------------------------------------------------------------
 

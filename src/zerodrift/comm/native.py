@@ -28,8 +28,7 @@ class NativeCalls:
     """Carries collectives by calls of torch.distributed."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._at = mesh.watch.at
-        self._host_waits = not mesh.asynchronous
+        self._mesh = mesh
 
     def call(
         self,
@@ -41,7 +40,7 @@ class NativeCalls:
         **kwargs: Any,
     ) -> Any:
         """Call a function of torch.distributed; its errors name `peer`, or all other ranks of the axis."""
-        with self._at(turn):
+        with self._mesh.watch.at(turn):
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:
@@ -55,8 +54,9 @@ class NativeCalls:
         out: torch.Tensor,
         values: torch.Tensor,
     ) -> Callable[[], None]:
-        work = self.call(turn, line, function, out, values, group=line.group, async_op=self._host_waits)
-        return (lambda: self.call(turn, line, work.wait)) if self._host_waits else _nothing
+        host_waits = not self._mesh.asynchronous
+        work = self.call(turn, line, function, out, values, group=line.group, async_op=host_waits)
+        return (lambda: self.call(turn, line, work.wait)) if host_waits else _nothing
 
     def gather(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor

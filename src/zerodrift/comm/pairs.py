@@ -30,6 +30,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -196,11 +197,11 @@ class _Message:
 
     work: dist.Work
     peer: int
-    into: torch.Tensor | None
+    into: torch.Tensor | None = None
     """Its destination, or a tensor of its size if it is read in place; None for a message to others."""
-    start: torch.Tensor | None
+    start: torch.Tensor | None = None
     """Its place in shared memory, which gloo brings; None without shared memory."""
-    in_place: bool
+    in_place: bool = False
 
 
 class Post:
@@ -244,51 +245,38 @@ class Post:
             return NOT_SHARED
 
     def _send(self, tensor: torch.Tensor, to: int, batch: int) -> None:
-        try:
-            work = dist.isend(tensor, group=self.line.group, tag=self._tag, group_dst=to)
-        except RuntimeError as error:
-            raise missing(self._op, self.line, error, to) from error
-        self._posted.setdefault(batch, []).append(_Message(self._member(work), to, None, None, False))
+        work = self._call(to, dist.isend, tensor, group=self.line.group, tag=self._tag, group_dst=to)
+        self._posted.setdefault(batch, []).append(_Message(work, to))
 
     def receive(self, tensor: torch.Tensor, source: int, batch: int = 0) -> None:
         start = torch.tensor(NOT_SHARED) if self.shares(source, tensor.nbytes) else None
-        self._receive(tensor, source, batch, start, in_place=False)
+        work = self._receive(tensor if start is None else start, source)
+        self._posted.setdefault(batch, []).append(_Message(work, source, tensor, start))
 
     def borrow(self, like: torch.Tensor, source: int) -> None:
         """Read a message of this size and dtype in shared memory, until `give_back`."""
-        self._receive(like, source, IN_PLACE, torch.tensor(NOT_SHARED), in_place=True)
+        start = torch.tensor(NOT_SHARED)
+        message = _Message(self._receive(start, source), source, like, start, in_place=True)
+        self._posted.setdefault(IN_PLACE, []).append(message)
 
-    def _receive(
-        self, into: torch.Tensor, source: int, batch: int, start: torch.Tensor | None, *, in_place: bool
-    ) -> None:
-        work = self._irecv(into if start is None else start, source)
-        self._posted.setdefault(batch, []).append(_Message(work, source, into, start, in_place))
+    def _receive(self, tensor: torch.Tensor, source: int) -> Any:
+        group = self.line.group
+        return self._call(source, dist.irecv, tensor, group=group, tag=self._tag, group_src=source)
 
-    def _irecv(self, tensor: torch.Tensor, source: int) -> dist.Work:
+    def _call(self, peer: int, function: Callable[..., Any], *args: Any, **places: Any) -> Any:
+        """Call a function of torch.distributed; its errors name the peer."""
         try:
-            work = dist.irecv(tensor, group=self.line.group, tag=self._tag, group_src=source)
+            return function(*args, **places)
         except RuntimeError as error:
-            raise missing(self._op, self.line, error, source) from error
-        return self._member(work)
-
-    def _member(self, work: dist.Work | None) -> dist.Work:
-        if work is None:
-            raise AssertionError(f"rank {self.line.rank} is not in the group of axis {self.line.name!r}")
-        return work
+            raise missing(self._op, self.line, error, peer) from error
 
     def collect(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Wait for a batch, and yield (source, tensor) of its messages."""
         for message in self._posted.pop(batch, []):
-            self._wait(message.work, message.peer)
+            self._call(message.peer, message.work.wait)
             if message.into is not None:
                 start = NOT_SHARED if message.start is None else int(message.start)
                 yield message.peer, self._arrived(message, message.into, start)
-
-    def _wait(self, work: dist.Work, peer: int) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise missing(self._op, self.line, error, peer) from error
 
     @torch.no_grad()
     def _arrived(self, message: _Message, into: torch.Tensor, start: int) -> torch.Tensor:
@@ -296,7 +284,7 @@ class Post:
             return into
         if start == NOT_SHARED or self._shared is None:
             into = torch.empty_like(into) if message.in_place else into
-            self._wait(self._irecv(into, message.peer), message.peer)
+            self._call(message.peer, self._receive(into, message.peer).wait)
             return into
         memory = self._shared.peers[self.line.ranks[message.peer]]
         try:
