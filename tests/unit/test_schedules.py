@@ -83,7 +83,7 @@ WSD = {"num_training_steps": 22, "num_warmup_steps": 4, "num_decay_steps": 7, "m
 HF: list[tuple[str, dict[str, Any]]] = [
     ("constant", {}),
     ("constant_with_warmup", {"num_warmup_steps": 4}),
-    ("linear", {"num_training_steps": 20}),
+    ("linear", {"num_training_steps": 20, "num_warmup_steps": 0}),
     ("cosine", {"num_training_steps": 17, "num_warmup_steps": 2, "num_cycles": 1.3}),
     ("cosine_with_restarts", {"num_training_steps": 23, "num_warmup_steps": 3, "num_cycles": 4}),
     ("polynomial", {"num_training_steps": 21, "num_warmup_steps": 25, "lr_end": 1e-4, "power": 2.5}),

@@ -1,7 +1,7 @@
-"""Which call of torch.distributed the main thread waits in, and which line of the user's code made it.
+"""The call of torch.distributed that the main thread waits in, and the line of the user's code that made it.
 
-`watch.py` asks from its own thread, for waits that are not of its mesh. A call can only be told by frames of
-Python: the innermost is torch's or ours, and the outermost of those is the call.
+`watch.py` asks from its own thread, for waits that are not of its mesh. Frames of Python show the call: the
+innermost is torch's or ours, and the outermost of those is the call.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from zerodrift.kernels.sums import FEW, add_up
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """How parts become a result."""
+    """The arithmetic by which parts become a result."""
 
     dtype: torch.dtype
     """The dtype of the additions; holds every value of the parts."""

@@ -15,7 +15,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args
 
@@ -357,43 +357,25 @@ def _lines(shape: MeshShape, axis: AxisName) -> Iterator[range]:
 def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:
     """Return the world ranks on the axis through `rank`. `tensor` is numbered fastest, then `shard`, and
     `pipeline` slowest."""
-    if shape.tensor > 1 and axis != "world":
-        return _spread(shape, rank, axis)
-    stage = rank - rank % shape.data
-    match axis:
-        case "shard":
-            first = rank - rank % shape.shard
-            return range(first, first + shape.shard)
-        case "replicate":
-            return range(stage + rank % shape.shard, stage + shape.data, shape.shard)
-        case "pipeline":
-            return range(rank % shape.data, shape.world, shape.data)
-        case "data":
-            return range(stage, stage + shape.data)
-        case "world":
-            return range(shape.world)
-        case "tensor":
-            return range(rank, rank + 1)
-        case "ends":
-            line = range(rank % shape.data, shape.world, shape.data)
-            ends = range(line[0], line[-1] + 1, max(1, line[-1] - line[0]))
-            return ends if rank in ends else range(rank, rank + 1)
-        case "expert":
-            first = rank - rank % shape.expert
-            return range(first, first + shape.expert)
-        case "expert_shard":
-            first = rank - rank % shape.shard
-            return range(first + rank % shape.expert, first + shape.shard, shape.expert)
-
-
-def _spread(shape: MeshShape, rank: int, axis: AxisName) -> range:
-    """Return the line where each rank of the other axes is `shape.tensor` neighbours."""
-    place = rank % shape.tensor
-    if axis == "tensor":
-        return range(rank - place, rank - place + shape.tensor)
-    line = _line(replace(shape, tensor=1), rank // shape.tensor, axis)
-    first, last = (number * shape.tensor + place for number in (line.start, line.stop))
-    return range(first, last, line.step * shape.tensor)
+    tensor, data = shape.tensor, shape.tensor * shape.data
+    sizes_and_strides: dict[AxisName, tuple[int, int]] = {
+        "tensor": (tensor, 1),
+        "shard": (shape.shard, tensor),
+        "expert": (shape.expert, tensor),
+        "expert_shard": (shape.shard // shape.expert, tensor * shape.expert),
+        "replicate": (shape.replicate, tensor * shape.shard),
+        "data": (shape.data, tensor),
+        "pipeline": (shape.pipeline, data),
+        "ends": (shape.pipeline, data),
+        "world": (shape.world, 1),
+    }
+    size, stride = sizes_and_strides[axis]
+    first = rank - rank // stride % size * stride
+    line = range(first, first + size * stride, stride)
+    if axis != "ends":
+        return line
+    ends = line[:: max(1, size - 1)]
+    return ends if rank in ends else range(rank, rank + 1)
 
 
 def _new_group(ranks: range, timeout: timedelta) -> dist.ProcessGroup:

@@ -95,7 +95,7 @@ def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:
     mine = uuid.uuid4().hex
     if rank:
         store.set(f"zerodrift/asks/{rank}", mine)
-        name: str = store.get(f"zerodrift/told/{mine}").decode()
+        name: str = store.get(f"zerodrift/name/{mine}").decode()
         store.set(f"{name}/{rank}", "came")
         return name
     name, asked_by, missing = f"zerodrift/start/{mine}", dict[int, str](), set(range(1, world))
@@ -107,7 +107,7 @@ def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:
             elif store.check([f"zerodrift/asks/{other}"]):
                 asked = store.get(f"zerodrift/asks/{other}").decode()
                 if asked_by.get(other) != asked:
-                    store.set(f"zerodrift/told/{asked}", name)
+                    store.set(f"zerodrift/name/{asked}", name)
                     asked_by[other] = asked
         if time.monotonic() > end:
             raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come")

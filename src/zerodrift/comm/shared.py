@@ -220,13 +220,13 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
     for other in found.keys() - peers.keys():
         found[other].close()
     here = [other for other, address in enumerate(addresses) if address.host == mine.host and other != rank]
-    apart = [other for other in here if other not in peers] if mine != NOWHERE else []
-    if apart:
+    unreadable = [other for other in here if other not in peers] if mine != NOWHERE else []
+    if unreadable:
         _log.warning(
             "zerodrift: rank %d and rank %d of one machine cannot read each other's memory: they exchange "
             "through sockets, with the same bits, slower",
             rank,
-            apart[0],
+            unreadable[0],
         )
     if not peers:
         own.close()
@@ -235,9 +235,9 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
 
 
 def _from_all(values: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    everybody = [torch.zeros_like(values) for _ in range(ranks)]
-    dist.all_gather(everybody, values, group=group)
-    return everybody
+    gathered = [torch.zeros_like(values) for _ in range(ranks)]
+    dist.all_gather(gathered, values, group=group)
+    return gathered
 
 
 def reach(address: Address) -> PeerMemory | None:

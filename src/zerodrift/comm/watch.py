@@ -24,7 +24,7 @@ device, which is once per step, at the norm: a rank that runs ahead has started 
 does not tell two calls of equal size at the same number apart; the checksum that travels with the norm does.
 
 [Note: cutting] `abort` of a group is what ends waits on NCCL; gloo has it, but it does nothing there (torch
-2.13). gloo closes all connections of a group when somebody has waited too long on one of them, so `cut` waits
+2.13). gloo closes all connections of a group when a wait on one of them has timed out, so `cut` waits
 for a message that nobody sends, for a millisecond.
 """
 
@@ -54,7 +54,7 @@ INTERVAL = 0.5
 PATIENCE = 3.0
 """Seconds of a wait before the store is asked."""
 LONG = 30.0
-"""The same for a wait in which values may still be on their way."""
+"""Seconds of a wait in which values may still be on their way."""
 KEPT = 64
 """Collectives of a group whose words are kept."""
 
@@ -86,7 +86,7 @@ class CollectiveLog:
         self.ranks = ranks
         self.count = 0
         self.checksum = 0
-        """Of the words of all collectives, in their order; below 2^32."""
+        """A checksum of the words of all collectives, in their order; below 2^32."""
         self._kept = [""] * KEPT
 
     def begin(self, op: str, of: str) -> StartedCollective:
@@ -179,7 +179,7 @@ class DeadlockWatch:
         self.error = ""
         """The text of an error of the whole mesh; empty as long as there is none."""
         self.is_polling = False
-        """Whether the thread reads the store while no rank waits in a collective, as an `Alarm` needs."""
+        """True to read the store while no rank waits in a collective, as an `Alarm` needs."""
         self._rank = rank
         self._trails = {str(trail.ranks): trail for trail in trails}
         self._groups, self._device = tuple(groups), device

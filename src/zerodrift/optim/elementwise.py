@@ -1,4 +1,4 @@
-"""Which optimizers of a caller may step flat shards: those known to be elementwise, and those declared so.
+"""Admission of a caller's optimizer to flat shards: it is known to be elementwise, or declared so.
 
 An elementwise update of an element depends on that element alone: its value, its gradient and its own state.
 Such an optimizer may run on any piece of a parameter. Any other would compute other numbers from pieces than

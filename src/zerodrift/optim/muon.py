@@ -39,7 +39,7 @@ class MuonHyper:
     ns_dtype: Literal["bf16", "fp32"] = "bf16"
     """The dtype of the quintic; torch's is bf16."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
-    """How the learning rate grows with the shape of the matrix."""
+    """The rule by which the learning rate grows with the shape of the matrix."""
 
 
 def orthogonal(matrix: Tensor, numbers: MuonHyper) -> Tensor:

@@ -47,11 +47,11 @@ class SliceTensors:
     """The tensors of one slice: all flat, contiguous and of one length, on one device."""
 
     storage: Tensor
-    """What the model sees, in the scheme's storage dtype."""
+    """The weights that the model computes with, in the storage dtype."""
     master: Tensor | None
     """fp32 values for `fp32`, the int16 low halves for `split`, None for `same`."""
     moments: tuple[Tensor, ...]
-    """In the scheme's state dtype: none, one or two."""
+    """None, one or two moments in the state dtype."""
     scales: tuple[Tensor, ...] = ()
     """fp32 per block, one tensor for each moment, where the state is `8bit`."""
     groups: Tensor | None = None

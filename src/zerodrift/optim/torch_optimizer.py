@@ -40,7 +40,7 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What this rank owns of one row, as the optimizer gets it."""
+    """The part of one row that this rank owns, as the optimizer gets it."""
 
     number: int
     """The segment."""

@@ -37,7 +37,7 @@ class Owned:
     """The first master, free to be kept: flat fp32 values, or the low halves (int16) of a split master, whose
     high ones storage holds. Without a separate master: storage itself."""
     start: int
-    """Where the piece begins in the segment."""
+    """The first element of the segment that is in the piece."""
     part: int = 0
     """The number of its part, for rows in several parts (`Row.parts`)."""
 
