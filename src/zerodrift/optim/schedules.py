@@ -391,7 +391,7 @@ class TransformersSchedule(Schedule):
 def _transformers_factor(kind: str, base: float, params: dict[str, Any]) -> Callable[[int], float]:
     """Return the function from a step to a factor that `transformers` puts into a `LambdaLR`."""
     try:
-        get_scheduler = importlib.import_module("transformers.optimization").get_scheduler
+        functions = importlib.import_module("transformers.optimization").TYPE_TO_SCHEDULER_FUNCTION
     except ImportError as error:
         raise ConfigError(
             "scheduler.type",
@@ -399,14 +399,18 @@ def _transformers_factor(kind: str, base: float, params: dict[str, Any]) -> Call
             got=repr(kind),
             do=f"`pip install transformers`, or use {', '.join(VALID_LR_SCHEDULES)}.",
         ) from error
-    warmup, total = params.pop("num_warmup_steps", 0), params.pop("num_training_steps", None)
-    model = torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=base)
+    if kind not in functions:
+        must = "must be a schedule of the installed `transformers`"
+        raise ConfigError("scheduler.type", must, got=repr(kind), do="Upgrade `transformers`.")
+    warmup = {} if kind == "constant" else {"num_warmup_steps": params.get("num_warmup_steps", 0)}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=base)
     try:
-        factor: Callable[[int], float] = get_scheduler(kind, model, warmup, total, params).lr_lambdas[0]
-        factor(warmup)
+        factor: Callable[[int], float] = functions[kind](optimizer, **{**params, **warmup}).lr_lambdas[0]
+        factor(warmup.get("num_warmup_steps", 0))
     except ZeroDivisionError:
         must = "must be above `num_warmup_steps`, and the optimizer's rate above 0"
-        raise ConfigError("scheduler.params.num_training_steps", must, got=f"{total}, {base:g}") from None
+        got = f"{params.get('num_training_steps')} and {base:g}"
+        raise ConfigError("scheduler.params.num_training_steps", must, got=got) from None
     return factor
 
 
