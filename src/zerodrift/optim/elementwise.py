@@ -85,8 +85,8 @@ def needs_whole_tensors(kind: type) -> bool:
 def require_elementwise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], plan: Plan) -> None:
     """Refuse an optimizer that may compute other numbers from what this plan leaves on a rank."""
     rows = _trained_rows(group_of, plan)
-    if not any(_is_divided(row, plan) for row in rows):
-        return
+    if plan.policy.pipeline is None and not any(row.parts > 1 or _is_cut(row, plan) for row in rows):
+        return  # every rank has all of every parameter
     kind = type(optimizer).__name__
     elementwise = is_elementwise(optimizer)
     if elementwise is None:
@@ -135,23 +135,17 @@ def _trained_rows(group_of: Mapping[str, int], plan: Plan) -> list[Row]:
     return [row for row in rows if row is not None and row.columns.update is not None]
 
 
-def _is_divided(row: Row, plan: Plan) -> bool:
-    """Return whether some rank holds less than all of a row: a piece, its own experts, or another stage."""
-    is_sharded = plan.slices(plan.segments[row.segment]) > 1 and not _is_replicated(row)
-    return is_sharded or row.parts > 1 or plan.policy.pipeline is not None
-
-
-def _is_replicated(row: Row) -> bool:
-    """Return whether all ranks have all of a row's state."""
-    return row.columns.update is None or row.columns.update.axis == ""
+def _is_cut(row: Row, plan: Plan) -> bool:
+    """Return whether ranks update pieces of a row."""
+    update = row.columns.update
+    return update is not None and update.axis != "" and plan.slices(plan.segments[row.segment]) > 1
 
 
 def _is_whole(row: Row, plan: Plan) -> bool:
     """Return whether one rank owns all of a row, by its placement or because nothing is cut."""
     update = row.columns.update
-    is_cut = plan.slices(plan.segments[row.segment]) > 1
-    has_it_all = update is None or update.placement == "whole" or _is_replicated(row) or not is_cut
-    return row.parts == 1 and has_it_all
+    is_placed_whole = update is not None and update.placement == "whole"
+    return row.parts == 1 and (is_placed_whole or not _is_cut(row, plan))
 
 
 def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -33,10 +34,7 @@ def make_updater(
     device = owned[0].storage.device if owned else torch.device("cpu")
     if not plan.policy.sharding.offload or (transfers is None and device.type == "cpu"):
         return _make(plan, owned, optimizer, names, update_slice)
-
-    def build(shards: Sequence[Owned]) -> Updater:
-        return _make(plan, shards, optimizer, names, update_slice)
-
+    build = partial(_make, plan, optimizer=optimizer, names=names, update_slice=update_slice)
     return OffloadedUpdater(owned, build, transfers or SideStreams(device))
 
 

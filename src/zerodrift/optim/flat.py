@@ -1,11 +1,9 @@
 """The optimizers of a config's `optimizer` block, and torch's own of these classes, on flat shards.
 
-An elementwise optimizer updates a whole shard in one pass: master, moments, storage and gradient. Parameter
-groups stay what schedules and users read and write; every step takes its numbers from them. A table of one
-number per block of 256 elements says which group an element belongs to, so groups cost no launch.
-
-Muon updates the rows that the plan gives it, each a whole matrix on one rank, and AdamW all others. Muon's
-is parameter group 0 then, and AdamW's group 1.
+An elementwise optimizer updates a whole shard in one pass: master, moments, storage and gradient. Every step
+takes its numbers from the parameter groups, which schedules and users write. A table has the group of every
+block of 256 elements, so groups cost no launch. Muon updates the rows that the plan gives it, each a whole
+matrix on one rank, with parameter group 0; AdamW updates all others, with group 1.
 
 Invariant: a shard's master is what the named optimizer makes of it in a plain fp32 loop, bit for bit (see
 [Note: roots] in `updates.py`), whatever the master scheme.

@@ -111,8 +111,10 @@ def _update_compiled(
     statistics: Statistics | None,
 ) -> None:
     check_step(scheme, of, gradient, step)
-    if of.groups is not None and not _within(of.groups, len(step.hypers)):
-        raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {of.groups.unique().tolist()}")
+    if of.groups is not None:
+        least, most = map(int, torch.aminmax(of.groups))
+        if least < 0 or most >= len(step.hypers):
+            raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {least} to {most}")
     table = coefficient_table(step)
     root = vector_root() if _needs_torch_root(step) else None
     moments = [moment.data_ptr() for moment in of.moments] + [None, None]
@@ -142,11 +144,6 @@ def _update_compiled(
         threads=torch.get_num_threads(),
     )
     library.update(ctypes.addressof(call))
-
-
-def _within(groups: Tensor, count: int) -> bool:
-    least, most = torch.aminmax(groups)
-    return int(least) >= 0 and int(most) < count
 
 
 def _address(tensor: Tensor | None) -> int | None:

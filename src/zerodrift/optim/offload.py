@@ -1,9 +1,8 @@
 """Offload: masters and moments in host memory. Gradients come down, updates run there, storage goes up.
 
 `OffloadedUpdater` is an `Updater` around one whose shards are in host memory, and which runs the CPU's
-kernels. Of every shard the host has an image of storage too, which the update writes. Gradients are all that
-comes down, images are all that goes up. Both go segment by segment: while one is updated, the next one's
-gradient is on its way down and the last one's storage on its way up.
+kernels. The host has an image of every shard's storage too, which the update writes. Segment by segment,
+gradients come down and images go up: while one is updated, the next gradient and the last image travel.
 
 Gradients come down into a few buffers that take turns: `AHEAD` of them, and as many more as the inner updater
 wants to hold at once (torch's classes take all before they update any).
