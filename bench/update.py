@@ -36,10 +36,9 @@ from zerodrift.kernels import device, native
 from zerodrift.kernels.build import find_compiler
 from zerodrift.kernels.squares import block_square_sums, digits, total
 from zerodrift.optim.fused import update
-from zerodrift.optim.reference import UpdateStep, reference_update
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme, allocate
-from zerodrift.optim.updates import Hyper, Root, moment_count
+from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
 from zerodrift.optimizers import Algorithm
 from zerodrift.policy.nouns import Master, State
 

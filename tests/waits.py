@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerodrift
 from zerodrift.comm import collectives
+from zerodrift.comm import native as carrier
 from zerodrift.comm.mesh import Mesh
 from zerodrift.kernels import device, native
-from zerodrift.optim import fused, kinds
+from zerodrift.optim import fused
 
 HOME = str(Path(zerodrift.__file__).parent)
 
@@ -138,7 +139,7 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
     patch.setattr(fused, "compiled_for", lambda where, step: None)
     patch.setattr(device, "works", lambda where: True)
     patch.setattr(device, "update", lambda call: streams.tell("update"))
-    patch.setattr(kinds, "_sent", lambda values, device: values)  # its `to` copies from pinned memory
+    patch.setattr(fused, "_copy_to", lambda values, device: values)  # its `to` copies from pinned memory
     made = collectives.Collectives.__init__
 
     def carried(self: Any, mesh: Any, carrier: Any = None) -> None:
@@ -146,7 +147,7 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
 
     patch.setattr(collectives.Collectives, "__init__", carried)
     for name in ("_gather_single", "_reduce_scatter_single"):
-        patch.setattr(collectives, name, _told(streams, name, getattr(collectives, name)))
+        patch.setattr(carrier, name, _told(streams, name, getattr(carrier, name)))
     exchange = torch.distributed.all_to_all_single
     patch.setattr(torch.distributed, "all_to_all_single", _told(streams, "all_to_all_single", exchange))
     swap = torch.distributed.batch_isend_irecv

@@ -129,6 +129,7 @@ def initialize(
     weights: str | os.PathLike[str] | None = None,
     strict: bool | Sequence[str] = True,
     schedule: Any = None,
+    elementwise: bool | None = None,
     device: str | torch.device | None = None,
     auto: AutoValues | None = None,
     overrides: Sequence[str] = (),
@@ -138,7 +139,9 @@ def initialize(
 
     It joins the ranks that torchrun started or those of a running torch.distributed, and is otherwise alone.
     `optimizer` is built over `model.parameters()` as usual; without one, the config's `optimizer` block is
-    used. `schedule` is a torch scheduler, or a function that makes one from an optimizer.
+    used. `schedule` is a torch scheduler, or a function that makes one from an optimizer. `elementwise`
+    declares an optimizer that zerodrift does not know: True if an element's update depends on that element
+    alone, so that it runs on shards; False if it updates every tensor by itself and needs whole ones.
 
     `weights` is a folder of a `transformers` model, a `.safetensors` file or an index, of which every rank
     reads its own slices. Missing and unexpected names are an error unless `strict` is False or has a glob for
@@ -151,8 +154,13 @@ def initialize(
     from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start
     from zerodrift.io.initial import InitialValues
+    from zerodrift.optim.elementwise import declare
 
     loaded = load(config, overrides)
+    if optimizer is not None:
+        declare(
+            optimizer, loaded.zero_allow_untested_optimizer or None if elementwise is None else elementwise
+        )
     tensor = ranks_of(model)
     if loaded.pipeline is not None and loaded.pipeline.stages > 1:
         _require_cuttable(tensor, optimizer)

@@ -39,14 +39,13 @@ from zerodrift.kernels import device
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
 from zerodrift.optim import fused
-from zerodrift.optim.device import update_on_device
-from zerodrift.optim.make import make_updater
-from zerodrift.optim.reference import UpdateStep
+from zerodrift.optim.factory import make_updater
+from zerodrift.optim.fused import update_on_device
 from zerodrift.optim.rounding import block_keys
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updater import Owned
-from zerodrift.optim.updates import Hyper
+from zerodrift.optim.updates import Hyper, UpdateStep
 from zerodrift.optimizers import ELEMENTWISE, Algorithm
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Master, State
@@ -147,7 +146,7 @@ def test_sgd_without_momentum_has_no_moment() -> None:
 
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 def test_statistics_equal_and_change_nothing(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerodrift.optim.device.COUNTED_BLOCKS", 4)
+    monkeypatch.setattr("zerodrift.optim.fused.COUNTED_BLOCKS", 4)
     states = (State.EIGHT_BIT,) if INTERPRETED else (State.FP32, State.EIGHT_BIT)
     for scheme, _ in schemes(states)[:: 2 if INTERPRETED else 3]:
         here = make(scheme, moments_of(algorithm))
@@ -263,7 +262,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
     found = contraction()
     turned = Contraction(not found.add, not found.addcmul, not found.lerp)
-    monkeypatch.setattr("zerodrift.optim.device.contraction", lambda: turned)
+    monkeypatch.setattr("zerodrift.optim.fused.contraction", lambda: turned)
     for algorithm in (optimizers.ADAMW, optimizers.SGD, optimizers.LION):
         steps = [step_of(algorithm, number) for number in (1, 2)]
         with pytest.raises(AssertionError, match="storage"):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.habits.loop import Loop
-from zerodrift.optim.split import round_away
+from zerodrift.optim.rounding import round_away
 
 LEARNING = {"lr": 0.05, "momentum": 0.9}
 

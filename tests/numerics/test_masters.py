@@ -15,10 +15,10 @@ from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.optim.flat import FlatUpdater
 from zerodrift.optim.fused import update
-from zerodrift.optim.reference import UpdateStep
+from zerodrift.optim.rounding import round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.split import round_away
 from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.updates import UpdateStep
 
 STAGES = (0, 1, 2, 3)
 STATES = ("fp32", "bf16-stochastic", "8bit")

@@ -17,7 +17,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize, make_plan
 from zerodrift.errors import ConfigError, UnsupportedError
 from zerodrift.optim import muon
-from zerodrift.optim.make import make_updater
+from zerodrift.optim.factory import make_updater
 from zerodrift.optim.muon import MuonHyper
 from zerodrift.plan.table import Plan
 

@@ -21,9 +21,8 @@ from tests.numerics.pieces import owned
 from tests.numerics.runs import Run, config, make, train
 from tests.ranks.harness import run_ranks
 from zerodrift.api import make_plan
-from zerodrift.optim.make import make_updater
-from zerodrift.optim.offload import Offloaded
-from zerodrift.optim.transfers import PendingCopy, SideStreams, Transfers
+from zerodrift.optim.factory import make_updater
+from zerodrift.optim.offload import OffloadedUpdater, PendingCopy, SideStreams, Transfers
 from zerodrift.optim.updater import Owned, Updater
 from zerodrift.plan.table import Plan
 
@@ -187,7 +186,7 @@ def test_copies_overlap_with_the_update_and_wait_for_nothing_else() -> None:
     plan, way = planned(), Late()
     held = pieces(plan)
     updater = make_updater(plan, held, None, {}, way)
-    assert isinstance(updater, Offloaded)
+    assert isinstance(updater, OffloadedUpdater)
     images = way.buffers
     assert images == len(held) > 4
     steps(updater, held, 1)
@@ -211,7 +210,7 @@ def test_storage_is_the_rounded_master_after_every_step(rest: dict[str, Any]) ->
     for way in WAYS.values():
         here, there = pieces(plan), pieces(plan)
         plain, away = make_updater(plan, here, None, {}), make_updater(plan, there, None, {}, way())
-        assert isinstance(away, Offloaded) and not isinstance(plain, Offloaded)
+        assert isinstance(away, OffloadedUpdater) and not isinstance(plain, OffloadedUpdater)
         for _ in range(3):
             steps(plain, here, 1)
             steps(away, there, 1)
@@ -238,5 +237,5 @@ def test_an_update_that_fails_leaves_the_way_open() -> None:
 
 def test_without_offload_a_way_is_not_used() -> None:
     plan, way = make_plan(config(2, "bf16"), GPT(), world_size=2), Late()
-    assert not isinstance(make_updater(plan, pieces(plan), None, {}, way), Offloaded)
+    assert not isinstance(make_updater(plan, pieces(plan), None, {}, way), OffloadedUpdater)
     assert way.log == []

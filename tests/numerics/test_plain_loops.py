@@ -19,7 +19,7 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make, masters_and_states
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
-from zerodrift.optim.split import round_away
+from zerodrift.optim.rounding import round_away
 
 STEPS = 6
 

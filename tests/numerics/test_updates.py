@@ -13,9 +13,8 @@ from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
 from zerodrift.optim.fused import update
-from zerodrift.optim.reference import UpdateStep, reference_update
 from zerodrift.optim.schemes import Scheme, allocate
-from zerodrift.optim.updates import Hyper, Root, moment_count
+from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
 from zerodrift.optimizers import Algorithm
 from zerodrift.policy.nouns import Master, State
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.numerics.networks import GPT, batch
 from tests.ranks.harness import run_ranks
-from tests.unit import own_optimizers as own
 from zerodrift.api import initialize
 from zerodrift.errors import UnsupportedError
 from zerodrift.io.checkpoint.checkpoints import Checkpoints
@@ -21,34 +21,159 @@ STEPS = 4
 WHOLE = {"rules": [{"match": "*", "placement": "whole"}]}
 
 
-def settings(stage: int, **precision: Any) -> dict[str, Any]:
-    return {
-        "precision": {"mode": "fp32", **precision},
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0,
-    }
+# --- optimizers as people write them --------------------------------------------------------------------
+
+
+class Own(torch.optim.Optimizer):
+    """Gradient descent by a direction; what each class here does is its direction."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.direction(p, p.grad, self.state[p]))
+
+    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g
+
+
+class Signs(Own):
+    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        direction = (0.9 * momentum + 0.1 * g).sign()
+        momentum.lerp_(g, 0.01)
+        return direction + 0.1 * p
+
+
+class Assigns(Own):
+    """New memory for every parameter, every step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad.sign()
+
+
+class ReadsMarks(Own):
+    """Goes further where a caller has said so on the parameter."""
+
+    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g * getattr(p, "haste", 1.0)
+
+
+class Foreach(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            grads = [p.grad for p in group["params"]]
+            if grads:
+                torch._foreach_add_(group["params"], grads, alpha=-group["lr"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another, whose groups it has."""
+
+    def __init__(self, inner: torch.optim.Optimizer, every: int = 2) -> None:
+        self.inner, self.every, self.count = inner, every, 0
+        super().__init__(inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("slow", p.detach().clone())
+        self.inner.step()
+        self.count += 1
+        if self.count % self.every == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    slow = self.state[p]["slow"].lerp_(p, 0.5)
+                    p.copy_(slow)
+
+
+class TrustRatio(Own):
+    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g * (p.norm() / (g.norm() + 1e-12))
+
+
+class Centred(Own):
+    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return (g - g.mean()).sign()
+
+
+class DecaysMatrices(Own):
+    """Decay by the number of dimensions, which a flat piece does not have."""
+
+    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g + (0.1 * p if p.dim() > 1 else 0.0)
+
+
+class ClipsAll(Own):
+    """By the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm() if held else torch.zeros(())
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / max(norm.item(), 1.0))
+
+
+class NeedsClosure(Own):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class Wraps(Own):
+    """Around another with groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        held = list(params)
+        super().__init__(held)
+        self.inner = Signs(held)
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
 
 
 def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
     if kind == "Lookahead":
-        return own.Lookahead(own.Signs(parameters))
+        return Lookahead(Signs(parameters))
     if kind == "Lookahead around Adagrad":
-        return own.Lookahead(torch.optim.Adagrad(parameters, lr=1e-2, initial_accumulator_value=0.1))
+        return Lookahead(torch.optim.Adagrad(parameters, lr=1e-2, initial_accumulator_value=0.1))
     if kind == "ReadsMarks":
         parameters = list(parameters)
         for number, parameter in enumerate(parameters):
             parameter.haste = 1.0 + number
-    made: torch.optim.Optimizer = getattr(own, kind)(parameters)
+    made: torch.optim.Optimizer = globals()[kind](parameters)
     return made
 
 
-def beside_torch(kind: str, stage: int, precision: dict[str, Any]) -> list[str]:
-    """With the same data on both ranks: parameters that are not the plain loop's."""
+# --- what trains ----------------------------------------------------------------------------------------
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    precision = {"mode": "fp32", **more.pop("precision", {})}
+    return {
+        "precision": precision,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0,
+        **more,
+    }
+
+
+def beside_torch(kind: str, elementwise: bool | None, written: dict[str, Any]) -> dict[str, float]:
+    """By parameter, how far it is from the plain loop's, as a part of its way; the same data on all ranks."""
     model, other = GPT(tied=False), GPT(tied=False)
-    engine = initialize(
-        model, make(kind, model.parameters()), settings(stage, **precision), device="cpu", quiet=True
-    )
-    theirs = make(kind, other.parameters())
+    begun = {name: p.detach().clone() for name, p in other.named_parameters()}
+    optimizer, theirs = make(kind, model.parameters()), make(kind, other.parameters())
+    engine = initialize(model, optimizer, written, elementwise=elementwise, device="cpu", quiet=True)
     for number in range(STEPS):
         engine.backward(engine(batch(number)))
         engine.step()
@@ -56,34 +181,60 @@ def beside_torch(kind: str, stage: int, precision: dict[str, Any]) -> list[str]:
         theirs.step()
         theirs.zero_grad()
     with engine.gathered() as values:
-        off = [n for n, p in other.named_parameters() if not torch.equal(values[n], p.detach())]
+        off = {
+            n: float((values[n] - p).norm() / (p - begun[n]).norm().clamp_min(1e-9))
+            for n, p in other.named_parameters()
+            if not torch.equal(values[n], p.detach())
+        }
     engine.destroy()
     return off
 
 
 @pytest.mark.parametrize("kind", ["Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_elementwise_ones_make_the_plain_loops_bits(kind: str, stage: int) -> None:
-    assert run_ranks(beside_torch, 2, kind, stage, {}) == [[], []]
+@pytest.mark.parametrize("stage", [1, 3])
+def test_declared_ones_make_the_plain_loops_bits(kind: str, stage: int) -> None:
+    assert run_ranks(beside_torch, 2, kind, True, settings(stage)) == [{}, {}]
 
 
-def gone_on_with(folder: str, stage: int) -> list[str]:
+def test_a_config_declares_too() -> None:
+    written = settings(2, zero_allow_untested_optimizer=True)
+    assert run_ranks(beside_torch, 2, "Signs", None, written) == [{}, {}]
+
+
+@pytest.mark.parametrize("kind", ["Signs", "TrustRatio", "ClipsAll"])
+def test_stage_0_asks_nothing(kind: str) -> None:
+    assert run_ranks(beside_torch, 2, kind, None, settings(0)) == [{}, {}]
+
+
+@pytest.mark.parametrize("kind", ["TrustRatio", "DecaysMatrices"])
+def test_whole_parameters_are_enough_for_what_looks_at_one(kind: str) -> None:
+    assert run_ranks(beside_torch, 2, kind, False, settings(3, precision=WHOLE)) == [{}, {}]
+
+
+@pytest.mark.parametrize("kind", ["Signs", "TrustRatio", "Centred", "DecaysMatrices", "ClipsAll"])
+def test_dtensors_are_whole_to_whoever_looks_at_them(kind: str) -> None:
+    """Norms are added up in another order; a step otherwise is of the size of the way."""
+    for off in run_ranks(beside_torch, 2, kind, None, settings(3, backend="fsdp2")):
+        assert max(off.values(), default=0.0) < 1e-4
+
+
+def continue_with(folder: str, stage: int) -> list[str]:
     """Parameters that four steps make otherwise when an engine ends after two, and another goes on."""
     ends = []
     for parts in ((4,), (2, 2)):
-        taken = 0
+        done = 0
         for steps in parts:
             model = GPT(tied=False)
             optimizer = make("Lookahead around Adagrad", model.parameters())
-            engine = initialize(model, optimizer, settings(stage), device="cpu", quiet=True)
+            engine = initialize(model, optimizer, settings(stage), elementwise=True, device="cpu", quiet=True)
             checkpoints = Checkpoints(engine, folder, quiet=True)
-            if taken:
+            if done:
                 checkpoints.load()
-            for number in range(taken, taken + steps):
+            for number in range(done, done + steps):
                 engine.backward(engine(batch(number)))
                 engine.step()
-            taken += steps
-            if taken == 2:
+            done += steps
+            if done == 2:
                 checkpoints.save()
             with engine.gathered() as values:
                 end = {name: value.clone() for name, value in values.items()}
@@ -94,85 +245,58 @@ def gone_on_with(folder: str, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: Path) -> None:
-    assert run_ranks(gone_on_with, 2, str(tmp_path), stage) == [[], []]
+    assert run_ranks(continue_with, 2, str(tmp_path), stage) == [[], []]
 
 
-@pytest.mark.parametrize("kind", ["TrustRatio", "Clipped", "ClipsAll", "GuessesRate"])
-def test_stage_0_has_them_all(kind: str) -> None:
-    assert run_ranks(beside_torch, 2, kind, 0, {}) == [[], []]
+# --- what is refused ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["TrustRatio", "DecaysMatrices"])
-def test_whole_parameters_are_enough_for_what_looks_at_one(kind: str) -> None:
-    assert run_ranks(beside_torch, 2, kind, 3, WHOLE) == [[], []]
-
-
-def refused(kind: str, stage: int, precision: dict[str, Any]) -> str:
-    model = GPT(tied=False)
+def refused(kind: str, elementwise: bool | None, written: dict[str, Any]) -> str:
     with pytest.raises(UnsupportedError) as caught:
-        initialize(
-            model, make(kind, model.parameters()), settings(stage, **precision), device="cpu", quiet=True
-        )
+        beside_torch(kind, elementwise, written)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["TrustRatio", "Centred", "DecaysMatrices"])
-def test_what_looks_at_a_tensor_is_refused_on_pieces(kind: str, stage: int) -> None:
-    for message in run_ranks(refused, 2, kind, stage, {}):
-        assert f"got {kind}, and pieces of " in message and "were updated otherwise" in message
-        assert "placement: whole" in message and "stage 0" in message
 
 
 @pytest.mark.parametrize("precision", [{}, WHOLE], ids=["pieces", "whole"])
-@pytest.mark.parametrize("kind", ["ClipsAll", "GuessesRate"])
-def test_what_looks_at_several_is_refused_even_on_whole_parameters(
-    kind: str, precision: dict[str, Any]
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_nobody_declares_is_refused_with_the_ways_out(stage: int, precision: dict[str, Any]) -> None:
+    for message in run_ranks(refused, 2, "Signs", None, settings(stage, precision=precision)):
+        assert (
+            "must be known to be elementwise" in message and "got Signs, which zerodrift does not" in message
+        )
+        for way in (
+            "`elementwise=True`",
+            "`zero_allow_untested_optimizer: true`",
+            "stage 0",
+            "placement: whole",
+        ):
+            assert way in message
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_declared_to_look_at_a_tensor_is_refused_on_pieces(stage: int) -> None:
+    for message in run_ranks(refused, 2, "TrustRatio", False, settings(stage)):
+        assert "got TrustRatio, and pieces of " in message
+        assert "placement: whole" in message and "stage 0" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "parts"),
+    [
+        ("Assigns", settings(3, backend="fsdp2"), ("what is assigned to `p.data` is lost; got Assigns",)),
+        ("NeedsClosure", settings(1), ("a `step` that needs no closure", "NeedsClosure.step(self, clo")),
+        ("Wraps", settings(1), ("must share its parameter groups", "got Wraps around Signs")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_stepped_is_refused(
+    kind: str, written: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
-    for message in run_ranks(refused, 2, kind, 2, precision):
-        assert f"got {kind}: " in message and "Train at stage 0" in message
+    for message in run_ranks(refused, 2, kind, True, written):
+        assert all(part in message for part in parts)
 
 
-def on_fsdp2(kind: str) -> float:
-    """The largest part of a parameter's way that is not the plain loop's."""
-    model, other = GPT(tied=False), GPT(tied=False)
-    begun = {name: p.detach().clone() for name, p in other.named_parameters()}
-    written = {**settings(3), "backend": "fsdp2"}
-    engine = initialize(model, make(kind, model.parameters()), written, device="cpu", quiet=True)
-    theirs = make(kind, other.parameters())
-    for number in range(STEPS):
-        engine.backward(engine(batch(number)))
-        engine.step()
-        other(batch(number)).backward()
-        theirs.step()
-        theirs.zero_grad()
-    with engine.gathered() as values:
-        off = [
-            float((values[n] - p).norm() / (p - begun[n]).norm().clamp_min(1e-9))
-            for n, p in other.named_parameters()
-        ]
-    engine.destroy()
-    return max(off)
-
-
-@pytest.mark.parametrize("kind", ["Signs", "TrustRatio", "Centred", "DecaysMatrices", "ClipsAll"])
-def test_dtensors_are_whole_to_whoever_looks_at_them(kind: str) -> None:
-    """Norms are added up in another order; a step otherwise is of the size of the way."""
-    assert max(run_ranks(on_fsdp2, 2, kind)) < 1e-4
-
-
-def test_new_memory_for_dtensors_is_refused() -> None:
-    for message in run_ranks(refused_on_fsdp2, 2):
-        assert "what is assigned to `p.data` is lost; got Assigns" in message
-
-
-def refused_on_fsdp2() -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        on_fsdp2("Assigns")
-    return str(caught.value)
-
-
-def under_the_drop_in(kind: str, untested: bool) -> str:
+def under_the_drop_in(untested: bool) -> str:
     """What it says of a client's optimizer: its error, or what it logged on the way to a step."""
     import zerodrift.deepspeed as deepspeed
 
@@ -183,22 +307,14 @@ def under_the_drop_in(kind: str, untested: bool) -> str:
         "zero_allow_untested_optimizer": untested,
     }
     model, heard = GPT(tied=False), listen()
-    optimizer = make(kind, model.parameters())
     try:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=written)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=Signs(model.parameters()), config=written)
         engine.backward(engine(batch(0)))
         engine.step()
         engine.destroy()
     except UnsupportedError as error:
         return str(error)
-    return "\n".join(line for line in heard if "optimizer" in line or kind in line)
-
-
-@pytest.mark.parametrize("untested", [False, True])
-def test_the_drop_in_lets_nobody_insist(untested: bool) -> None:
-    for message in run_ranks(under_the_drop_in, 2, "TrustRatio", untested):
-        assert "got TrustRatio, and pieces of " in message
-    assert run_ranks(under_the_drop_in, 2, "Signs", untested) == ["", ""]
+    return "\n".join(line for line in heard if "optimizer" in line or "Signs" in line)
 
 
 def listen() -> list[str]:
@@ -210,68 +326,7 @@ def listen() -> list[str]:
     return heard
 
 
-class Reduces(own.Own):
-    """Sums its gradients itself."""
-
-    def direction(self, p: Any, g: Any, state: Any, group: Any) -> Any:
-        torch.distributed.all_reduce(g)
-        return g
-
-
-class NeedsClosure(own.Own):
-    def step(self, closure: Any) -> None:  # type: ignore[override]
-        closure()
-
-
-class Wraps(own.Own):
-    """Around another with groups of its own."""
-
-    def __init__(self, params: Any) -> None:
-        held = list(params)
-        super().__init__(held)
-        self.inner = own.Signs(held)
-
-    def step(self, closure: Any = None) -> Any:
-        self.inner.step()
-
-
-class Shy(own.Own):
-    """Takes only what it knows."""
-
-    def direction(self, p: Any, g: Any, state: Any, group: Any) -> Any:
-        if tuple(p.shape) == (132, 136):
-            raise RuntimeError("too large for me")
-        return g
-
-
-def by_class(name: str) -> str:
-    model = GPT(tied=False)
-    heard = listen()
-    try:
-        optimizer = globals()[name](model.parameters())
-        initialize(model, optimizer, settings(1), device="cpu", quiet=True).destroy()
-    except UnsupportedError as error:
-        return str(error)
-    return "\n".join(heard)
-
-
-def test_one_that_communicates_is_refused() -> None:
-    for message in run_ranks(by_class, 2, "Reduces"):
-        assert "must leave communication to the engine" in message and "got Reduces" in message
-
-
-def test_one_that_needs_a_closure_is_refused() -> None:
-    for message in run_ranks(by_class, 2, "NeedsClosure"):
-        assert (
-            "must have a `step` that needs no closure" in message and "NeedsClosure.step(self, clo" in message
-        )
-
-
-def test_one_around_another_with_groups_of_its_own_is_refused() -> None:
-    (message,) = run_ranks(by_class, 1, "Wraps")
-    assert "must share its parameter groups" in message and "got Wraps around Signs" in message
-
-
-def test_one_that_cannot_be_tried_is_told_about() -> None:
-    for message in run_ranks(by_class, 2, "Shy"):
-        assert "Shy could not be tried out" in message and "too large for me" in message
+def test_the_drop_in_reads_deepspeeds_key() -> None:
+    for message in run_ranks(under_the_drop_in, 2, False):
+        assert "got Signs, which zerodrift does not know" in message
+    assert run_ranks(under_the_drop_in, 2, True) == ["", ""]

@@ -16,9 +16,9 @@ from tests.numerics.runs import config
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_failures import Bomb, Boom
-from zerodrift.comm import alarm
-from zerodrift.comm.alarm import Alarm
+from zerodrift.comm import watch
 from zerodrift.comm.mesh import start
+from zerodrift.comm.shared_errors import Alarm
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError
 from zerodrift.mesh import MeshShape
@@ -68,9 +68,9 @@ def one_raises(schedule: str, where: str, rank: int, later: bool) -> list[tuple[
 def no_watch() -> bool:
     """Whether no thread is left, shortly after the end."""
     for thread in threading.enumerate():
-        if thread.name == "zerodrift-alarm":
+        if thread.name == "zerodrift-watch":
             thread.join(timeout=5)
-    return all(thread.name != "zerodrift-alarm" for thread in threading.enumerate())
+    return all(thread.name != "zerodrift-watch" for thread in threading.enumerate())
 
 
 CASES = [
@@ -152,10 +152,11 @@ def test_an_evaluation_ends_alike() -> None:
 
 def waits_for_one_that_keeps_its_connections() -> tuple[str, float]:
     """As on NCCL, where nobody sees that another has ended: only the store says so."""
+    watch.INTERVAL = 0.1
     mesh = start(MeshShape(pipeline=2), "cpu")
-    mine = Alarm(mesh, interval=0.1)
+    mine = Alarm(mesh)
     if mesh.rank() == 1:
-        mine._cut = lambda: None  # type: ignore[method-assign]
+        mesh.watch._cut = lambda: None  # type: ignore[method-assign]
     found = until_it_ends(lambda: _meet(mine, mesh))
     if mesh.rank() == 1:
         time.sleep(4)  # the other one's wait must not end because this process does
@@ -181,18 +182,18 @@ def test_the_store_alone_ends_a_wait() -> None:
 def quiet_run() -> int:
     """How often steps ask the store, from the thread that trains."""
     asked: list[str] = []
-    read = alarm._read
+    read = watch.read_key
 
-    def counted(store: Any, key: str) -> str:
+    def counted(store: Any, key: str) -> bytes:
         asked.append(threading.current_thread().name)
         return read(store, key)
 
-    alarm._read = counted
+    watch.read_key = counted
     engine: Engine = pipeline(config(0, "fp32", COUNT), "zbv", None, GPT(LAYERS, tied=False))
     for step in range(3):
         engine.train_batch(data(step, 0))
     engine.destroy()
-    alarm._read = read
+    watch.read_key = read
     assert no_watch()
     return asked.count("MainThread")
 

@@ -20,7 +20,7 @@ from zerodrift.comm import pairs, shared
 from zerodrift.comm.collectives import Carrier, Collectives
 from zerodrift.comm.fold import Sum
 from zerodrift.comm.mesh import AxisName
-from zerodrift.comm.shared import FIRST, NOWHERE, Address, OwnMemory, PeerMemory, can_share, reach
+from zerodrift.comm.shared import FIRST, NOWHERE, OwnMemory, PeerMemory, can_share, reach
 
 BOTH: tuple[Carrier, ...] = ("shared", "pairs")
 
@@ -94,11 +94,11 @@ def test_memory_of_others_is_not_taken_for_a_ranks_own(tmp_path: Path) -> None:
     pipe = os.memfd_create("other")
     wrong = [
         NOWHERE,
-        Address(address.host + 1, address.process, address.descriptor, address.token),
-        Address(address.host, address.process, address.descriptor, (1, 2)),
-        Address(address.host, address.process, pipe, address.token),
-        Address(address.host, address.process, 10**6, address.token),
-        Address(address.host, 2**22 + 1, address.descriptor, address.token),
+        address._replace(host=address.host + 1),
+        address._replace(low=1, high=2),
+        address._replace(descriptor=pipe),
+        address._replace(descriptor=10**6),
+        address._replace(process=2**22 + 1),
     ]
     assert [reach(one) for one in wrong] == [None] * len(wrong)
     found = reach(address)

@@ -21,7 +21,7 @@ from zerodrift.engine import update_function
 from zerodrift.kernels import device
 from zerodrift.mesh import MeshShape
 from zerodrift.optim import fused
-from zerodrift.optim.reference import reference_update
+from zerodrift.optim.updates import reference_update
 
 
 class Heard(logging.Handler):

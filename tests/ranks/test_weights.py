@@ -20,7 +20,7 @@ from zerodrift.api import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError, ZerodriftError
 from zerodrift.io.safetensors.reader import SafetensorsReader
-from zerodrift.optim.split import round_away
+from zerodrift.optim.rounding import round_away
 from zerodrift.policy.nouns import Master
 
 STAGES = (0, 1, 2, 3)

@@ -240,13 +240,15 @@ def test_a_number_that_makes_no_sense_is_refused_by_its_key(key: str) -> None:
 
 
 def test_the_tables_name_what_the_builders_take() -> None:
-    for kind, table in SCHEDULES.items():
-        parameters = inspect.signature(schedules.SCHEDULES[kind]).parameters
-        assert set(table) == set(parameters) - {"optimizer"}
-        required = {name for name, value in parameters.items() if value.default is value.empty} - {
-            "optimizer"
-        }
-        assert set(REQUIRED.get(kind, ())) == required
+    functions = pytest.importorskip("transformers.optimization").TYPE_TO_SCHEDULER_FUNCTION
+    for kind in schedules.TRANSFORMERS:
+        parameters = set(inspect.signature(functions[kind]).parameters) - {"optimizer", "last_epoch"}
+        assert set(SCHEDULES[kind]) - {"last_batch_iteration"} == parameters
+    for kind in schedules.VALID_LR_SCHEDULES:
+        takes = inspect.signature(schedules.SCHEDULES[kind]).parameters
+        assert set(SCHEDULES[kind]) == set(takes) - {"optimizer"}
+        required = {name for name, value in takes.items() if value.default is value.empty}
+        assert set(REQUIRED.get(kind, ())) == required - {"optimizer"}
     names = {field.name for field in fields(muon.MuonHyper)}
     assert set(OPTIMIZERS["Muon"]) == names | {"betas", "eps", "muon_lr", "adam_lr", "ns_method"}
     assert TABLES["optimizer", "Muon"]["ns_steps"].words.endswith("99")

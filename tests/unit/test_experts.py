@@ -14,7 +14,7 @@ from zerodrift import ConfigError, MeshError, ModelSpec, Plan, build, cost, load
 from zerodrift.dtypes import BLOCK
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ParameterSpec
-from zerodrift.optim.flat import keys_of
+from zerodrift.optim.flat import block_keys_of
 from zerodrift.optim.updater import Owned
 from zerodrift.plan.schedule import collectives
 from zerodrift.record import decode, encode
@@ -219,7 +219,7 @@ def block_keys(made: Plan, name: str, part: int) -> list[int]:
     assert update is not None
     piece = Owned(row.segment, spec, update, rows, storage, storage, 0, part)
     span = piece.span(row)
-    return keys_of(piece)[span.start // BLOCK : -(-span.stop // BLOCK)].tolist()
+    return block_keys_of(piece)[span.start // BLOCK : -(-span.stop // BLOCK)].tolist()
 
 
 def test_random_rounding_draws_the_same_bits_wherever_an_expert_is() -> None:

@@ -196,9 +196,9 @@ A_HALVING_SCHEDULE: Edits = {
     "optim/schedules.py": (
         (
             "\nSCHEDULES: dict[str, type] = {\n",
-            "\nclass Halving(Counted):\n"
+            "\nclass Halving(Schedule):\n"
             "    def __init__(self, optimizer, every, last_batch_iteration=-1):\n"
-            "        self.optimizer, self.every = optimizer_in(optimizer), every\n"
+            "        self.optimizer, self.every = _optimizer_in(optimizer), every\n"
             '        self.whole = [group["lr"] for group in self.optimizer.param_groups]\n'
             "        self.begin(last_batch_iteration)\n"
             "\n"

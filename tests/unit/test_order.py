@@ -14,8 +14,7 @@ import torch
 from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.comm.collectives import HALVING
-from zerodrift.comm.fold import Sum, additions, carries, fold, leftovers
-from zerodrift.comm.halving import room_for, swaps
+from zerodrift.comm.fold import Sum, additions, carries, fold, halving_exchanges, leftovers
 from zerodrift.engine.seeds import seed_of
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
@@ -100,15 +99,15 @@ def test_fold_adds_by_the_tree(count: int) -> None:
 def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
     """What each rank has in the end, all of them in this process."""
     ranks = len(of_ranks)
-    rooms = torch.empty(ranks, room_for(of_ranks[0]))
-    all_ranks = [swaps(full, rank, ranks, rooms[rank]) for rank, full in enumerate(of_ranks)]
+    rooms = torch.empty(ranks, of_ranks[0].numel())
+    all_ranks = [halving_exchanges(full, rank, ranks, rooms[rank]) for rank, full in enumerate(of_ranks)]
     for _ in range(ranks.bit_length() - 1):
         turn = [next(one) for one in all_ranks]
-        for rank, swap in enumerate(turn):
-            assert turn[swap.partner].partner == rank
-            swap.coming.copy_(turn[swap.partner].going)
+        for rank, exchange in enumerate(turn):
+            assert turn[exchange.partner].partner == rank
+            exchange.incoming.copy_(turn[exchange.partner].outgoing)
     assert [next(one, None) for one in all_ranks] == [None] * ranks
-    return [swap.coming + swap.kept for swap in turn]
+    return [exchange.incoming + exchange.kept for exchange in turn]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -78,41 +79,21 @@ def test_every_step_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
     assert flat(run(mine, kind, params)) == pytest.approx(flat(run(theirs, kind, params)), rel=1e-12)
 
 
+WSD = {"num_training_steps": 22, "num_warmup_steps": 4, "num_decay_steps": 7, "min_lr_ratio": 0.1}
 HF: list[tuple[str, dict[str, Any]]] = [
     ("constant", {}),
     ("constant_with_warmup", {"num_warmup_steps": 4}),
-    *(
-        (kind, {"num_training_steps": 20, "num_warmup_steps": warmup})
-        for kind in ("linear", "cosine", "cosine_with_restarts", "polynomial")
-        for warmup in (0, 3, 20, 25)
-        if (kind, warmup) != ("polynomial", 20)  # where theirs divides by zero
-    ),
+    ("linear", {"num_training_steps": 20, "num_warmup_steps": 0}),
     ("cosine", {"num_training_steps": 17, "num_warmup_steps": 2, "num_cycles": 1.3}),
     ("cosine_with_restarts", {"num_training_steps": 23, "num_warmup_steps": 3, "num_cycles": 4}),
-    ("polynomial", {"num_training_steps": 21, "num_warmup_steps": 2, "lr_end": 1e-4, "power": 2.5}),
-    ("inverse_sqrt", {"num_warmup_steps": 4}),
+    ("polynomial", {"num_training_steps": 21, "num_warmup_steps": 25, "lr_end": 1e-4, "power": 2.5}),
     ("inverse_sqrt", {"num_warmup_steps": 0, "timescale": 7}),
     ("cosine_with_min_lr", {"num_training_steps": 19, "num_warmup_steps": 3, "min_lr": 0.007}),
-    ("cosine_with_min_lr", {"num_training_steps": 19, "num_warmup_steps": 3, "min_lr_rate": 0.3}),
-    ("cosine_warmup_with_min_lr", {"num_training_steps": 19, "num_warmup_steps": 3, "min_lr": 0.007}),
     (
         "cosine_warmup_with_min_lr",
         {"num_training_steps": 19, "num_warmup_steps": 5, "min_lr_rate": 0.3, "warmup_lr_rate": 0.2},
     ),
-    *(
-        (
-            "warmup_stable_decay",
-            {
-                "num_training_steps": 22,
-                "num_warmup_steps": 4,
-                "num_decay_steps": 7,
-                "warmup_type": curve,
-                "decay_type": curve,
-                "min_lr_ratio": 0.1,
-            },
-        )
-        for curve in ("linear", "cosine", "1-sqrt")
-    ),
+    ("warmup_stable_decay", {**WSD, "warmup_type": "1-sqrt", "decay_type": "cosine"}),
     ("warmup_stable_decay", {"num_decay_steps": 5, "num_warmup_steps": 0, "num_stable_steps": 6}),
 ]
 
@@ -163,6 +144,20 @@ def test_what_transformers_would_do_otherwise_or_not_at_all_is_refused(
         make_plan(written, torch.nn.Linear(2, 2), world_size=1)
 
 
+def test_a_schedule_of_transformers_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.optimization", None)
+    recipe = ComponentSpec("linear", json.dumps({"num_training_steps": 9}))
+    with pytest.raises(ConfigError, match=r"`scheduler.type`: must be .* got 'linear'. `pip install transf"):
+        mine.make_schedule(recipe, optimizer())
+
+
+def test_where_transformers_divides_by_zero_is_refused() -> None:
+    pytest.importorskip("transformers")
+    recipe = ComponentSpec("polynomial", json.dumps({"num_training_steps": 9, "num_warmup_steps": 9}))
+    with pytest.raises(ConfigError, match="num_training_steps`: must be above `num_warmup"):
+        mine.make_schedule(recipe, optimizer())
+
+
 def test_wsd_is_another_name() -> None:
     params = {"num_decay_steps": 3, "num_stable_steps": 4}
     written = {"scheduler": {"type": "wsd", "params": params}}
@@ -173,20 +168,6 @@ def test_wsd_is_another_name() -> None:
 def test_the_first_two_updates_of_a_warm_up_run_at_its_minimum() -> None:
     seen = run(mine, "WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, 7)
     assert [step[0][0] for step in seen] == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(("kind", "params"), CASES)
-def test_a_schedule_goes_on_from_its_state(kind: str, params: dict[str, Any]) -> None:
-    expected = run(mine, kind, params, 20)
-    first = getattr(mine, kind)(optimizer(), **params)
-    for _ in range(8):
-        first.step()
-    owner = optimizer()
-    second = getattr(mine, kind)(owner, **params)
-    second.load_state_dict(first.state_dict())
-    for step in range(9, 20):
-        second.step()
-        assert [group["lr"] for group in owner.param_groups] == [group[0] for group in expected[step]]
 
 
 @pytest.mark.parametrize(

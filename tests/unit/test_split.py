@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerodrift.optim.split import join, round_away, split
+from zerodrift.optim.rounding import join, round_away, split
 
 CHUNK = 1 << 16
 """Patterns at a time: few enough to stay in a cache."""

@@ -28,8 +28,8 @@ from zerodrift.backends.optimizer import TensorUpdater
 from zerodrift.backends.placing import make_groups, shard
 from zerodrift.backends.shards import DTensorShard, pieces
 from zerodrift.backends.values import TensorValues
+from zerodrift.comm.call_stack import is_the_users
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.watch import is_the_users
 from zerodrift.engine import compute
 from zerodrift.engine.executor import BatchRunner, Executor
 from zerodrift.engine.grads import BackwardCallbacks

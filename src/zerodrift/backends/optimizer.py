@@ -6,7 +6,7 @@ dtype and the same cut. For everybody who reads or writes them, a piece is what 
 segment: its rows' parts, one after the other.
 
 AdamW, Adam and SGD speak of their state as the native engine does, so that a run which was saved by one
-backend goes on with the other; any other class as `TorchViews` does.
+backend goes on with the other; any other class as `TorchOptimizerUpdater` does.
 
 Invariant: an update is one multiplication of the gradient in fp32, and then torch's own step.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.optim import flat
-from zerodrift.optim.admitted import require_for_dtensors
+from zerodrift.optim.elementwise import RefuseNewData, require_for_dtensors
 from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.torch_optimizer import dtype_name, group_of
 from zerodrift.optim.updater import Counters
-from zerodrift.optim.views import dtype_name, group_of
 from zerodrift.optimizers import SGD
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import ComponentSpec
@@ -79,7 +80,9 @@ class TensorUpdater:
         gradients = [member.gradient() for member in self._updated]
         if multiplier != 1.0 and gradients:
             torch._foreach_mul_(gradients, multiplier)
-        self.groups.step()
+        first_of_a_class = self._steps == 0 and self._algorithm is None
+        with RefuseNewData(self.groups) if first_of_a_class else nullcontext():
+            self.groups.step()
         self._steps += 1
 
     # --- masters and moments, by segment ----------------------------------------------------------------

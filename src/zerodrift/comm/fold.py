@@ -1,15 +1,28 @@
-"""The sum of a reduction: the parts of all ranks, in a known order, in one dtype, rounded where it is said.
+"""Sums of the parts of all ranks: in a known order, in one dtype, rounded where the plan says.
 
-Pure arithmetic on tensors that have arrived; `collectives` brings them. A backend's own reduction adds in
-an order and a dtype of its choosing, which is why it is done here.
+A backend's own reduction adds in an order and a dtype of its choosing. So parts travel as they are, and
+`fold` adds them: pure arithmetic on tensors that have arrived. A sum by the tree between ranks that are a
+power of two may travel by recursive halving instead.
 
 Invariant: ((part 0 + part 1) + part 2) + ..., or the same parts by a binary tree, in `Sum.dtype`, then one
-true division, then one conversion to the dtype of the result. The same bits on every rank, at every chunk
-size, whatever carried the parts.
+true division, then one conversion to the dtype of the result. The bits are the same on every rank, at every
+chunk size, by any carrier; ranks that follow `halving_exchanges` to the end have the bits of `fold`.
+
+[Note: halving] In the first exchange a rank and its neighbour, which differs in the lowest bit of its number,
+send each other the slices of all ranks that have the other's bit, and both add what arrives to the rest. In
+the next, ranks 2 apart do so with half of those, until a rank has its own slice and one part to add to it.
+That is log2(N) messages and additions, of N - 1 slices in all, where every slice to every rank is N - 1 of
+each. The sums that meet first are of neighbours, which is the tree over ranks, and most bytes go to the
+nearest ranks: of machines of 8, an eighth leaves one. Halves to the rank that is furthest away would be
+neighbouring slices and need no copy, but nearly all of it would leave the machine, and the tree would have
+ranks in the order of their reversed bits. Incoming values become the running sum: left + right is right +
+left to the bit, and the caller's buffer is only read. Nothing is rounded on the way only if sums travel in
+the dtype in which they are formed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,22 +34,24 @@ from zerodrift.kernels.sums import FEW, add_up
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """How parts become a result."""
+    """The arithmetic by which parts become a result."""
 
     dtype: torch.dtype
-    """What the parts are added in; holds every value of their own dtype."""
+    """The dtype of the additions; holds every value of the parts."""
     divisor: float = 1.0
-    """The sum is divided by it: the number of ranks, for a mean."""
+    """The number of ranks, for a mean."""
     add: bool = False
-    """Add to what the result holds instead of overwriting it."""
+    """Add to the old values of the result instead of overwriting them."""
     order: Literal["rank", "tree", "native"] = "rank"
-    """One part after the other, by the tree of `additions`, or left to what carries them: where that can add,
-    and wire and sum are one dtype; elsewhere one after the other."""
+    """One part after the other, by the tree of `additions`, or left to the backend if wire and sum have one
+    dtype; one after the other if not."""
 
 
 def carries(number: int) -> Iterator[tuple[int, int]]:
-    """(left, right): what is added to what when part `number` has come, of parts that come one by one. A sum
-    is called by its first part, and the right one is no more."""
+    """Yield the additions (left, right) that part `number` makes possible, of parts that arrive in order.
+
+    A sum has the number of its first part. The right one is gone afterwards.
+    """
     right, size = number, 1
     while right & size:
         yield right - size, right
@@ -44,7 +59,7 @@ def carries(number: int) -> Iterator[tuple[int, int]]:
 
 
 def leftovers(count: int) -> Iterator[tuple[int, int]]:
-    """And when `count` parts have come and no more will: a right half that is missing is skipped."""
+    """Yield the additions (left, right) that are left after `count` parts. Missing halves are skipped."""
     right = count & (count - 1)
     while right:
         left = right & (right - 1)
@@ -53,7 +68,7 @@ def leftovers(count: int) -> Iterator[tuple[int, int]]:
 
 
 def additions(count: int) -> Iterator[tuple[int, int]]:
-    """The binary tree over `count` parts, all of it."""
+    """Yield all additions (left, right) of the binary tree over `count` parts."""
     for number in range(count):
         yield from carries(number)
     yield from leftovers(count)
@@ -66,11 +81,11 @@ def fold(
     how: Sum,
     spare: torch.Tensor | None = None,
 ) -> None:
-    """Write the sum of `parts` to `out`; flat tensors of one length, and `out` may be one of them. Where they
-    lie one behind the other, as `[parts, elements]`, the host makes as many calls for many as for few.
+    """Write the sum of `parts` to `out`: flat tensors of one length, and `out` may be one of them.
 
-    `spare` holds the sum where it cannot be formed in `out`: of `how.dtype` and at least as long. It may be
-    one of two parts.
+    For parts in one tensor, shape [parts, elements], the host makes as many calls for many as for few.
+    `spare` holds the sum if it cannot be formed in `out`: in `how.dtype`, at least as long, or one of two
+    parts.
     """
     if _forms_in(out, parts, how):
         total = out
@@ -108,7 +123,7 @@ def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tens
 
 
 def _add_by_levels(total: torch.Tensor, parts: torch.Tensor) -> None:
-    """The tree from its leaves up, a level in one call; the last sum of a level may wait for one above."""
+    """Add the tree level by level, each in one call. The last sum of a level may wait for one above."""
     sums, last = parts, None
     while len(sums) > 1:
         pairs = len(sums) // 2
@@ -124,7 +139,7 @@ def _add_by_levels(total: torch.Tensor, parts: torch.Tensor) -> None:
 
 
 def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
-    """Sums that begin with the first part are formed in `total`, the others in memory of their own."""
+    """Add by the tree. Sums that begin with the first part are formed in `total`, others in new memory."""
     sums: dict[int, torch.Tensor] = {}
     for left, right in additions(len(parts)):
         other = sums.pop(right, parts[right])
@@ -140,7 +155,7 @@ def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tens
 
 
 def _forms_in(out: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, how: Sum) -> bool:
-    """Whether `out` may hold the running sum: it is read only by the first addition, if at all."""
+    """Return whether `out` may hold the running sum: only the first addition may read it."""
     if out.dtype is not how.dtype or how.add:
         return False
     if isinstance(parts, torch.Tensor):
@@ -149,7 +164,7 @@ def _forms_in(out: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, h
 
 
 def _divide(total: torch.Tensor, divisor: float) -> None:
-    """One true division. A Python number would become a multiplication by its reciprocal on CUDA."""
+    """Divide truly. A Python number would become a multiplication by its reciprocal on CUDA."""
     wide = torch.promote_types(total.dtype, torch.float32)
     by = torch.full((), divisor, dtype=wide, device=total.device)
     if total.dtype is wide:
@@ -157,3 +172,46 @@ def _divide(total: torch.Tensor, divisor: float) -> None:
     else:
         # A 16-bit divisor would itself be rounded: 257 is not a bf16.
         total.copy_(total.to(wide).div_(by))
+
+
+# --- recursive halving ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HalvingExchange:
+    """One exchange of two ranks."""
+
+    partner: int
+    outgoing: torch.Tensor
+    incoming: torch.Tensor
+    """Memory for what the partner sends, which is to be added to `kept`."""
+    kept: torch.Tensor
+    """Values of this rank. In the last exchange they are flat, like `incoming`."""
+
+
+@torch.no_grad()
+def halving_exchanges(
+    full: torch.Tensor, rank: int, ranks: int, room: torch.Tensor
+) -> Iterator[HalvingExchange]:
+    """Yield the exchanges of a rank, each to be done before the next is asked for. See [Note: halving].
+
+    After the last, the sum of the rank's slice is `incoming + kept`. `room` has as many elements as `full`.
+    """
+    running, distance = full, 1
+    incoming_room, outgoing_room = room.chunk(2)
+    free = itertools.cycle((outgoing_room, incoming_room))
+    while True:
+        slices = running.view(-1, 2, full.numel() // ranks)
+        bit = 1 if rank & distance else 0
+        kept, outgoing = slices[:, bit], slices[:, 1 - bit]
+        if not outgoing.is_contiguous():
+            outgoing = outgoing_room[: outgoing.numel()].view_as(outgoing).copy_(outgoing)
+        incoming = incoming_room[: kept.numel()].view_as(kept)
+        is_last = len(kept) == 1
+        yield HalvingExchange(
+            rank ^ distance, outgoing.view(-1), incoming.view(-1), kept.view(-1) if is_last else kept
+        )
+        if is_last:
+            return
+        running, distance = incoming.add_(kept).view(-1), 2 * distance
+        incoming_room, outgoing_room = next(free).chunk(2)

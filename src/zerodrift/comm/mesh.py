@@ -1,12 +1,11 @@
-"""The mesh with ranks in it: named axes, their process groups, this rank's place on each.
+"""The mesh with ranks in it: named axes, their process groups, and this rank's place on each.
 
 Beside `rendezvous.py`, the only reader of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*. `zerodrift.mesh` has the
-arithmetic of the shape; `collectives` is what uses the groups. A mesh joins from torchrun's variables,
-borrows the ranks of a torch.distributed that is already running, or is a world of one that needs no process
-group at all.
+arithmetic of the shape. A mesh joins by torchrun's variables, borrows the ranks of a torch.distributed that
+is already running, or is a world of one without a process group.
 
-Invariant: an axis has a group exactly where it has more than one rank, every rank builds the groups in the
-same order, and `stop` destroys what this mesh created and nothing else.
+Invariant: an axis has a group exactly if it has more than one rank, every rank builds the groups in the same
+order, and `stop` destroys what this mesh created and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args
 
@@ -32,10 +31,9 @@ from zerodrift.mesh import MeshShape
 AxisName = Literal[
     "shard", "replicate", "pipeline", "data", "world", "expert", "expert_shard", "ends", "tensor"
 ]
-"""`data` is shard x replicate: the ranks that see different data. `world` is all of them. `expert` and
-`expert_shard` are a shard group folded: ranks with different experts, and ranks that share the same. `tensor`
-are the ranks of one user's DTensor, which see the same data. `ends` are the first and the last stage of a
-pipeline."""
+"""`data` is shard x replicate: ranks with different data. `world` is all ranks. `expert` and `expert_shard`
+are a shard group folded: ranks with different experts, and ranks that share the same. `tensor` are the ranks
+of one user's DTensor, with the same data. `ends` are the first and the last stage of a pipeline."""
 
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 
@@ -48,24 +46,24 @@ LEAVING = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis as this rank sees it."""
+    """One axis, as seen by this rank."""
 
     name: AxisName
     ranks: range
-    """World ranks along the axis, in the order in which sums are formed; a rule, however many they are."""
+    """World ranks along the axis, in the order in which sums are formed."""
     rank: int
     """This rank's place among them."""
     group: dist.ProcessGroup | None
-    """None where this rank is alone."""
+    """None if this rank is alone."""
     trail: CollectiveLog
-    """Numbers the collectives of `group`; axes that share a group share the numbers."""
+    """The log of `group`, shared by axes that share a group."""
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def slice(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """The equal slice of a flat buffer that belongs to `rank` of this axis."""
+        """Return the equal slice of a flat buffer that belongs to `rank` of this axis."""
         count = flat.numel() // self.size
         return flat[rank * count : (rank + 1) * count]
 
@@ -83,20 +81,18 @@ class Mesh:
     ) -> None:
         self.shape = shape
         self.device = device
-        """Where buffers and collectives live."""
         self.shared = shared
-        """Memory of ranks of this host that this one reads; None where there is none."""
+        """Memory that ranks of this host share; None if there is none."""
         self._axes = axes
         self._created = created
         trails = {id(axis.trail): axis.trail for axis in axes.values() if axis.group is not None}
         self.watch = DeadlockWatch(axes["world"].rank, list(trails.values()), created, device.type)
-        """Where this rank is among the collectives."""
         weakref.finalize(self, self.watch.stop)
         self._unshare = weakref.finalize(self, shared.close) if shared is not None else None
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the device goes on beside the host, which waits for it where it asks for a value."""
+        """Whether the device works beside the host, which waits only where it reads a value."""
         return self.device.type != "cpu"
 
     def axis(self, name: AxisName) -> Axis:
@@ -106,19 +102,19 @@ class Mesh:
         return axis
 
     def group(self, name: AxisName) -> dist.ProcessGroup | None:
-        """The process group of an axis, None where this rank is alone on it."""
+        """Return the process group of an axis; None if this rank is alone on it."""
         return self.axis(name).group
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those that this mesh has created and not yet destroyed."""
+        """The groups that this mesh has created and not yet destroyed."""
         return self._created
 
     def size(self, name: AxisName) -> int:
         return self.axis(name).size
 
     def rank(self, name: AxisName = "world") -> int:
-        """This rank's coordinate on an axis."""
+        """Return this rank's coordinate on an axis."""
         return self.axis(name).rank
 
     def stop(self) -> None:
@@ -137,15 +133,15 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """Who this process is, before any group is made."""
+class _Process:
+    """The ranks of this process, before any group is made."""
 
     source: Literal["alone", "launcher", "running"]
-    """Nobody else; torchrun's variables; a default group that somebody else initialised."""
+    """One rank alone; torchrun's variables; or a default group that the caller has initialised."""
     rank: int
     world: int
     local: int
-    """Rank on this machine: which GPU is ours."""
+    """The rank on this machine, which chooses the GPU."""
 
 
 def start(
@@ -153,35 +149,35 @@ def start(
     device: torch.device | str | None = None,
     timeout: float = TIMEOUT,
 ) -> Mesh:
-    """Join the other ranks. `shape_for` is the shape, or gives it for a world size.
+    """Join the other ranks. `shape_for` is the shape, or returns it for a world size.
 
-    `timeout` is in seconds and holds for every group that is created here. Without a `device` it is the
-    GPU of this local rank where there is one, else the CPU.
+    `timeout`, in seconds, holds for every group that is created here. The default device is the GPU of this
+    local rank if there is one, and the CPU if not.
     """
-    seat = _seat()
-    # The shape is judged before anybody joins, so that every rank raises and none is left waiting.
-    shape = shape_for if isinstance(shape_for, MeshShape) else shape_for(seat.world)
-    if shape.world != seat.world:
+    process = _this_process()
+    # Checked before any rank joins, so that every rank raises and none is left waiting.
+    shape = shape_for if isinstance(shape_for, MeshShape) else shape_for(process.world)
+    if shape.world != process.world:
         raise MeshError(
             "mesh",
             "must have as many ranks as were started",
-            got=f"{shape} = {shape.world} for {seat.world}",
+            got=f"{shape} = {shape.world} for {process.world}",
             do=f"Start {shape.world} ranks (`torchrun --nproc-per-node={shape.world}`) or change the sizes.",
         )
-    place = _device(seat, device)
+    place = _device(process, device)
     created: list[dist.ProcessGroup] = []
-    if seat.world > 1:
+    if process.world > 1:
         leave_slowly()
-        created.append(_world_group(seat, place, timeout))
+        created.append(_world_group(process, place, timeout))
     try:
-        axes = _axes(shape, seat.rank, created, timeout)
+        axes = _axes(shape, process.rank, created, timeout)
         shared = None
         if created and place.type == "cpu" and dist.get_backend(created[0]) == "gloo":
-            shared = share(created[0], seat.rank, seat.world)
+            shared = share(created[0], process.rank, process.world)
     except RuntimeError as error:
         raise RankError(
             "mesh",
-            f"all {seat.world} ranks must build their groups",
+            f"all {process.world} ranks must build their groups",
             got=repr(first_line(error)),
             do="Look at the output of the rank that failed first.",
         ) from error
@@ -189,12 +185,11 @@ def start(
 
 
 def leave_slowly() -> None:
-    """Give gloo's threads a moment at the interpreter's exit, once. For whoever starts a process group.
+    """Let the interpreter's exit wait a moment for gloo's threads. Call it where a process group is started.
 
-    They let go of the tensors of a collective after its end, for which they need the interpreter's lock;
-    one that asks for it while the interpreter closes ends the process with an abort. Of scripts that end
-    after a collective, one in five did. Destroying the groups does not wait for the threads while anybody
-    holds a reference to a group.
+    The threads free the tensors of a collective after its end, for which they need the interpreter's lock.
+    One that asks for it while the interpreter closes aborts the process: one in five scripts that end after a
+    collective did. Destroying a group does not wait for its threads while there are references to it.
     """
     atexit.unregister(_leave)
     atexit.register(_leave)
@@ -205,17 +200,17 @@ def _leave() -> None:
 
 
 def started() -> tuple[int, int]:
-    """This rank and the number of ranks, as they were started; known before any of them has joined."""
-    seat = _seat()
-    return seat.rank, seat.world
+    """Return this rank and the number of ranks, which are known before any has joined."""
+    process = _this_process()
+    return process.rank, process.world
 
 
-def _seat() -> _Seat:
+def _this_process() -> _Process:
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
-        return _Seat("running", rank, dist.get_world_size(), _local_rank(rank))
+        return _Process("running", rank, dist.get_world_size(), _local_rank(rank))
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return _Seat("alone", 0, 1, 0)
+        return _Process("alone", 0, 1, 0)
     problems = Problems()
     rank, world = _number("RANK", problems), _number("WORLD_SIZE", problems)
     if not problems and not 0 <= rank < world:
@@ -225,7 +220,7 @@ def _seat() -> _Seat:
             if not os.environ.get(name):
                 problems.add(name, f"must be set to join {world} ranks", got="nothing", do=_LAUNCH)
     problems.raise_as(MeshError)
-    return _Seat("launcher" if world > 1 else "alone", rank, world, _local_rank(rank))
+    return _Process("launcher" if world > 1 else "alone", rank, world, _local_rank(rank))
 
 
 _LAUNCH = "Start with `torchrun`, which sets all of them, or unset RANK and WORLD_SIZE to run alone."
@@ -242,7 +237,7 @@ def _number(name: str, problems: Problems) -> int:
 
 
 def _local_rank(rank: int) -> int:
-    """LOCAL_RANK, or the rank itself where all ranks are on one machine and nobody said."""
+    """Return LOCAL_RANK, or without one the rank itself, as if all ranks were on one machine."""
     if "LOCAL_RANK" not in os.environ:
         count = torch.cuda.device_count()
         return rank % count if count else rank
@@ -252,15 +247,15 @@ def _local_rank(rank: int) -> int:
     return local
 
 
-def _device(seat: _Seat, asked: torch.device | str | None) -> torch.device:
+def _device(process: _Process, asked: torch.device | str | None) -> torch.device:
     if asked is None:
-        asked = "cuda" if torch.cuda.is_available() and _carries_cuda(seat) else "cpu"
+        asked = "cuda" if torch.cuda.is_available() and _carries_cuda(process) else "cpu"
     device = torch.device(asked)
     if device.type not in ("cpu", "cuda"):
         raise MeshError("device", "must be `cpu` or `cuda`", got=repr(str(device)))
     if device.type == "cpu":
         return device
-    if not _carries_cuda(seat):
+    if not _carries_cuda(process):
         raise MeshError(
             "device",
             "must fit the backend of the running process group",
@@ -271,7 +266,7 @@ def _device(seat: _Seat, asked: torch.device | str | None) -> torch.device:
         raise MeshError(
             "device", "must be one that this machine has", got="`cuda`, where torch finds no GPU", do=_NO_GPU
         )
-    index = seat.local if device.index is None else device.index
+    index = process.local if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise MeshError(
             "LOCAL_RANK",
@@ -286,31 +281,31 @@ def _device(seat: _Seat, asked: torch.device | str | None) -> torch.device:
 _NO_GPU = "Use `cpu`; or install a build of torch for CUDA, and a driver."
 
 
-def _carries_cuda(seat: _Seat) -> bool:
-    """Whether the ranks can talk through NCCL: always, unless somebody else chose the backend."""
-    return seat.source != "running" or seat.world == 1 or "nccl" in dist.get_backend_config()
+def _carries_cuda(process: _Process) -> bool:
+    """Return whether the ranks can use NCCL: always, unless the caller has chosen the backend."""
+    return process.source != "running" or process.world == 1 or "nccl" in dist.get_backend_config()
 
 
-def _world_group(seat: _Seat, device: torch.device, timeout: float) -> dist.ProcessGroup:
+def _world_group(process: _Process, device: torch.device, timeout: float) -> dist.ProcessGroup:
     limit = timedelta(seconds=timeout)
-    if seat.source == "running":
-        # A group of our own: our messages cannot meet the caller's, our timeout holds, and a rank that
-        # dies in our collectives does not break the caller's group.
-        return _group(range(seat.world), limit)
+    if process.source == "running":
+        # A separate group: our messages cannot meet the caller's, our timeout holds, and a rank that dies in
+        # our collectives does not break the caller's group.
+        return _new_group(range(process.world), limit)
     try:
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
-            store=meet(seat.rank, seat.world, limit),
-            rank=seat.rank,
-            world_size=seat.world,
+            store=meet(process.rank, process.world, limit),
+            rank=process.rank,
+            world_size=process.world,
             timeout=limit,
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
         raise RankError(
             "mesh",
-            f"all {seat.world} ranks must join within {timeout:g} s",
-            got=f"{first_line(error)!r} on rank {seat.rank}",
+            f"all {process.world} ranks must join within {timeout:g} s",
+            got=f"{first_line(error)!r} on rank {process.rank}",
             do=(
                 "See that every rank was started and can reach MASTER_ADDR "
                 f"{os.environ.get('MASTER_ADDR')!r}, MASTER_PORT {os.environ.get('MASTER_PORT')!r}."
@@ -325,19 +320,19 @@ def _world_group(seat: _Seat, device: torch.device, timeout: float) -> dist.Proc
 def _axes(
     shape: MeshShape, rank: int, created: list[dist.ProcessGroup], timeout: float
 ) -> dict[AxisName, Axis]:
-    """Every axis of this rank; `created` gains the groups that had to be made."""
-    everybody = range(shape.world)
-    groups = {everybody: (created[0] if created else None, CollectiveLog(everybody))}
+    """Return every axis of this rank; append new groups to `created`."""
+    world = range(shape.world)
+    groups = {world: (created[0] if created else None, CollectiveLog(world))}
     axes: dict[AxisName, Axis] = {}
     for name in AXES:
         mine = _line(shape, rank, name)
-        # Every rank builds the groups of every line, in one order, though it is on one of them. torch can
-        # also build a group among its members alone, but names it so that one built after a `stop` meets
-        # the addresses that the first left in the store, and hangs.
+        # Every rank builds the groups of every line, in one order. torch can also build a group among its
+        # members alone, but names it so that one built after a `stop` meets the addresses that the first left
+        # in the store, and hangs.
         for line in _lines(shape, name):
             if line in groups:
                 continue
-            group = _group(line, timedelta(seconds=timeout))
+            group = _new_group(line, timedelta(seconds=timeout))
             if rank in line:
                 created.append(group)
             groups[line] = (group, CollectiveLog(line))
@@ -347,59 +342,41 @@ def _axes(
 
 
 def _lines(shape: MeshShape, axis: AxisName) -> Iterator[range]:
-    """Those of an axis that need a group, in the order of their first ranks. None is longer than rank 0's."""
+    """Yield the lines of an axis that need a group, in the order of their first ranks."""
     if len(_line(shape, 0, axis)) == 1:
         return
-    reached: set[int] = set()
+    seen: set[int] = set()
     for rank in range(shape.world):
-        if rank not in reached:
+        if rank not in seen:
             line = _line(shape, rank, axis)
-            reached.update(line)
+            seen.update(line)
             if len(line) > 1:
                 yield line
 
 
 def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:
-    """The world ranks on the axis through `rank`; `tensor` is numbered fastest, then `shard`, and `pipeline`
-    slowest."""
-    if shape.tensor > 1 and axis != "world":
-        return _spread(shape, rank, axis)
-    stage = rank - rank % shape.data
-    match axis:
-        case "shard":
-            first = rank - rank % shape.shard
-            return range(first, first + shape.shard)
-        case "replicate":
-            return range(stage + rank % shape.shard, stage + shape.data, shape.shard)
-        case "pipeline":
-            return range(rank % shape.data, shape.world, shape.data)
-        case "data":
-            return range(stage, stage + shape.data)
-        case "world":
-            return range(shape.world)
-        case "tensor":
-            return range(rank, rank + 1)
-        case "ends":
-            line = range(rank % shape.data, shape.world, shape.data)
-            ends = range(line[0], line[-1] + 1, max(1, line[-1] - line[0]))
-            return ends if rank in ends else range(rank, rank + 1)
-        case "expert":
-            first = rank - rank % shape.expert
-            return range(first, first + shape.expert)
-        case "expert_shard":
-            first = rank - rank % shape.shard
-            return range(first + rank % shape.expert, first + shape.shard, shape.expert)
+    """Return the world ranks on the axis through `rank`. `tensor` is numbered fastest, then `shard`, and
+    `pipeline` slowest."""
+    tensor, data = shape.tensor, shape.tensor * shape.data
+    sizes_and_strides: dict[AxisName, tuple[int, int]] = {
+        "tensor": (tensor, 1),
+        "shard": (shape.shard, tensor),
+        "expert": (shape.expert, tensor),
+        "expert_shard": (shape.shard // shape.expert, tensor * shape.expert),
+        "replicate": (shape.replicate, tensor * shape.shard),
+        "data": (shape.data, tensor),
+        "pipeline": (shape.pipeline, data),
+        "ends": (shape.pipeline, data),
+        "world": (shape.world, 1),
+    }
+    size, stride = sizes_and_strides[axis]
+    first = rank - rank // stride % size * stride
+    line = range(first, first + size * stride, stride)
+    if axis != "ends":
+        return line
+    ends = line[:: max(1, size - 1)]
+    return ends if rank in ends else range(rank, rank + 1)
 
 
-def _spread(shape: MeshShape, rank: int, axis: AxisName) -> range:
-    """The same where each rank of the other axes is `shape.tensor` neighbours."""
-    place = rank % shape.tensor
-    if axis == "tensor":
-        return range(rank - place, rank - place + shape.tensor)
-    line = _line(replace(shape, tensor=1), rank // shape.tensor, axis)
-    first, last = (number * shape.tensor + place for number in (line.start, line.stop))
-    return range(first, last, line.step * shape.tensor)
-
-
-def _group(ranks: range, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(ranks: range, timeout: timedelta) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), timeout=timeout)

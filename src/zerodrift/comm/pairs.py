@@ -1,22 +1,21 @@
-"""Collectives as messages between pairs of ranks: how they are carried on gloo.
+"""Collectives as messages between pairs of ranks: the carrier of gloo.
 
 `collectives.py` says what moves, and checks and records it; here are the messages, their order, and the
-memory that they arrive in. What arrives is added by `fold`, or on the way by `halving`. Between ranks that
-share memory (`shared.py`) large messages stay where they were written, and gloo brings their place.
+memory that they arrive in. `fold` adds what arrives. Between ranks that share memory (`shared.py`) large
+messages stay where they were written, and gloo brings their place.
 
-Invariant: which messages a rank sends and receives follows from the sizes and the axis alone, so ranks in
-the same collective always wait for each other's, and in no other.
+Invariant: the messages of a rank follow from the sizes and the axis alone, so ranks in the same collective
+always wait for each other's, and in no other.
 
 [Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and
-its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order; the
-tag numbers the collectives of a group, so those under way at once cannot take each other's, and has a
-digest of what moves and in which sizes, so ranks in different collectives miss each other, which `watch.py`
-sees; gloo ends the process when a message does not fit where it is received. A reduction
-that is waited for at once receives a window of chunks rather than everything: the window stays in cache
-between arrival and sum, and the wire needs at most WINDOW bytes however large the segment is. One that is
-only started posts every receive, because a receive that is posted in `wait` would hang two ranks that wait
-for two operations in different orders. Either way the memory is kept for the next reduction, since fresh
-pages cost as much as the message that fills them; `release` lets go of it.
+its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order. The tag
+numbers the collectives of a group, so those under way at once cannot take each other's; it also has a digest
+of what moves and in which sizes, so ranks in different collectives miss each other, which `watch.py` sees,
+where gloo would end the process over a message that does not fit. A reduction that is waited for at once
+receives a window of chunks: the window stays in cache between arrival and sum, and the wire needs at most
+WINDOW bytes however large the segment is. One that is only started posts every receive, because a receive
+that is posted in `wait` would hang two ranks that wait for two operations in different orders. The memory
+is kept for the next reduction, since fresh pages cost as much as the message that fills them.
 
 [Note: by halves] A reduction by halves sends its first half when it is started; what it sends next has to
 arrive first, so that is done in `wait`, and ranks that waited for two such reductions in different orders
@@ -31,39 +30,38 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.fold import Sum, fold
-from zerodrift.comm.halving import Swap, room_for, swaps
+from zerodrift.comm.errors import missing
+from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
 from zerodrift.comm.mesh import Axis
 from zerodrift.comm.shared import SharedMemory
 from zerodrift.comm.watch import StartedCollective
-from zerodrift.errors import RankError, first_line
 
 CHUNK = 2 << 20
-"""Bytes of one message of a reduction; below it the messages cost more than they save."""
+"""Bytes of one message of a reduction. Smaller messages cost more than they save."""
 WINDOW = 16 << 20
-"""Bytes that a reduction receives ahead of its sums, at most."""
+"""The most bytes that a reduction receives ahead of its sums."""
 DEPTH = 4
 """Chunks per peer in the window."""
 LEAST = 64 << 10
-"""Bytes from which on a message goes through shared memory, where there is some."""
+"""The fewest bytes of a message that goes through shared memory."""
 NOT_SHARED = -1
-"""Instead of a place: the values come by gloo after all, because the host has no memory left."""
+"""The place of values that come by gloo after all, because the host has no memory left."""
 IN_PLACE = -1
-"""The batch of what is read in place."""
+"""The batch of messages that are read in place."""
 _FIRST_TAG = 1 << 30
 _TAGS = 1 << 14
-"""Collectives that a tag can number; above the number is a digest of as many values. gloo has 31 bits."""
+"""Values of the number in a tag, and of the digest above it: gloo has 31 bits."""
 
 
 class Pairs:
-    """Carries collectives. What it returns is to be called once, to wait for the other ranks."""
+    """Carries collectives. Calls return a function that waits for the other ranks, to be called once."""
 
     def __init__(self, shared: SharedMemory | None) -> None:
-        """Through shared memory, unless that is None."""
         self._scratch = Scratch()
         self._shared = shared
 
@@ -73,7 +71,7 @@ class Pairs:
     def gather(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
     ) -> Callable[[], None]:
-        """Every other rank's slice into its place in `out`."""
+        """Receive every other rank's slice into its place in `out`."""
         post = self._post(turn, line, shard.nbytes, shard.nbytes)
         for _, source in post.turns:
             post.receive(line.slice(out, source), source)
@@ -84,18 +82,18 @@ class Pairs:
         self,
         turn: StartedCollective,
         line: Axis,
-        coming: Sequence[torch.Tensor],
-        going: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        outgoing: Sequence[torch.Tensor],
     ) -> Callable[[], None]:
-        """`going[rank]` to every rank, what it sends us into `coming[rank]`. Both know the sizes."""
-        width = going[0].shape[1] * going[0].itemsize
+        """Send `outgoing[rank]` to every rank, and receive `incoming[rank]` from it. Both know the sizes."""
+        width = outgoing[0].shape[1] * outgoing[0].itemsize
         post = self._post(turn, line, width, 0)
         for to, source in post.turns:
-            if coming[source].shape[0]:
-                post.receive(coming[source], source)
-            if going[to].shape[0]:
-                post.send(going[to], [to])
-        coming[line.rank].copy_(going[line.rank])
+            if incoming[source].shape[0]:
+                post.receive(incoming[source], source)
+            if outgoing[to].shape[0]:
+                post.send(outgoing[to], [to])
+        incoming[line.rank].copy_(outgoing[line.rank])
         return post.finish
 
     def sum(
@@ -110,8 +108,7 @@ class Pairs:
     ) -> Callable[[], None]:
         """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
 
-        Chunk by chunk, a window of them received before their sums, or all with `ahead`: see
-        [Note: messages].
+        A window of chunks is received before their sums, or all with `ahead`. See [Note: messages].
         """
         own = outgoing[line.rank]
         chunk = _chunk(own, line)
@@ -136,7 +133,7 @@ class Pairs:
             spare, held_spare = self._scratch.take(chunk, how.dtype)
             read = dict(post.collect(IN_PLACE))
             for number in range(count):
-                # Our own chunk has left, too, before its sum may overwrite it.
+                # Our own chunk has left too, before its sum may overwrite it.
                 parts = dict(post.collect(number))
                 parts |= {rank: values[bounds(number)] for rank, values in read.items()}
                 parts[line.rank] = own[bounds(number)]
@@ -144,7 +141,7 @@ class Pairs:
                 if number + depth < count:
                     receive(number + depth)
             post.give_back()
-            # Not reached when a rank is missing: late messages may still be written to these buffers.
+            # Not reached if a rank is missing: late messages may still be written to these buffers.
             self._scratch.give(held, held_spare)
 
         for source in near:
@@ -164,31 +161,31 @@ class Pairs:
     def halve(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
     ) -> Callable[[], None]:
-        """The same sum by halves: see [Note: by halves]."""
+        """Sum by recursive halving. See [Note: by halves]."""
         post = self._post(turn, line, full.nbytes // 2, full.nbytes)
-        room, held = self._scratch.take(room_for(full), full.dtype)
+        room, held = self._scratch.take(full.numel(), full.dtype)
 
-        def begin(swap: Swap) -> Swap:
-            post.receive(swap.coming, swap.partner)
-            post.send(swap.going, [swap.partner])
-            return swap
+        def begin(exchange: HalvingExchange) -> HalvingExchange:
+            post.receive(exchange.incoming, exchange.partner)
+            post.send(exchange.outgoing, [exchange.partner])
+            return exchange
 
-        others = swaps(full, line.rank, line.size, room)
-        first = begin(next(others))
+        exchanges = halving_exchanges(full, line.rank, line.size, room)
+        first = begin(next(exchanges))
 
         def finish() -> None:
             post.finish()
             last = first
-            for swap in others:
-                last = begin(swap)
+            for exchange in exchanges:
+                last = begin(exchange)
                 post.finish()
-            fold(out, (last.coming, last.kept), how, spare=last.coming)
+            fold(out, (last.incoming, last.kept), how, spare=last.incoming)
             self._scratch.give(held)
 
         return finish
 
     def release(self) -> None:
-        """Let go of the memory that is kept between reductions."""
+        """Free the memory that is kept between reductions."""
         self._scratch.drop()
         if self._shared is not None:
             self._shared.own.release()
@@ -196,15 +193,15 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One under way."""
+    """A message under way."""
 
     work: dist.Work
     peer: int
-    into: torch.Tensor | None
-    """Where it goes, or what it is like if it is read in place; None for what was sent."""
-    start: torch.Tensor | None
-    """Of one in shared memory: where it lies, which is what gloo brings."""
-    in_place: bool
+    into: torch.Tensor | None = None
+    """Its destination, or a tensor of its size if it is read in place; None for a message to others."""
+    start: torch.Tensor | None = None
+    """Its place in shared memory, which gloo brings; None without shared memory."""
+    in_place: bool = False
 
 
 class Post:
@@ -213,7 +210,7 @@ class Post:
     def __init__(
         self, turn: StartedCollective, line: Axis, message: int, total: int, shared: SharedMemory | None
     ) -> None:
-        """`message` bytes at a time, `total` to each rank."""
+        """Send `message` bytes at a time, `total` to each rank."""
         self._op, self.line = turn.op, line
         digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS
         self._tag = _FIRST_TAG + digest * _TAGS + turn.number % _TAGS
@@ -221,17 +218,17 @@ class Post:
         self.turns = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
         """(to, from): in each turn every rank sends one message and receives one."""
         self._posted: dict[int, list[_Message]] = {}
-        """Batch -> what was posted in it."""
+        """The messages of each batch."""
         self._shared = shared
         self._borrowed: list[tuple[int, int]] = []
-        """(rank, place) of what is read in place."""
+        """(rank, place) of messages that are read in place."""
 
     def shares(self, rank: int, size: int) -> bool:
-        """Whether messages of that size, to and from that rank, go through shared memory."""
+        """Return whether messages of this size, to and from this rank, go through shared memory."""
         return size >= LEAST and self._shared is not None and self.line.ranks[rank] in self._shared.peers
 
     def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0) -> None:
-        """The same to each of several."""
+        """Send the same to each of several ranks."""
         near = [rank for rank in to if self.shares(rank, tensor.nbytes)]
         start = self._write(tensor, near) if near else NOT_SHARED
         for rank in to:
@@ -248,51 +245,38 @@ class Post:
             return NOT_SHARED
 
     def _send(self, tensor: torch.Tensor, to: int, batch: int) -> None:
-        try:
-            work = dist.isend(tensor, group=self.line.group, tag=self._tag, group_dst=to)
-        except RuntimeError as error:
-            raise missing(self._op, self.line, error, to) from error
-        self._posted.setdefault(batch, []).append(_Message(self._member(work), to, None, None, False))
+        work = self._call(to, dist.isend, tensor, group=self.line.group, tag=self._tag, group_dst=to)
+        self._posted.setdefault(batch, []).append(_Message(work, to))
 
     def receive(self, tensor: torch.Tensor, source: int, batch: int = 0) -> None:
         start = torch.tensor(NOT_SHARED) if self.shares(source, tensor.nbytes) else None
-        self._receive(tensor, source, batch, start, in_place=False)
+        work = self._receive(tensor if start is None else start, source)
+        self._posted.setdefault(batch, []).append(_Message(work, source, tensor, start))
 
     def borrow(self, like: torch.Tensor, source: int) -> None:
-        """A message of that size and dtype is read in shared memory, until `give_back`."""
-        self._receive(like, source, IN_PLACE, torch.tensor(NOT_SHARED), in_place=True)
+        """Read a message of this size and dtype in shared memory, until `give_back`."""
+        start = torch.tensor(NOT_SHARED)
+        message = _Message(self._receive(start, source), source, like, start, in_place=True)
+        self._posted.setdefault(IN_PLACE, []).append(message)
 
-    def _receive(
-        self, into: torch.Tensor, source: int, batch: int, start: torch.Tensor | None, *, in_place: bool
-    ) -> None:
-        work = self._irecv(into if start is None else start, source)
-        self._posted.setdefault(batch, []).append(_Message(work, source, into, start, in_place))
+    def _receive(self, tensor: torch.Tensor, source: int) -> Any:
+        group = self.line.group
+        return self._call(source, dist.irecv, tensor, group=group, tag=self._tag, group_src=source)
 
-    def _irecv(self, tensor: torch.Tensor, source: int) -> dist.Work:
+    def _call(self, peer: int, function: Callable[..., Any], *args: Any, **places: Any) -> Any:
+        """Call a function of torch.distributed; its errors name the peer."""
         try:
-            work = dist.irecv(tensor, group=self.line.group, tag=self._tag, group_src=source)
+            return function(*args, **places)
         except RuntimeError as error:
-            raise missing(self._op, self.line, error, source) from error
-        return self._member(work)
-
-    def _member(self, work: dist.Work | None) -> dist.Work:
-        if work is None:
-            raise AssertionError(f"rank {self.line.rank} is not in the group of axis {self.line.name!r}")
-        return work
+            raise missing(self._op, self.line, error, peer) from error
 
     def collect(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Wait for a batch; (source, tensor) of what arrived."""
+        """Wait for a batch, and yield (source, tensor) of its messages."""
         for message in self._posted.pop(batch, []):
-            self._wait(message.work, message.peer)
+            self._call(message.peer, message.work.wait)
             if message.into is not None:
                 start = NOT_SHARED if message.start is None else int(message.start)
                 yield message.peer, self._arrived(message, message.into, start)
-
-    def _wait(self, work: dist.Work, peer: int) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise missing(self._op, self.line, error, peer) from error
 
     @torch.no_grad()
     def _arrived(self, message: _Message, into: torch.Tensor, start: int) -> torch.Tensor:
@@ -300,7 +284,7 @@ class Post:
             return into
         if start == NOT_SHARED or self._shared is None:
             into = torch.empty_like(into) if message.in_place else into
-            self._wait(self._irecv(into, message.peer), message.peer)
+            self._call(message.peer, self._receive(into, message.peer).wait)
             return into
         memory = self._shared.peers[self.line.ranks[message.peer]]
         try:
@@ -315,7 +299,7 @@ class Post:
         return into
 
     def give_back(self) -> None:
-        """What was borrowed is not read any more."""
+        """Tell the senders that borrowed messages are not read any more."""
         for peer, start in self._borrowed:
             assert self._shared is not None
             self._shared.peers[self.line.ranks[peer]].done(start, self.line.rank)
@@ -334,13 +318,13 @@ class Scratch:
         self._free: list[torch.Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A flat tensor of that many elements, and what to give back."""
+        """Return a flat tensor of this many elements, and the buffer to give back."""
         size = numel * dtype.itemsize
         fits = [number for number, buffer in enumerate(self._free) if buffer.numel() >= size]
         if fits:
             held = self._free.pop(min(fits, key=lambda number: self._free[number].numel()))
         else:
-            # One that is too small goes, so there are never more than were in use at once.
+            # Drop one that is too small, so that there are never more than were in use at once.
             del self._free[:1]
             held = torch.empty(size, dtype=torch.uint8)
         return held[:size].view(dtype), held
@@ -353,24 +337,6 @@ class Scratch:
 
 
 def _chunk(own: torch.Tensor, line: Axis) -> int:
-    """Elements of one message. The same on every rank, whatever has been sent before."""
+    """Return the elements of one message: the same on every rank, whatever has been sent before."""
     share = WINDOW // (DEPTH * (line.size - 1))
     return min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
-
-
-def missing(op: str, line: Axis, error: RuntimeError, peer: int | None = None) -> RankError:
-    """The error for ranks of an axis, or one of them, that did not take part."""
-    others = [rank for rank in line.ranks if rank != line.ranks[line.rank]]
-    if peer is not None:
-        others = [line.ranks[peer]]
-    who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))}"
-    more = ", ..." if len(others) > 8 else ""
-    return RankError(
-        f"`{op}` on axis `{line.name}`",
-        f"{who}{more} must take part within the timeout",
-        got=repr(first_line(error)),
-        do=(
-            "That rank died, hangs, or is in another collective: look at the output of the rank that "
-            "failed first. If it was only slow, start the mesh with a longer `timeout`."
-        ),
-    )

@@ -1,14 +1,14 @@
 """The store that ranks meet in, by a launcher's MASTER_ADDR and MASTER_PORT.
 
-Where the address is this machine's own (127.0.0.1, localhost), nobody else is meant to come: the store
-listens there and nowhere else, and so does gloo. Where a host is named, both listen as torch has it.
+If the address is this machine's own (127.0.0.1, localhost), the store listens there and nowhere else, and so
+does gloo. If it names a host, both listen as torch has it.
 
 Invariant: what a rank reads in the store was written by a rank of the same start.
 
 [Note: restarts] An agent that starts its ranks anew (`torchrun --max-restarts`) may keep its store, as one
 with a static rendezvous does, and in it the addresses of the ranks that died. TORCHELASTIC_RESTART_COUNT does
 not tell one start from another: agents of several hosts count by themselves. So rank 0 makes up a name, and
-gives it to whoever asks with a number made up for this start; a rank that is gone asks no more.
+gives it to every rank that asks with a number made up for this start; a rank that is gone asks no more.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from zerodrift.errors import first_line
 BUSY = 1.0
 """Seconds that rank 0 waits for its port to be free."""
 _PAUSE = 0.01
-"""Seconds between two looks of rank 0 for those who ask."""
+"""Seconds between two looks of rank 0 for ranks that ask."""
 
 
 def meet(rank: int, world: int, timeout: timedelta) -> Any:
-    """The store of this start. All ranks call it."""
+    """Return the store of this start. All ranks call it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     own = loopback(host)
     if own:
@@ -50,7 +50,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> Any:
                 store = TCPStore(own or host, port, world, False, timeout, wait_for_workers=False)
             return PrefixStore(_name(store, rank, world, timeout), store)
         except (RuntimeError, OSError) as error:
-            # The store of an engine that was here before may be about to go; one that stays will do.
+            # The store of an earlier engine may be about to go; one that stays will do.
             passed = time.monotonic() - begun
             if passed > timeout.total_seconds():
                 raise RuntimeError(first_line(error)) from error
@@ -60,7 +60,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> Any:
 
 
 def _listening(host: str, port: int, world: int, timeout: timedelta, own: bool) -> TCPStore:
-    """A store that is kept here, on all addresses of this machine, or on this one."""
+    """Return a store that this process keeps, on all addresses of this machine or on its own alone."""
     if not own:
         return TCPStore(host, port, world, True, timeout, wait_for_workers=False)
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -76,7 +76,7 @@ def _listening(host: str, port: int, world: int, timeout: timedelta, own: bool) 
 
 
 def loopback(host: str) -> str:
-    """The address of a host that is this machine's own and nobody else's; "" where others may reach it."""
+    """Return the address of a host that only this machine can reach; "" if others can."""
     with contextlib.suppress(OSError, ValueError):
         addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
         if addresses and all(ipaddress.ip_address(address).is_loopback for address in addresses):
@@ -85,17 +85,17 @@ def loopback(host: str) -> str:
 
 
 def own_interface() -> str:
-    """What the interface of 127.0.0.1 is called here."""
+    """Return the name of the interface of 127.0.0.1."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "lo")
 
 
 def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:
-    """A name for this start, the same on all ranks. See [Note: restarts]."""
+    """Agree on a name for this start. See [Note: restarts]."""
     mine = uuid.uuid4().hex
     if rank:
         store.set(f"zerodrift/asks/{rank}", mine)
-        name: str = store.get(f"zerodrift/told/{mine}").decode()
+        name: str = store.get(f"zerodrift/name/{mine}").decode()
         store.set(f"{name}/{rank}", "came")
         return name
     name, asked_by, missing = f"zerodrift/start/{mine}", dict[int, str](), set(range(1, world))
@@ -107,7 +107,7 @@ def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:
             elif store.check([f"zerodrift/asks/{other}"]):
                 asked = store.get(f"zerodrift/asks/{other}").decode()
                 if asked_by.get(other) != asked:
-                    store.set(f"zerodrift/told/{asked}", name)
+                    store.set(f"zerodrift/name/{asked}", name)
                     asked_by[other] = asked
         if time.monotonic() > end:
             raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come")

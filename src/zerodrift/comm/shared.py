@@ -1,23 +1,22 @@
-"""Memory of this rank that others of its host can read: how large messages travel between them.
+"""Shared memory between ranks of a host: large messages are written once and read in place.
 
-`pairs.py` says what is sent to whom; here it is written once and read in place, without the sockets that gloo
-copies it through. Ranks that cannot read each other's memory (another host, container or user; a system
-without memfd) are found out when the mesh starts, and get messages by gloo.
+`pairs.py` says what is sent to which rank. Ranks that cannot read each other's memory (another host,
+container or user; a system without memfd) find out when the mesh starts, and get messages by gloo.
 
-Invariant: a span is written only while nobody has it to read, and a rank that dies, however it dies, leaves
+Invariant: a span is written only while no rank has it to read, and a rank that dies, however it dies, leaves
 nothing behind: the memory has no name, and goes with the last process that holds it.
 
 [Note: shared memory] Each rank has one memfd, which is not of /dev/shm and has none of its limits. Others
-open it at /proc/PID/fd/FD, which Linux grants where they may see the process: those of the same user, if they
-are in the same PID namespace. A message is a span of that memory: a line of flags, one byte for each rank of
-the axis, then the values. The sender takes the lowest gap that is large enough, writes, and sends the place
-by gloo, which arrives after the values because that goes through the kernel. A reader sets its byte when it
-is done. The sender waits for nobody: it looks at the bytes when it needs room again. So gloo is what all wait
-with, and a rank that is gone, late, or in another collective is missed as it is without shared memory.
+open it at /proc/PID/fd/FD, which Linux grants to processes of the same user in the same PID namespace. A
+message is a span of that memory: a line of flags, one byte per rank of the axis, then the values. The sender
+takes the lowest gap that is large enough, writes, and sends the place by gloo, which arrives after the values
+because that goes through the kernel. A reader sets its byte when it is done. The sender waits for nobody: it
+reads the bytes when it needs room again. So gloo is what all wait with, and a rank that is gone, late, or in
+another collective is missed as it is without shared memory.
 
 Memory that was read stays, because fresh pages cost several times the copy: as much as was ever on its way at
-once, and at most KEPT between steps. What a rank has read of another's is counted as its own, too, by what
-counts the pages that it has mapped.
+once, and at most KEPT between steps. Tools that count the pages of a process count what it has read of
+another rank's memory as its own.
 """
 
 from __future__ import annotations
@@ -32,72 +31,66 @@ import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 LINE = 64
-"""Bytes that spans are aligned to."""
+"""The alignment of spans, in bytes."""
 FIRST = mmap.PAGESIZE
-"""Where the first span begins: before it is what tells the memory from any other."""
+"""The place of the first span, after the token."""
 GROWTH = 1 << 20
-"""Bytes by which the memory grows, at least."""
+"""The fewest bytes by which the memory grows."""
 KEPT = 16 << 20
 """Bytes that are kept between steps."""
 _NAME = "zerodrift"
 _TOKEN = slice(0, 16)
-"""Where the random bytes lie by which a rank's memory is known."""
+"""The place of random bytes by which a rank's memory is known."""
 
 _log = logging.getLogger("zerodrift")
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a rank's memory is; as words, so that it can be sent."""
+class Address(NamedTuple):
+    """The address of a rank's memory."""
 
     host: int
-    """Of the running system and its PID namespace: elsewhere a PID is another process."""
+    """A number of the running system and its PID namespace: elsewhere a PID is another process."""
     process: int
-    """0 where there is no memory that others could read."""
+    """0 without memory that others could read."""
     descriptor: int
-    token: tuple[int, int]
-
-    def words(self) -> torch.Tensor:
-        return torch.tensor([self.host, self.process, self.descriptor, *self.token])
-
-    @classmethod
-    def of(cls, words: torch.Tensor) -> Address:
-        host, process, descriptor, *token = words.tolist()
-        return cls(host, process, descriptor, (token[0], token[1]))
+    low: int
+    """The first half of the memory's token, and `high` the second."""
+    high: int
 
 
-NOWHERE = Address(0, 0, 0, (0, 0))
+NOWHERE = Address(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What was sent, and may not have been read."""
+    """A message that was written, and may not have been read."""
 
     start: int
     stop: int
     ranks: int
-    """Of the axis: so many bytes at its start say of each whether it is done."""
+    """Ranks of the axis, and flags at the start."""
 
 
 class OwnMemory:
-    """This rank's, which others read."""
+    """This rank's memory, which others read."""
 
     def __init__(self) -> None:
         self.written = 0
-        """Bytes of messages so far."""
+        """Bytes of messages so far, for measurements."""
         self._descriptor = -1
         self._size = 0
         self._mapped: mmap.mmap | None = None
         self._spans: list[_Span] = []
-        """In the order of their places."""
+        """Sorted by place."""
 
     def address(self) -> Address:
-        """Makes the memory, if need be. `NOWHERE` where the system has none of this kind."""
+        """Return the address, of new memory if there is none yet; `NOWHERE` if the system has no memfd."""
         host = _host()
         if not host:
             return NOWHERE
@@ -109,7 +102,7 @@ class OwnMemory:
                 self.close()
                 return NOWHERE
             self._bytes[_TOKEN] = os.urandom(16)
-        return Address(host, os.getpid(), self._descriptor, _token(self._bytes))
+        return Address(host, os.getpid(), self._descriptor, *_token(self._bytes))
 
     @property
     def _bytes(self) -> mmap.mmap:
@@ -118,8 +111,7 @@ class OwnMemory:
 
     @torch.no_grad()
     def write(self, values: torch.Tensor, readers: Collection[int], ranks: int) -> int:
-        """A copy of flat `values` for these of so many ranks to read; returns where it lies. OSError where
-        there is no room for it."""
+        """Write flat `values` for some of `ranks` ranks to read; return the place. OSError without room."""
         head = _up(ranks, LINE)
         start = self._gap(head + values.nbytes)
         stop = start + head + values.nbytes
@@ -133,7 +125,7 @@ class OwnMemory:
         return start
 
     def _gap(self, size: int) -> int:
-        """The lowest place with so much room, among what others may still read."""
+        """Return the lowest place with so much room between spans that others may still read."""
         self._forget_what_was_read()
         start = FIRST
         for span in self._spans:
@@ -152,7 +144,7 @@ class OwnMemory:
         self._mapped, self._size = mmap.mmap(self._descriptor, size), size
 
     def release(self) -> None:
-        """Let go of what is beyond KEPT and nobody has to read."""
+        """Free what is beyond KEPT and no rank has to read."""
         if self._size <= FIRST + KEPT:
             return
         self._forget_what_was_read()
@@ -170,7 +162,7 @@ class OwnMemory:
 
 
 class PeerMemory:
-    """Another rank's, which this one reads."""
+    """Another rank's memory, which this one reads."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -178,14 +170,14 @@ class PeerMemory:
         self.token = _token(self._bytes)
 
     def read(self, start: int, size: int, ranks: int) -> torch.Tensor:
-        """The bytes of a message of that size, in place."""
+        """Return the bytes of a message of this size, in place."""
         first = start + _up(ranks, LINE)
         if first + size > len(self._bytes):
             self._bytes = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
         return _values(self._bytes, first, size)
 
     def done(self, start: int, reader: int) -> None:
-        """The message may be overwritten."""
+        """Let the sender overwrite the message."""
         self._bytes[start + reader] = 1
 
     def close(self) -> None:
@@ -195,7 +187,7 @@ class PeerMemory:
 
 
 class SharedMemory:
-    """The memory of this rank and of those that it shares it with, by their world ranks."""
+    """The memory of this rank, and by world rank that of those with which it shares."""
 
     def __init__(self, own: OwnMemory, peers: Mapping[int, PeerMemory]) -> None:
         self.own = own
@@ -209,11 +201,13 @@ class SharedMemory:
 
 
 def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | None:
-    """Find out who can read whose memory; all ranks of the group call it. Two share where both can, and None
-    is where this rank shares with nobody."""
+    """Find out which ranks can read each other's memory. All ranks of the group call it.
+
+    Two ranks share if both can read. Return None if this rank shares with none.
+    """
     own = OwnMemory()
     mine = own.address()
-    addresses = [Address.of(words) for words in _from_all(mine.words(), ranks, group)]
+    addresses = [Address(*words.tolist()) for words in _from_all(torch.tensor(mine), ranks, group)]
     found = {
         other: memory
         for other, address in enumerate(addresses)
@@ -226,13 +220,13 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
     for other in found.keys() - peers.keys():
         found[other].close()
     here = [other for other, address in enumerate(addresses) if address.host == mine.host and other != rank]
-    apart = [other for other in here if other not in peers] if mine != NOWHERE else []
-    if apart:
+    unreadable = [other for other in here if other not in peers] if mine != NOWHERE else []
+    if unreadable:
         _log.warning(
             "zerodrift: rank %d and rank %d of one machine cannot read each other's memory: they exchange "
             "through sockets, with the same bits, slower",
             rank,
-            apart[0],
+            unreadable[0],
         )
     if not peers:
         own.close()
@@ -241,13 +235,13 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
 
 
 def _from_all(values: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    everybody = [torch.zeros_like(values) for _ in range(ranks)]
-    dist.all_gather(everybody, values, group=group)
-    return everybody
+    gathered = [torch.zeros_like(values) for _ in range(ranks)]
+    dist.all_gather(gathered, values, group=group)
+    return gathered
 
 
 def reach(address: Address) -> PeerMemory | None:
-    """The memory of another process; None where it cannot be read from here."""
+    """Return the memory of another process; None if it cannot be read from here."""
     if not address.process or address.host != _host():
         return None
     place = f"/proc/{address.process}/fd/{address.descriptor}"
@@ -255,14 +249,14 @@ def reach(address: Address) -> PeerMemory | None:
         # Nothing else is opened: that can have effects.
         if os.readlink(place).startswith(f"/memfd:{_NAME}"):
             memory = PeerMemory(os.open(place, os.O_RDWR | os.O_CLOEXEC))
-            if memory.token == address.token:
+            if memory.token == address[-2:]:
                 return memory
             memory.close()
     return None
 
 
 def can_share() -> bool:
-    """Whether this process finds such memory by its address: its own."""
+    """Return whether this process can open memory by its address, tried on its own."""
     own = OwnMemory()
     found = reach(own.address())
     if found is not None:
@@ -273,7 +267,7 @@ def can_share() -> bool:
 
 @functools.cache
 def _host() -> int:
-    """Of the running system and the PID namespace; 0 where this is not Linux, or not all of it."""
+    """Return a number of the running system and PID namespace; 0 without what Linux has."""
     if not hasattr(os, "memfd_create"):
         return 0
     try:
@@ -291,7 +285,7 @@ def _token(memory: mmap.mmap) -> tuple[int, int]:
 
 
 def _values(memory: mmap.mmap, start: int, size: int) -> torch.Tensor:
-    """Bytes as a tensor, for as long as somebody looks: none is held, so none counts as a rank's tensors."""
+    """Return bytes as a tensor. None is kept, so none counts among the tensors of a rank."""
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
 
 

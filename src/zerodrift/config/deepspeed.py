@@ -358,9 +358,9 @@ OPTIMIZER = Section(
         _ignored("optimizer.legacy_fusion", "there is one update per dtype"),
         _used("scheduler.type", "the schedule that is built where none is passed"),
         _used("scheduler.params.*", "its arguments"),
-        _ignored(
+        _used(
             "zero_allow_untested_optimizer",
-            "every optimizer is tried out: an elementwise one runs on shards, another is refused by name",
+            "whether an optimizer of yours that is not known is declared elementwise, and so runs on shards",
         ),
         _ignored("zero_force_ds_cpu_optimizer", "the update runs where the master rests, whoever built it"),
     ),

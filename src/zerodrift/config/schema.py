@@ -347,8 +347,8 @@ class Scheduler(Block):
     """DeepSpeed's `scheduler` block, which takes the schedules of `transformers` too."""
 
     type: str
-    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, as DeepSpeed has them; or as
-    `transformers` has them: linear, cosine, cosine_with_restarts, cosine_with_min_lr,
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, as DeepSpeed has them; or, if
+    `transformers` is installed, one of its own: linear, cosine, cosine_with_restarts, cosine_with_min_lr,
     cosine_warmup_with_min_lr, polynomial, constant, constant_with_warmup, inverse_sqrt, and
     warmup_stable_decay or wsd."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -405,6 +405,9 @@ class Config(Block):
 
     optimizer: Optimizer | None = None
     """The optimizer to build when none is passed."""
+    zero_allow_untested_optimizer: bool | None = None
+    """Declares that a passed optimizer which zerodrift does not know is elementwise: an element's update
+    depends on that element alone."""
     scheduler: Scheduler | None = None
     """The learning-rate schedule to build when none is passed."""
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None

@@ -45,7 +45,7 @@ from zerodrift.engine.update_function import choose_update_function
 from zerodrift.engine.values import SegmentValues
 from zerodrift.experts.dispatch import distribute_experts
 from zerodrift.experts.turns import Turns
-from zerodrift.optim.make import make_updater
+from zerodrift.optim.factory import make_updater
 from zerodrift.optim.updater import Updater
 from zerodrift.plan.prefetch import room
 from zerodrift.plan.stages import part

@@ -35,7 +35,7 @@ from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import resting
 from zerodrift.model import recipe
 from zerodrift.model.dtensors import is_dtensor
-from zerodrift.optim.split import split
+from zerodrift.optim.rounding import split
 from zerodrift.plan.layout import round_up
 from zerodrift.plan.prefetch import gathered_bytes
 from zerodrift.plan.table import Plan, Row

@@ -40,7 +40,7 @@ from zerodrift.engine.buffers import GradientBuffers
 from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.treesum import TreeSum
 from zerodrift.engine.ungathered import CollectedGradient
-from zerodrift.optim.split import round_away
+from zerodrift.optim.rounding import round_away
 from zerodrift.optim.updater import Owned
 from zerodrift.plan.table import Row, Segment
 from zerodrift.policy.nouns import Master, Update

@@ -16,7 +16,7 @@ import logging
 from zerodrift.comm.collectives import Collectives
 from zerodrift.kernels import device
 from zerodrift.optim.fused import UpdateFunction, update
-from zerodrift.optim.reference import reference_update
+from zerodrift.optim.updates import reference_update
 from zerodrift.plan.table import Plan
 
 _log = logging.getLogger("zerodrift")

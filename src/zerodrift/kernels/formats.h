@@ -1,7 +1,7 @@
 // How fp32 values rest in 16 bits: bf16 two ways, fp16, the two halves of a split master; and the random
 // words that round. Part of native.cpp, like the other headers here.
 //
-// The definition is `optim/rounding.py` and `optim/split.py`.
+// The definition is `optim/rounding.py`.
 //
 // Invariant: a NaN is stored as one bit pattern in 16 bits, whatever it was.
 

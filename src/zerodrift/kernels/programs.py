@@ -6,7 +6,7 @@ table of coefficients, the same kinds. A program takes a few blocks as a tile `[
 not fp32, updates in fp32 and narrows on the way back, so every byte is read and written once.
 
 bf16 travels as its bits, in tensors viewed as int16, and is rounded by integer arithmetic that is written out
-here: no compiler's idea of a cast is in it. `device.py` launches these; `optim/device.py` hands tensors over.
+here: no compiler's idea of a cast is in it. `device.py` launches these; `optim/fused.py` hands tensors over.
 
 Invariant: these programs leave the bits of `native.cpp`. Products and sums are contracted where `native.cpp`
 contracts them and nowhere else (launched with `enable_fp_fusion=False`), divisions and roots are correctly

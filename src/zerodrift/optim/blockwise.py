@@ -6,13 +6,10 @@ The place of a code's leading one is its decade and the bits behind it count equ
 has 2^i of them. A first moment has a sign and seven bits, 1e-6 to 1 of the scale; a second moment, which is
 never negative, has eight, 1e-7 to 1. Blocks begin where the parameter does, so no slicing moves them.
 
-Two things keep training sound that rounding to the nearest code would break:
-
-- An update rounds up or down at random, by the bits of `rounding`, so that the mean is kept. At a beta2 of
-  0.999 a second moment changes by a thousandth a step where neighbouring codes are a hundredth apart or more:
-  rounded to nearest, one whose block has a larger value that stays would never follow.
-- A second moment that is not zero is never stored as zero, but as the least code: the update divides by its
-  root, and a first moment over nothing is a step into nowhere.
+An update rounds up or down at random, by the bits of `rounding`, so that the mean is kept. At a beta2 of
+0.999 a second moment changes by a thousandth a step where neighbouring codes are a hundredth apart or more:
+rounded to nearest, one whose block has a larger value that stays would never follow. A second moment that is
+not zero is never stored as zero, but as the least code: the update divides by its root.
 
 A block whose largest value is under 2^-96 is stored as zeros: the root of such a second moment is far below
 any eps. Infinities are stored as the largest scale, 2^126, and one NaN makes its block NaN.
@@ -33,7 +30,7 @@ from torch import Tensor
 from zerodrift.dtypes import BLOCK
 
 LEVELS = 8
-"""Decades of the longer code; the tables of both have this many places."""
+"""Decades of the longer code, and places in the tables of both codes."""
 
 LEAST_SCALE, LARGEST_SCALE = 2.0**-96, 2.0**126
 """Between these a scale has an inverse, and its least code is a normal number."""
@@ -44,12 +41,12 @@ _LEAST_BITS, _LARGEST_BITS = (127 - 96) << 23, (127 + 126) << 23
 
 
 class Code(enum.Enum):
-    """Which numbers the 256 codes are."""
+    """The numbers that the 256 codes stand for."""
 
     SIGNED = 0
-    """A sign and 7 decades: first moments."""
+    """First moments: a sign and 7 decades."""
     UNSIGNED = 1
-    """8 decades: second moments."""
+    """Second moments: 8 decades."""
 
     @property
     def top(self) -> int:
@@ -58,13 +55,13 @@ class Code(enum.Enum):
 
 
 def code_of(moment: int) -> Code:
-    """The code of an algorithm's first (0) or second (1) moment."""
+    """Return the code of an algorithm's first (0) or second (1) moment."""
     return Code.SIGNED if moment == 0 else Code.UNSIGNED
 
 
 @functools.cache
 def tables(device: torch.device) -> Tensor:
-    """`struct Code` of codes.h, a row per code, fp32: where decades begin (8 places, the last ones out
+    """Return `struct Code` of codes.h, a row per code, fp32: where decades begin (8 places, the last ones out
     of reach), each decade's first value (8) and steps per unit (8), and the value of every code (256)."""
     # By way of fp64, which rounds every fraction once more than fp32 would, and on all machines alike.
     return torch.tensor([_table(code) for code in Code], dtype=torch.float64).float().to(device)
@@ -94,14 +91,16 @@ def _table(code: Code) -> list[float]:
 
 
 def decode(code: Code, codes: Tensor, scales: Tensor) -> Tensor:
-    """uint8 codes and a scale per block -> fp32."""
+    """Decode uint8 codes and a scale per block to fp32."""
     values = tables(codes.device)[code.value, 3 * LEVELS :]
     return values[codes.int()].mul_(scales.repeat_interleave(BLOCK)[: codes.numel()])
 
 
 def encode(code: Code, values: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """fp32 -> (uint8 codes, a scale per block). `draws` are 16 random bits for each element, in [0, 65536);
-    without them a value goes to the nearest code."""
+    """Encode fp32 as (uint8 codes, a scale per block).
+
+    `draws` are 16 random bits per element, in [0, 65536); without them a value goes to the nearest code.
+    """
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     magnitudes = blocks.view(torch.int32) & _MAGNITUDE
     scales = _scales(magnitudes.amax(1))
@@ -116,12 +115,12 @@ def encode(code: Code, values: Tensor, draws: Tensor | None = None) -> tuple[Ten
     if code is Code.SIGNED:
         codes += (torch.signbit(values) & ~values.isnan()).int() << 7
     else:
-        there = (magnitudes != 0) & (scales != 0)[:, None]
-        codes = torch.maximum(codes, there.flatten()[: values.numel()].int())
+        is_nonzero = (magnitudes != 0) & (scales != 0)[:, None]
+        codes = torch.maximum(codes, is_nonzero.flatten()[: values.numel()].int())
     return codes.to(torch.uint8), scales
 
 
 def _scales(most: Tensor) -> Tensor:
-    """The scale of blocks by the bits of their largest magnitude."""
+    """Return the scale of blocks from the bits of their largest magnitude."""
     kept = most.clamp(max=_LARGEST_BITS).masked_fill_(most < _LEAST_BITS, 0)
     return kept.view(torch.float32).masked_fill_(most > _INFINITY, torch.nan)

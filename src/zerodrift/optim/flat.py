@@ -1,11 +1,11 @@
-"""Elementwise optimizers on whole pieces: master, moments, storage and gradient in one pass.
+"""The optimizers of a config's `optimizer` block, and torch's own of these classes, on flat shards.
 
-Answers for the config's `optimizer` block and for a caller's `torch.optim` object of one of these classes,
-whose parameter groups stay what schedules and users read and write: every step takes learning rates,
-betas and weight decay from them. Which group an element belongs to is a table of one number per block of
-256 elements, so groups cost no launch of their own.
+An elementwise optimizer updates a whole shard in one pass: master, moments, storage and gradient. Every step
+takes its numbers from the parameter groups, which schedules and users write. A table has the group of every
+block of 256 elements, so groups cost no launch. Muon updates the rows that the plan gives it, each a whole
+matrix on one rank, with parameter group 0; AdamW updates all others, with group 1.
 
-Invariant: a piece's master is what the named optimizer makes of it in a plain fp32 loop, bit for bit (see
+Invariant: a shard's master is what the named optimizer makes of it in a plain fp32 loop, bit for bit (see
 [Note: roots] in `updates.py`), whatever the master scheme.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -23,26 +23,28 @@ from torch import nn
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problems, UnsupportedError
-from zerodrift.optim import schemes
+from zerodrift.optim import muon, schemes
 from zerodrift.optim.fused import UpdateFunction, update
-from zerodrift.optim.reference import UpdateStep
+from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.rounding import block_keys, parameter_key
-from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
-from zerodrift.optim.updates import Hyper, Root
-from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, SGD, Algorithm, meant
+from zerodrift.optim.updates import Hyper, Root, UpdateStep
+from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, meant
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import ANY, checked
 from zerodrift.policy.nouns import ComponentSpec
 from zerodrift.policy.support import state_verdict
 
-HELD_STILL = Hyper(lr=0.0)
+NO_UPDATE = Hyper(lr=0.0)
 """The group of trained parameters that the optimizer was not given: their update is exactly zero."""
+
+TORCH_DECAY = 0.01
+"""The decay of `torch.optim.AdamW`, which DeepSpeed makes where the block says `torch_adam`."""
 
 
 class Groups(torch.optim.Optimizer):
-    """Parameter groups for a config's optimizer. It takes no step itself: the engine does."""
+    """Parameter groups for a config's optimizer. The engine takes the steps."""
 
     # Without torch's wrapper, whose first call imports the compiler: seconds, on every rank.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -57,7 +59,7 @@ class Groups(torch.optim.Optimizer):
 
 
 class FlatUpdater:
-    """An `Updater` on whole pieces."""
+    """An `Updater` on flat shards."""
 
     def __init__(
         self,
@@ -70,65 +72,92 @@ class FlatUpdater:
         update_slice: UpdateFunction = update,
     ) -> None:
         self.groups = groups
+        self.group_of = group_of
+        self.kind = algorithm.kind
         self._update_slice = update_slice
         # A step of the optimizer's own would find no gradient and do nothing, without a word.
         groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
-        # So a `GradScaler` comes to that, too, and not to an assertion of its own about gradients.
+        # A `GradScaler` gets to that error too, instead of an assertion of its own about gradients.
         groups._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        self.group_of = group_of
-        self._algorithm = algorithm
+        self._algorithm = algorithm.rest or algorithm
         self._root = root
         self._steps = 0
-        still = len(groups.param_groups)
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
-        _require_states_that_move(self._schemes.values(), algorithm, groups)
-        self._statistics = empty_statistics(plan, owned)
+        self.statistics: Mapping[int, Statistics] = empty_statistics(plan, owned)
         self._owned = {piece.number: piece.without_values() for piece in owned}
-        self._left_alone: frozenset[str] = frozenset()
-        self._behind: dict[str, int] = {}
-        """Rows that some updates left as they were: how many."""
-        count = self._moments = len(algorithm.kept(groups.param_groups))
+        self._matrices = {piece.number for piece in owned if piece.update.optimizer == MUON.name}
+        self._matrix_rows = {row.name for number in self._matrices for row in self._owned[number].rows}
+        self._require_states_that_move()
+        self._skipped: frozenset[str] = frozenset()
+        self._steps_missed: dict[str, int] = {}
+        """Row -> how many updates have skipped it; rows of elementwise updates only."""
+        count = self._moments = len(self._algorithm.kept(groups.param_groups))
         self._slices = {
             piece.number: schemes.allocate(
                 self._schemes[piece.number],
                 piece.storage,
-                count,
+                1 if piece.number in self._matrices else count,
                 initial=piece.initial,
-                groups=_group_table(piece, group_of, still),
-                keys=keys_of(piece) if self._schemes[piece.number].state.drawn else None,
+                groups=self._group_table(piece, group_of),
+                keys=block_keys_of(piece) if self._schemes[piece.number].state.drawn else None,
             )
             for piece in owned
         }
 
-    def _hypers(self) -> tuple[Hyper, ...]:
-        """By group, as the tables number them: those of torch, what is held still, and behind these those of
-        rows that have taken fewer steps."""
-        groups = self.groups.param_groups
-        late = (_hyper(groups[group], self._steps + 1 - behind) for group, behind in self._late())
-        return (*(_hyper(group, self._steps + 1) for group in groups), HELD_STILL, *late)
+    def _require_states_that_move(self) -> None:
+        """Refuse a caller's beta2 that a moment's dtype cannot follow, as the plan refuses a config's."""
+        states = {scheme.state for number, scheme in self._schemes.items() if number not in self._matrices}
+        for state in states if self._algorithm.beta2 else ():
+            for number, group in enumerate(self.groups.param_groups):
+                if "betas" not in group:
+                    continue  # Muon's group
+                verdict = state_verdict(state, "native", group["betas"][1])
+                if verdict.status == "no":
+                    raise UnsupportedError(
+                        f"optimizer.param_groups[{number}]",
+                        f"must have a beta2 that `state: {state}` can follow",
+                        got=f"{group['betas'][1]}, and {verdict.reason}",
+                        do="Lower the beta2 of the group, or use `state: fp32`.",
+                    )
 
-    def _late(self) -> list[tuple[int, int]]:
-        """(Group, steps behind) of the rows that are, each once."""
-        return sorted({(self.group_of[name], behind) for name, behind in self._behind.items()})
-
-    def leave_alone(self, names: Collection[str]) -> None:
-        self._left_alone = frozenset(names).intersection(self.group_of)
-
-    def _regroup(self) -> None:
-        """The tables of groups, after some rows have fallen behind."""
-        first = len(self.groups.param_groups) + 1
-        late = {pair: first + place for place, pair in enumerate(self._late())}
-        of = {name: late[self.group_of[name], behind] for name, behind in self._behind.items()}
-        for number, piece in self._owned.items():
-            table = _group_table(piece, {**self.group_of, **of}, first - 1)
-            self._slices[number] = replace(self._slices[number], groups=table)
-
-    @property
-    def statistics(self) -> Mapping[int, Statistics]:
-        return self._statistics
+    # --- groups -----------------------------------------------------------------------------------------
 
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        self._skipped = frozenset(names).intersection(self.group_of)
+
+    def _late_groups(self) -> list[tuple[int, int]]:
+        """Return (group, steps missed) of rows that have missed some, each pair once."""
+        return sorted({(self.group_of[name], missed) for name, missed in self._steps_missed.items()})
+
+    def _hypers(self) -> tuple[Hyper, ...]:
+        """Return the numbers of each group, as tables count: torch's, `NO_UPDATE`, then `_late_groups`."""
+        groups = self.groups.param_groups
+        late = (_hyper(groups[group], self._steps + 1 - missed) for group, missed in self._late_groups())
+        return (*(_hyper(group, self._steps + 1) for group in groups), NO_UPDATE, *late)
+
+    def _group_table(self, piece: Owned, group_of: Mapping[str, int]) -> torch.Tensor | None:
+        """Return the group of every block; None if all are in group 0."""
+        if piece.number in self._matrices:
+            return None
+        table = torch.zeros(-(-piece.storage.numel() // BLOCK), dtype=torch.int32)
+        for row in piece.rows:
+            span = piece.span(row)
+            first, last = span.start // BLOCK, -(-span.stop // BLOCK)
+            table[first:last] = group_of.get(row.name, len(self.groups.param_groups))
+        return table.to(piece.storage.device) if table.any() else None
+
+    def _refresh_tables(self) -> None:
+        first = len(self.groups.param_groups) + 1
+        late = {pair: first + place for place, pair in enumerate(self._late_groups())}
+        of_late = {name: late[self.group_of[name], missed] for name, missed in self._steps_missed.items()}
+        for number, piece in self._owned.items():
+            table = self._group_table(piece, {**self.group_of, **of_late})
+            self._slices[number] = replace(self._slices[number], groups=table)
+
+    # --- the update -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def update(
@@ -142,34 +171,48 @@ class FlatUpdater:
                 do="Make the optimizer with it, or the schedule without (`cycle_momentum=False`).",
             )
         step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
-        for number, gradient in gradients.items():
-            kept = self._kept(number)
-            self._update_slice(
-                self._schemes[number], self._slices[number], gradient, step, self._statistics.get(number)
-            )
-            for tensor, span, values in kept:
-                tensor[span] = values
+        for number in sorted(gradients, key=self._matrices.__contains__):
+            if number in self._matrices:
+                self._update_matrices(number, gradients[number], step)
+            else:
+                before = self._values_to_keep(number)
+                room = self.statistics.get(number)
+                self._update_slice(self._schemes[number], self._slices[number], gradients[number], step, room)
+                for tensor, span, values in before:
+                    tensor[span] = values
             written(number)
         self._steps += 1
-        if self._left_alone:
-            for name in self._left_alone:
-                self._behind[name] = self._behind.get(name, 0) + 1
-            self._regroup()
-        # What torch's schedulers look at to warn of a schedule that runs ahead (torch 2.13 to 2.15).
+        if self._skipped - self._matrix_rows:
+            for name in self._skipped - self._matrix_rows:
+                self._steps_missed[name] = self._steps_missed.get(name, 0) + 1
+            self._refresh_tables()
+        # torch's schedulers read it, to warn of a schedule that runs ahead (torch 2.13 to 2.15).
         self.groups._opt_called = True  # type: ignore[attr-defined]
 
-    def _kept(self, number: int) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
-        """Of a piece, what is put back after the update: (a tensor of it, where, the values there)."""
-        if not self._left_alone:
+    def _update_matrices(self, number: int, gradient: torch.Tensor, step: UpdateStep) -> None:
+        group = self.groups.param_groups[0]
+        numbers = MuonHyper(**{field.name: group[field.name] for field in fields(MuonHyper)})
+        piece, scheme, of = self._owned[number], self._schemes[number], self._slices[number]
+        room = self.statistics.get(number)
+        for row in piece.rows:
+            if row.name not in self._skipped:
+                span = piece.span(row)
+                muon.update_matrices(scheme, of, span, row.shape, gradient, numbers, step, room)
+
+    def _values_to_keep(self, number: int) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
+        """Return what to put back after the update of a piece with skipped rows: (tensor, place, values)."""
+        if not self._skipped:
             return []
         piece, of = self._owned[number], self._slices[number]
-        spans = [piece.span(row) for row in piece.rows if row.name in self._left_alone]
+        spans = [piece.span(row) for row in piece.rows if row.name in self._skipped]
         flats = [tensor for tensor in (of.storage, of.master, *of.moments) if tensor is not None]
         kept = [(flat, span, flat[span].clone()) for flat in flats for span in spans]
         for scale in of.scales:
             blocks = [slice(span.start // BLOCK, -(-span.stop // BLOCK)) for span in spans]
             kept += [(scale, block, scale[block].clone()) for block in blocks]
         return kept
+
+    # --- values in and out ------------------------------------------------------------------------------
 
     def master(self, number: int) -> torch.Tensor:
         return schemes.read(self._schemes[number], self._slices[number])
@@ -178,63 +221,44 @@ class FlatUpdater:
     def set_master(self, number: int, values: torch.Tensor) -> None:
         schemes.write(self._schemes[number], self._slices[number], values)
 
+    def _names(self, number: int) -> tuple[str, ...]:
+        algorithm = MUON if number in self._matrices else self._algorithm
+        return algorithm.moments[: len(self._slices[number].moments)]
+
     def states(self, number: int) -> dict[str, torch.Tensor]:
         if self._steps == 0:
             return {}
         scheme, of = self._schemes[number], self._slices[number]
-        named = enumerate(self._algorithm.moments[: len(of.moments)])
-        return {name: schemes.read_moment(scheme, of, place) for place, name in named}
+        return {name: schemes.read_moment(scheme, of, i) for i, name in enumerate(self._names(number))}
 
     @torch.no_grad()
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
-        place = self._algorithm.moments.index(key)
+        place = self._names(number).index(key)
         schemes.write_moment(self._schemes[number], self._slices[number], place, values)
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        held = self._slices[number]
-        return None if held.master is None else held.master.dtype, tuple(m.dtype for m in held.moments)
-
-    @property
-    def kind(self) -> str:
-        return self._algorithm.kind
+        of = self._slices[number]
+        return None if of.master is None else of.master.dtype, tuple(m.dtype for m in of.moments)
 
     def counters(self) -> Counters:
-        behind: Counters = {name: {"behind": count} for name, count in self._behind.items()}
-        return {"": {"steps": self._steps}, **behind}
+        missed: Counters = {name: {"behind": count} for name, count in self._steps_missed.items()}
+        return {"": {"steps": self._steps}, **missed}
 
     def set_counters(self, counters: Counters) -> None:
         self._steps = int(counters[""]["steps"])
         counts = {name: mine.get("behind", 0) for name, mine in counters.items() if name in self.group_of}
-        self._behind = {name: int(behind) for name, behind in counts.items() if behind}
-        self._regroup()
+        self._steps_missed = {name: int(missed) for name, missed in counts.items() if missed}
+        self._refresh_tables()
         for number, of in self._slices.items():
-            for name in self._algorithm.moments[: len(of.moments)]:
+            for name in self._names(number):
                 self.set_state(number, name, torch.zeros_like(of.storage, dtype=torch.float32))
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         if name not in self.group_of or not counters[""]["steps"]:
             return ()
+        if name in self._matrix_rows:
+            return MUON.moments
         return self._algorithm.kept(self.groups.param_groups)
-
-
-def _require_states_that_move(
-    held: Iterable[Scheme], algorithm: Algorithm, groups: torch.optim.Optimizer
-) -> None:
-    """What the plan asks of a config's beta2, of those that a caller's optimizer brings."""
-    if not algorithm.beta2:
-        return
-    for state in {scheme.state for scheme in held}:
-        for number, group in enumerate(groups.param_groups):
-            if "betas" not in group:
-                continue  # Muon's, which moves none of these pieces
-            verdict = state_verdict(state, "native", group["betas"][1])
-            if verdict.status == "no":
-                raise UnsupportedError(
-                    f"optimizer.param_groups[{number}]",
-                    f"must have a beta2 that `state: {state}` can follow",
-                    got=f"{group['betas'][1]}, and {verdict.reason}",
-                    do="Lower the beta2 of the group, or use `state: fp32`.",
-                )
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
@@ -246,18 +270,8 @@ def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
 _refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def _group_table(piece: Owned, group_of: Mapping[str, int], still: int) -> torch.Tensor | None:
-    """The group of every block; None where all are in group 0."""
-    table = torch.zeros(-(-piece.storage.numel() // BLOCK), dtype=torch.int32)
-    for row in piece.rows:
-        span = piece.span(row)
-        first, last = span.start // BLOCK, -(-span.stop // BLOCK)
-        table[first:last] = group_of.get(row.name, still)
-    return table.to(piece.storage.device) if table.any() else None
-
-
-def keys_of(piece: Owned) -> torch.Tensor:
-    """The key of every block, from the parameter's name and the block's place in it."""
+def block_keys_of(piece: Owned) -> torch.Tensor:
+    """Return the random key of every block, from the parameter's name and the block's place in it."""
     keys = torch.zeros(-(-piece.storage.numel() // BLOCK), dtype=torch.int64)
     for row in piece.rows:
         span = piece.span(row)
@@ -271,8 +285,7 @@ def keys_of(piece: Owned) -> torch.Tensor:
 
 
 def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
-    known = {field.name for field in fields(Hyper)}
-    given = {key: value for key, value in group.items() if key in known and value is not None}
+    given = {key: value for key, value in group.items() if value is not None}
     beta1, beta2 = given.get("betas", (0.9, 0.999))
     return Hyper(
         lr=float(given["lr"]),
@@ -287,52 +300,62 @@ def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
     )
 
 
-# --- from a config ------------------------------------------------------------------------------------
-
-TORCH_DECAY = 0.01
-"""What `torch.optim.AdamW` decays by, which is what DeepSpeed makes where the block says `torch_adam`."""
+# --- from a config --------------------------------------------------------------------------------------
 
 
 def from_recipe(
     plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, update_slice: UpdateFunction = update
 ) -> FlatUpdater:
-    """The optimizer that a config's `optimizer` block means."""
+    """Return the updater of a config's `optimizer` block. Its groups hold numbers, and no parameters."""
     algorithm, defaults = arguments(recipe)
-    # One stand-in parameter: groups exist for their numbers, the values are in the pieces.
-    groups = Groups([nn.Parameter(torch.zeros(0))], defaults)
-    everything = {row.name: 0 for piece in owned for row in piece.rows}
-    return FlatUpdater(plan, owned, algorithm, Root.EXACT, groups, everything, update_slice)
+    groups = _muon_groups(defaults) if algorithm is MUON else [defaults]
+    empty = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
+    group_of = {
+        row.name: int(algorithm is MUON and piece.update.optimizer != MUON.name)
+        for piece in owned
+        for row in piece.rows
+    }
+    made = Groups(empty, defaults if len(groups) == 1 else {})
+    return FlatUpdater(plan, owned, algorithm, Root.EXACT, made, group_of, update_slice)
 
 
 def arguments(recipe: ComponentSpec) -> tuple[Algorithm, dict[str, Any]]:
-    """What an `optimizer` block means: the update, and torch's arguments for it."""
-    params = require(recipe)
+    """Return the update that an `optimizer` block means, and torch's arguments for it."""
+    problems = Problems()
+    params = checked("optimizer.params", recipe.type, json.loads(recipe.params), problems)
+    problems.raise_as(ConfigError)  # for a recipe that came from no config
     algorithm = meant(recipe.type, params)
     defaults = dict(algorithm.defaults)
     if algorithm is ADAMW and params.get("torch_adam"):
         defaults["weight_decay"] = TORCH_DECAY
-    return algorithm, defaults | {key: params[key] for key in params if key not in ANY}
+    ours = ANY if not algorithm.matrices else {}
+    return algorithm, defaults | {key: params[key] for key in params if key not in ours}
 
 
-def require(recipe: ComponentSpec) -> dict[str, Any]:
-    """The arguments of a recipe; one that came from a config has been checked where it was resolved."""
-    problems = Problems()
-    values = checked("optimizer.params", recipe.type, json.loads(recipe.params), problems)
-    problems.raise_as(ConfigError)
-    return values
+def _muon_groups(params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the numbers of Muon's group and of AdamW's, with torch's defaults.
+
+    A key that both have means both, as in DeepSpeed; `muon_lr` and `adam_lr` go over `lr`.
+    """
+    matrices: dict[str, Any] = {field.name: field.default for field in fields(MuonHyper)}
+    rest: dict[str, Any] = {**ADAMW.defaults, "weight_decay": TORCH_DECAY}
+    for group, own_rate in ((matrices, "muon_lr"), (rest, "adam_lr")):
+        group.update((key, value) for key, value in params.items() if key in group)
+        group["lr"] = params.get(own_rate, group["lr"])
+    return [matrices, rest]
 
 
-# --- from a torch optimizer ---------------------------------------------------------------------------
+# --- from a torch optimizer -----------------------------------------------------------------------------
 
 
 def algorithm_of(optimizer: torch.optim.Optimizer) -> tuple[Algorithm, Root] | None:
-    """Which of our updates a torch optimizer is, exactly; None for any other class or variant."""
+    """Return which of our updates a torch optimizer is, exactly; None for any other class or variant."""
     kinds = {getattr(torch.optim, known.torch): known for known in ELEMENTWISE if known.torch}
     algorithm = kinds.get(type(optimizer))
     if algorithm is None:
         return None
-    plain = ("amsgrad", "capturable", "differentiable")
-    if any(group.get(key) for group in optimizer.param_groups for key in plain):
+    variants = ("amsgrad", "capturable", "differentiable")
+    if any(group.get(key) for group in optimizer.param_groups for key in variants):
         return None
     if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
         return None

@@ -1,9 +1,9 @@
-"""The step of a slice, as fast as there is a way: one compiled pass over memory, or the reference.
+"""The step of a slice by the fastest way there is: compiled code on a CPU, Triton on a GPU, or the reference.
 
-Chooses the path by where the slice lies: `kernels/native.cpp` on a CPU, Triton's programs (`optim/device.py`)
-on a GPU, the reference where neither can be built; `engine/update_function.py` decides for all ranks of a run
-whether to come here. For the first it checks what compiled code cannot, and hands addresses over. The
-arithmetic is defined by `updates` and `reference`, which the others repeat.
+`engine/update_function.py` decides for all ranks of a run whether to come here. `updates` defines the
+arithmetic, which `kernels/native.cpp` and `kernels/programs.py` repeat; `kernels/device.py` launches the
+latter. This file checks what compiled code cannot, and passes tensors and numbers to it. With statistics,
+Triton's programs leave the wanted change, which `account` counts some blocks at a time.
 
 Invariant: on a CPU both paths leave the same bits, and a GPU's programs leave them too. (The bits of a NaN
 are the one exception: any NaN equals any other.) See [Note: bits on a GPU] for what is left.
@@ -23,48 +23,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import device, native
-from zerodrift.kernels.probe import vector_root
-from zerodrift.optim import blockwise, kinds
-from zerodrift.optim.device import update_on_device
-from zerodrift.optim.reference import UpdateStep, check_step, reference_update
+from zerodrift.kernels.probe import contraction, vector_root
+from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import step_key
-from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.updates import ARITHMETIC, Root
+from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
+from zerodrift.optim.statistics import Statistics, account
+from zerodrift.optim.updates import ARITHMETIC, Coefficients, Root, UpdateStep, check_step, reference_update
+from zerodrift.policy.nouns import Master, State
 
 UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Statistics | None], None]
-"""How a slice is stepped: `update`, or the reference."""
+"""A way to step a slice: `update`, or the reference."""
+
+# `native.cpp`, with its headers, and `kernels/programs.py` know the same numbers.
+MASTERS = {Master.FP32: 0, Master.SPLIT: 1, Master.SAME: 2}
+STATES = {State.FP32: 0, State.BF16: 1, State.BF16_STOCHASTIC: 2, State.EIGHT_BIT: 3}
+
+COUNTED_BLOCKS = 1 << 15
+"""Blocks per launch with statistics: eight million elements, which need some 400 MB."""
+
+CPU = torch.device("cpu")
 
 _log = logging.getLogger("zerodrift")
-
-
-class _Update(ctypes.Structure):
-    """`struct Update` of native.cpp, field by field."""
-
-    _fields_ = (
-        ("numel", ctypes.c_int64),
-        ("stochastic", ctypes.c_int64),
-        ("grad", ctypes.c_void_p),
-        ("storage", ctypes.c_void_p),
-        ("master", ctypes.c_void_p),
-        ("moment1", ctypes.c_void_p),
-        ("moment2", ctypes.c_void_p),
-        ("scale1", ctypes.c_void_p),
-        ("scale2", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("groups", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("root", ctypes.c_void_p),
-        ("statistics", ctypes.c_void_p),
-        ("grad_type", ctypes.c_int32),
-        ("storage_type", ctypes.c_int32),
-        ("master_kind", ctypes.c_int32),
-        ("state_kind", ctypes.c_int32),
-        ("algorithm", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-    )
 
 
 def update(
@@ -72,10 +53,10 @@ def update(
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     gradient = gradient.contiguous()
-    built = compiled_for(of.storage.device, step)
-    if built is not None:
+    library = compiled_for(of.storage.device, step)
+    if library is not None:
         if of.numel:
-            _update_compiled(built, scheme, of, gradient, step, statistics)
+            _update_compiled(library, scheme, of, gradient, step, statistics)
     elif ARITHMETIC[step.algorithm].compiled is not None and device.works(of.storage.device):
         if of.numel:
             update_on_device(scheme, of, gradient, step, statistics)
@@ -84,11 +65,11 @@ def update(
 
 
 def compiled_for(where: torch.device, step: UpdateStep) -> native.Library | None:
-    """The compiled CPU kernels, where they can run this step on this device."""
+    """Return the compiled CPU kernels if they can run this step on this device."""
     if where.type != "cpu" or ARITHMETIC[step.algorithm].compiled is None:
         return None
     if _needs_torch_root(step) and vector_root() is None:
-        _tell_once_about_roots()
+        _warn_of_roots()
         return None
     return native.library()
 
@@ -97,8 +78,24 @@ def _needs_torch_root(step: UpdateStep) -> bool:
     return step.root is Root.TORCH and ARITHMETIC[step.algorithm].roots
 
 
+# --- compiled, on a CPU -----------------------------------------------------------------------------------
+
+
+class _Update(ctypes.Structure):
+    """`struct Update` of native.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("numel", "stochastic")),
+        *((name, ctypes.c_void_p) for name in ("grad", "storage", "master", "moment1", "moment2")),
+        *((name, ctypes.c_void_p) for name in ("scale1", "scale2", "codes", "groups", "keys")),
+        *((name, ctypes.c_void_p) for name in ("table", "root", "statistics")),
+        *((name, ctypes.c_int32) for name in ("grad_type", "storage_type", "master_kind")),
+        *((name, ctypes.c_int32) for name in ("state_kind", "algorithm", "threads")),
+    )
+
+
 @functools.cache
-def _tell_once_about_roots() -> None:
+def _warn_of_roots() -> None:
     _log.warning(
         "zerodrift: this torch's square root cannot be called from compiled code; updates that must equal "
         "`torch.optim` bit for bit run in plain PyTorch"
@@ -106,7 +103,7 @@ def _tell_once_about_roots() -> None:
 
 
 def _update_compiled(
-    built: native.Library,
+    library: native.Library,
     scheme: Scheme,
     of: SliceTensors,
     gradient: Tensor,
@@ -114,9 +111,11 @@ def _update_compiled(
     statistics: Statistics | None,
 ) -> None:
     check_step(scheme, of, gradient, step)
-    if of.groups is not None and not _within(of.groups, len(step.hypers)):
-        raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {of.groups.unique().tolist()}")
-    table = kinds.table(step)
+    if of.groups is not None:
+        least, most = map(int, torch.aminmax(of.groups))
+        if least < 0 or most >= len(step.hypers):
+            raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {least} to {most}")
+    table = coefficient_table(step)
     root = vector_root() if _needs_torch_root(step) else None
     moments = [moment.data_ptr() for moment in of.moments] + [None, None]
     scales = [scale.data_ptr() for scale in of.scales] + [None, None]
@@ -139,18 +138,125 @@ def _update_compiled(
         statistics=_address(statistics.blocks if statistics is not None else None),
         grad_type=native.TYPES[gradient.dtype],
         storage_type=native.TYPES[of.storage.dtype],
-        master_kind=kinds.MASTERS[scheme.master],
-        state_kind=kinds.state(scheme, of),
-        algorithm=kinds.algorithm(step),
+        master_kind=MASTERS[scheme.master],
+        state_kind=_state_number(scheme, of),
+        algorithm=_algorithm_number(step),
         threads=torch.get_num_threads(),
     )
-    built.update(ctypes.addressof(call))
-
-
-def _within(groups: Tensor, count: int) -> bool:
-    least, most = torch.aminmax(groups)
-    return int(least) >= 0 and int(most) < count
+    library.update(ctypes.addressof(call))
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+# --- Triton, on a GPU -------------------------------------------------------------------------------------
+
+
+def update_on_device(
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
+) -> None:
+    """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
+    check_step(scheme, of, gradient, step)
+    table = coefficient_table(step, of.storage.device)
+    if statistics is None:
+        _launch(scheme, of, gradient, step, table)
+        return
+    for first in range(0, of.blocks, COUNTED_BLOCKS):
+        last = min(first + COUNTED_BLOCKS, of.blocks)
+        part = _blocks(of, first, last)
+        grad = gradient[first * BLOCK : first * BLOCK + part.numel]
+        wanted = torch.empty_like(grad, dtype=torch.float32)
+        before = (read(scheme, part), part.storage.clone(), grad)
+        _launch(scheme, part, grad, step, table, wanted)
+        moment = read_moment(scheme, part, len(part.moments) - 1) if part.moments else None
+        account(statistics.blocks[first:last], wanted, before, (read(scheme, part), part.storage, moment))
+
+
+def _launch(
+    scheme: Scheme,
+    of: SliceTensors,
+    gradient: Tensor,
+    step: UpdateStep,
+    table: Tensor,
+    wanted: Tensor | None = None,
+) -> None:
+    device.update(
+        device.UpdateTensors(
+            numel=of.numel,
+            stochastic=step_key(step.number),
+            grad=gradient,
+            storage=of.storage,
+            master=of.master,
+            moments=of.moments,
+            scales=of.scales,
+            codes=blockwise.tables(of.storage.device) if of.scales else None,
+            groups=of.groups,
+            keys=of.keys if scheme.state.drawn and of.moments else None,
+            table=table,
+            wanted=wanted,
+            master_kind=MASTERS[scheme.master],
+            state_kind=_state_number(scheme, of),
+            algorithm=_algorithm_number(step),
+            contraction=contraction(),
+        )
+    )
+
+
+def _blocks(of: SliceTensors, first: int, last: int) -> SliceTensors:
+    """Return blocks [first, last) of a slice, in the same memory."""
+    elements, blocks = slice(first * BLOCK, min(last * BLOCK, of.numel)), slice(first, last)
+    return SliceTensors(
+        storage=of.storage[elements],
+        master=None if of.master is None else of.master[elements],
+        moments=tuple(moment[elements] for moment in of.moments),
+        scales=tuple(scale[blocks] for scale in of.scales),
+        groups=None if of.groups is None else of.groups[blocks],
+        keys=None if of.keys is None else of.keys[blocks],
+    )
+
+
+# --- choices as numbers -----------------------------------------------------------------------------------
+
+
+def _algorithm_number(step: UpdateStep) -> int:
+    number = ARITHMETIC[step.algorithm].compiled
+    if number is None:
+        raise AssertionError(f"{step.algorithm} has no compiled update")
+    return number
+
+
+def _state_number(scheme: Scheme, of: SliceTensors) -> int:
+    # A slice without moments has no scales or codes to read, whatever its column says.
+    return STATES[scheme.state if of.moments else State.FP32]
+
+
+def coefficient_table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
+    """Return a row of fp32 coefficients per group. The sign includes the multiplier. Read it only."""
+    if isinstance(step.multiplier, float):
+        return _cached_table(step, device)
+    return _make_table(step, device)
+
+
+@functools.lru_cache(maxsize=2)
+def _cached_table(step: UpdateStep, device: torch.device) -> Tensor:
+    """Return the table, made once per step and not per slice."""
+    return _make_table(step, device)
+
+
+def _make_table(step: UpdateStep, device: torch.device) -> Tensor:
+    fields = tuple(Coefficients.__dataclass_fields__)
+    groups = [ARITHMETIC[step.algorithm].coefficients(hyper) for hyper in step.hypers]
+    rows = [[getattr(group, field) for field in fields] for group in groups]
+    # A multiplier that is on a device stays there: reading it would make the host wait.
+    multiplier = torch.as_tensor(step.multiplier, dtype=torch.float32)
+    table = _copy_to(torch.tensor(rows, dtype=torch.float32), multiplier.device)
+    table[:, 0] *= multiplier
+    return _copy_to(table, device)
+
+
+def _copy_to(values: Tensor, device: torch.device) -> Tensor:
+    """Copy by way of pinned memory, so that the host does not wait for the device."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

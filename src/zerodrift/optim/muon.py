@@ -1,8 +1,8 @@
-"""The definition of Muon on one matrix, in plain PyTorch: momentum, then its nearest orthogonal matrix.
+"""Muon: momentum made orthogonal, for whole matrices.
 
-The arithmetic is that of `torch.optim.Muon` (torch 2.9 to 2.15), operation by operation, so a step on one
-rank leaves the same bits. A stack of matrices is updated one matrix at a time: a batched product may add up
-in another order than a single one, and then a result would depend on how many matrices a rank holds.
+The arithmetic is that of `torch.optim.Muon` (torch 2.9 to 2.15), operation by operation, so an fp32 step
+leaves the same bits. A stack of matrices is updated one matrix at a time: a batched product may add in
+another order than a single one, and then a result would depend on how many matrices a rank holds.
 
 Invariant: a matrix's update depends on that matrix, its moment and its gradient alone.
 """
@@ -16,28 +16,34 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zerodrift.dtypes import BLOCK
+from zerodrift.optim import schemes
+from zerodrift.optim.schemes import Scheme, SliceTensors
+from zerodrift.optim.statistics import Statistics, account
+from zerodrift.optim.updates import UpdateStep
+
 
 @dataclass(frozen=True, slots=True)
 class MuonHyper:
-    """Muon's arguments at one step; names and defaults are torch's."""
+    """Muon's arguments at one step, with torch's names and defaults."""
 
     lr: float = 1e-3
     weight_decay: float = 0.1
     momentum: float = 0.95
     nesterov: bool = True
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    """Of the quintic whose repetition drives singular values towards one."""
+    """Coefficients of the quintic whose repetition drives singular values towards one."""
     ns_steps: int = 5
     ns_eps: float = 1e-7
     """The least norm to divide by; torch's `eps`."""
     ns_dtype: Literal["bf16", "fp32"] = "bf16"
-    """What the quintic is computed in; torch's is bf16."""
+    """The dtype of the quintic; torch's is bf16."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
-    """How the learning rate grows with the shape of the matrix."""
+    """The rule by which the learning rate grows with the shape of the matrix."""
 
 
 def orthogonal(matrix: Tensor, numbers: MuonHyper) -> Tensor:
-    """About the nearest matrix with orthogonal rows or columns, by Newton and Schulz; in `ns_dtype`.
+    """Return about the nearest matrix with orthogonal rows or columns, by Newton and Schulz, in `ns_dtype`.
 
     The coefficients rise so steeply at zero that the result does not converge: singular values end between
     about 0.7 and 1.2, which trains as well and takes five steps.
@@ -45,32 +51,32 @@ def orthogonal(matrix: Tensor, numbers: MuonHyper) -> Tensor:
     a, b, c = numbers.ns_coefficients
     wide = torch.float32 if numbers.ns_dtype == "fp32" else torch.bfloat16
     x = matrix.to(wide, copy=True)
-    tall = matrix.size(0) > matrix.size(1)
-    if tall:
+    is_tall = matrix.size(0) > matrix.size(1)
+    if is_tall:
         x = x.T
     x.div_(x.norm().clamp(min=numbers.ns_eps))
     for _ in range(numbers.ns_steps):
         gram = x @ x.T
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, gram, x, beta=a)
-    return x.T if tall else x
+    return x.T if is_tall else x
 
 
 def rate(numbers: MuonHyper, rows: int, columns: int) -> float:
-    """The learning rate of an orthogonal update of this shape."""
+    """Return the learning rate of an orthogonal update of this shape."""
     if numbers.adjust_lr_fn == "match_rms_adamw":
         return numbers.lr * (0.2 * math.sqrt(max(rows, columns)))
     return numbers.lr * math.sqrt(max(1, rows / columns))
 
 
 def direction(numbers: MuonHyper, moment: Tensor, gradient: Tensor) -> Tensor:
-    """What is to be made orthogonal; the moment takes the gradient in. Element by element."""
+    """Add the gradient to the moment, and return what is to be made orthogonal. Elementwise."""
     moment.lerp_(gradient, 1 - numbers.momentum)
     return gradient.lerp(moment, numbers.momentum) if numbers.nesterov else moment
 
 
 def advance(numbers: MuonHyper, weights: Tensor, directions: Tensor, change: Tensor | None = None) -> None:
-    """Update `[matrices, rows, columns]` of fp32 weights in place.
+    """Update fp32 weights in place. Shape [matrices, rows, columns].
 
     `change`, of the same shape, is filled with what is added to each weight, before that sum is rounded.
     """
@@ -82,3 +88,46 @@ def advance(numbers: MuonHyper, weights: Tensor, directions: Tensor, change: Ten
             change[place] = weight * (decay - 1) + update.float() * by
         weight.mul_(decay)
         weight.add_(update, alpha=by)
+
+
+def update_matrices(
+    scheme: Scheme,
+    of: SliceTensors,
+    span: slice,
+    shape: tuple[int, ...],
+    gradient: Tensor,
+    numbers: MuonHyper,
+    step: UpdateStep,
+    statistics: Statistics | None = None,
+) -> None:
+    """Update the matrices of one parameter, which are `span` of a slice; `shape` is the parameter's."""
+    count = span.stop - span.start
+    if count == 0:
+        return
+    shape = (-1, *shape[-2:])
+    if count % math.prod(shape[1:]):
+        raise AssertionError(f"{count} elements are no whole matrices of {shape[1:]}")
+    # To the end of the last block: what is behind the row there is zero and stays so.
+    first, last = span.start // BLOCK, -(-span.stop // BLOCK)
+    part = slice(span.start, min(last * BLOCK, of.numel))
+    scale = torch.as_tensor(step.multiplier, dtype=torch.float32, device=gradient.device)
+    scaled = gradient[part].float() * scale
+    weight = schemes.read(scheme, of, part.start, part.stop)
+    moment = schemes.read_moment(scheme, of, 0, first, last)
+    before = change = None
+    if statistics is not None:
+        before, change = (weight.clone(), of.storage[part].clone(), scaled), torch.zeros_like(weight)
+    wanted = direction(numbers, moment, scaled)
+    advance(
+        numbers,
+        weight[:count].view(shape),
+        wanted[:count].view(shape),
+        None if change is None else change[:count].view(shape),
+    )
+    schemes.write(scheme, of, weight, part.start)
+    words = schemes.draw(scheme, of, step.number, first, last)
+    schemes.write_moment(scheme, of, 0, moment, first, words)
+    if statistics is not None and before is not None and change is not None:
+        stored = schemes.read_moment(scheme, of, 0, first, last)
+        after = (schemes.read(scheme, of, part.start, part.stop), of.storage[part], stored)
+        account(statistics.blocks[first:last], change, before, after)

@@ -1,12 +1,15 @@
-"""Master and state in host memory: gradients come down, the update runs there, new storage goes up.
+"""Offload: masters and moments in host memory. Gradients come down, updates run there, storage goes up.
 
-An `Updater` around one whose pieces are in host memory, and which therefore runs the CPU's kernels. Of every
-piece the host has an image of storage besides, which the update writes; it is all that goes up, and gradients
-are all that comes down. Both go segment by segment: while one is updated, the next one's gradient is on its
-way down and the last one's storage on its way up.
+`OffloadedUpdater` is an `Updater` around one whose shards are in host memory, and which runs the CPU's
+kernels. The host has an image of every shard's storage too, which the update writes. Segment by segment,
+gradients come down and images go up: while one is updated, the next gradient and the last image travel.
 
 Gradients come down into a few buffers that take turns: `AHEAD` of them, and as many more as the inner updater
-wants to hold at once (Muon and torch's classes take all before they update any).
+wants to hold at once (torch's classes take all before they update any).
+
+`SideStreams` has a stream for each direction, so that what comes down, what goes up and what the device
+computes overlap. Copies begin after what the device was given before `begin`, and what it is given after
+`end` begins after the copies.
 
 Invariant: the bits are those of the same updater on a CPU, whatever is copied when: a gradient is read when
 its copy has arrived, and nothing is written that a copy still reads.
@@ -14,22 +17,26 @@ its copy has arrived, and nothing is written that a copy still reads.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.transfers import PendingCopy, Transfers
 from zerodrift.optim.updater import Counters, Owned, Updater, Written, no_callback
 
 AHEAD = 2
 """Gradients on their way down or being read, for an updater that takes one after the other."""
 
+HostBuffers = defaultdict[tuple[int, torch.dtype], list[Tensor]]
+"""Free buffers by size and dtype, kept from step to step: to lock a page takes longer than to copy to it."""
 
-class Offloaded:
-    """An `Updater` in host memory for pieces on a device."""
+
+class OffloadedUpdater:
+    """An `Updater` in host memory for shards on a device. `build` makes that of shards in host memory."""
 
     def __init__(
         self,
@@ -37,23 +44,20 @@ class Offloaded:
         build: Callable[[Sequence[Owned]], Updater],
         transfers: Transfers,
     ) -> None:
-        """`build` makes the updater of pieces in host memory."""
         self._transfers = transfers
-        self._there = {piece.number: piece.storage for piece in owned}
-        self._here: dict[int, Tensor] = {}
-        """The image of every piece's storage."""
-        self._going_up: dict[int, PendingCopy] = {}
-        self._buffers = HostBuffers(transfers)
-        held = [self._brought_down(piece) for piece in owned]
-        self._inner = build(held)
-        self.groups = self._inner.groups
-        self._send_up(list(self._there))
+        self._on_device = {piece.number: piece.storage for piece in owned}
+        self._images: dict[int, Tensor] = {}
+        self._uploads: dict[int, PendingCopy] = {}
+        self._free: HostBuffers = defaultdict(list)
+        self._inner = build([self._to_host(piece) for piece in owned])
+        self.groups, self.group_of, self.kind = self._inner.groups, self._inner.group_of, self._inner.kind
+        self._upload_all(list(self._on_device))
 
-    def _brought_down(self, piece: Owned) -> Owned:
+    def _to_host(self, piece: Owned) -> Owned:
         image = self._transfers.host(piece.storage.numel(), piece.storage.dtype)
         image.copy_(piece.storage)
-        self._here[piece.number] = image
-        # Without a master of its own a piece's first values are storage itself, and stay so.
+        self._images[piece.number] = image
+        # Without a separate master a shard's first values are storage itself, and stay so.
         same = piece.initial.dtype is piece.storage.dtype
         return replace(piece, storage=image, initial=image if same else piece.initial.to("cpu", copy=True))
 
@@ -64,49 +68,49 @@ class Offloaded:
     def update(
         self, gradients: Mapping[int, Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
-        self._settle()
+        self._wait_for_uploads()
         self._transfers.begin()
-        descending = Descending(gradients, self._buffers, self._transfers)
+        downloads = GradientDownloads(gradients, self._free, self._transfers)
 
-        def done(number: int) -> None:
-            descending.give_back(number)
-            self._start_up(number)
+        def upload(number: int) -> None:
+            downloads.release(number)
+            self._upload(number)
             written(number)
 
         try:
-            self._inner.update(descending, multiplier, done)
+            self._inner.update(downloads, multiplier, upload)
         finally:
             self._transfers.end()
 
-    def _settle(self) -> None:
-        """Nothing reads the images any more: they may be written."""
-        for arrival in self._going_up.values():
-            arrival.wait()
-        self._going_up.clear()
+    def _wait_for_uploads(self) -> None:
+        """Wait until nothing reads the images any more, so that they may be written."""
+        for copy in self._uploads.values():
+            copy.wait()
+        self._uploads.clear()
 
-    def _start_up(self, number: int) -> None:
-        self._going_up[number] = self._transfers.up(self._there[number], self._here[number])
+    def _upload(self, number: int) -> None:
+        self._uploads[number] = self._transfers.up(self._on_device[number], self._images[number])
 
-    def _send_up(self, numbers: Sequence[int]) -> None:
-        """Storage follows what was written outside of an update."""
+    def _upload_all(self, numbers: Sequence[int]) -> None:
+        """Copy images that were written outside of an update."""
         self._transfers.begin()
         for number in numbers:
-            self._start_up(number)
+            self._upload(number)
         self._transfers.end()
 
     # --- values in and out ------------------------------------------------------------------------------
 
     def master(self, number: int) -> Tensor:
-        return self._inner.master(number).to(self._there[number].device)
+        return self._inner.master(number).to(self._on_device[number].device)
 
     @torch.no_grad()
     def set_master(self, number: int, values: Tensor) -> None:
-        self._settle()
+        self._wait_for_uploads()
         self._inner.set_master(number, values.to("cpu"))
-        self._send_up([number])
+        self._upload_all([number])
 
     def states(self, number: int) -> dict[str, Tensor]:
-        device = self._there[number].device
+        device = self._on_device[number].device
         return {name: moment.to(device) for name, moment in self._inner.states(number).items()}
 
     def set_state(self, number: int, key: str, values: Tensor) -> None:
@@ -115,19 +119,11 @@ class Offloaded:
     @property
     def statistics(self) -> Mapping[int, Statistics]:
         return {
-            number: Statistics(room.blocks.to(self._there[number].device))
+            number: Statistics(room.blocks.to(self._on_device[number].device))
             for number, room in self._inner.statistics.items()
         }
 
-    # --- what is the same wherever it is ----------------------------------------------------------------
-
-    @property
-    def kind(self) -> str:
-        return self._inner.kind
-
-    @property
-    def group_of(self) -> Mapping[str, int]:
-        return self._inner.group_of
+    # --- the same in any memory -------------------------------------------------------------------------
 
     def learning_rates(self) -> tuple[float, ...]:
         return self._inner.learning_rates()
@@ -145,58 +141,127 @@ class Offloaded:
         return self._inner.resting(number)
 
 
-class HostBuffers:
-    """Host buffers for gradients, kept from step to step: to lock a page takes longer than to copy to it."""
+class GradientDownloads(Mapping[int, Tensor]):
+    """Gradients that are copied to the host when they are asked for, and a little ahead, in their order."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, gradients: Mapping[int, Tensor], free: HostBuffers, transfers: Transfers) -> None:
+        self._gradients = gradients
+        self._free = free
         self._transfers = transfers
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def take(self, like: Tensor) -> Tensor:
-        free = self._free.get((like.numel(), like.dtype))
-        return free.pop() if free else self._transfers.host(like.numel(), like.dtype)
-
-    def give(self, buffer: Tensor) -> None:
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
-
-
-class Descending(Mapping[int, Tensor]):
-    """Gradients that come down as they are asked for, and a little ahead of that, in their order."""
-
-    def __init__(self, there: Mapping[int, Tensor], buffers: HostBuffers, transfers: Transfers) -> None:
-        self._there = there
-        self._buffers = buffers
-        self._transfers = transfers
-        self._waiting = list(there)
-        """Not begun, in order."""
-        self._here: dict[int, Tensor] = {}
+        self._pending = list(gradients)
+        self._on_host: dict[int, Tensor] = {}
         """Arrived or on their way."""
-        self._arrivals: dict[int, PendingCopy] = {}
+        self._copies: dict[int, PendingCopy] = {}
 
     def __getitem__(self, number: int) -> Tensor:
-        if number in self._waiting:
+        if number in self._pending:
             self._begin(number)
-        while self._waiting and len(self._here) < AHEAD:
-            self._begin(self._waiting[0])
-        arrival = self._arrivals.pop(number, None)
-        if arrival is not None:
-            arrival.wait()
-        return self._here[number]
+        while self._pending and len(self._on_host) < AHEAD:
+            self._begin(self._pending[0])
+        copy = self._copies.pop(number, None)
+        if copy is not None:
+            copy.wait()
+        return self._on_host[number]
 
     def _begin(self, number: int) -> None:
-        self._waiting.remove(number)
-        self._here[number] = self._buffers.take(self._there[number])
-        self._arrivals[number] = self._transfers.down(self._here[number], self._there[number])
+        self._pending.remove(number)
+        source = self._gradients[number]
+        free = self._free[source.numel(), source.dtype]
+        self._on_host[number] = free.pop() if free else self._transfers.host(source.numel(), source.dtype)
+        self._copies[number] = self._transfers.down(self._on_host[number], source)
 
-    def give_back(self, number: int) -> None:
-        """The gradient has been used. The next one may come down in its place."""
-        self._buffers.give(self._here.pop(number))
+    def release(self, number: int) -> None:
+        """Free the buffer of a gradient that has been used, for the next one."""
+        buffer = self._on_host.pop(number)
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
 
     def __contains__(self, number: object) -> bool:
-        return number in self._there
+        return number in self._gradients
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._there)
+        return iter(self._gradients)
 
     def __len__(self) -> int:
-        return len(self._there)
+        return len(self._gradients)
+
+
+# --- copies -----------------------------------------------------------------------------------------------
+
+
+class PendingCopy(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Make the host wait until it may read the target and overwrite the source."""
+
+
+class Transfers(Protocol):
+    """Copies between device and host. All of one step are between its `begin` and its `end`."""
+
+    def host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return uninitialized host memory that a device copies to and from by itself."""
+
+    def begin(self) -> None:
+        """Let the copies that follow wait for everything that the device was given before."""
+
+    def down(self, host: Tensor, source: Tensor) -> PendingCopy:
+        """Start to copy from the device to the host."""
+
+    def up(self, target: Tensor, host: Tensor) -> PendingCopy:
+        """Start to copy from the host to the device."""
+
+    def end(self) -> None:
+        """Let what the device is given next wait for every copy."""
+
+
+class SideStreams:
+    """`Transfers` on streams of a device. On a CPU, which has them in name, copies are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams: Any = torch.get_device_module(device)  # torch.cuda, torch.xpu, torch.cpu
+        self._pinned = device.type != "cpu"
+        self._device = device
+        with self._on_device():
+            self._down, self._up = self._streams.Stream(), self._streams.Stream()
+
+    def _on_device(self) -> Any:
+        """Return a context in which the device is current, as its streams and events need."""
+        return torch.device(self._device) if not self._pinned else self._streams.device(self._device)
+
+    def host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
+
+    def begin(self) -> None:
+        with self._on_device():
+            current = self._streams.current_stream()
+            self._down.wait_stream(current)
+            self._up.wait_stream(current)
+
+    def down(self, host: Tensor, source: Tensor) -> PendingCopy:
+        return self._copy(host, source, self._down)
+
+    def up(self, target: Tensor, host: Tensor) -> PendingCopy:
+        return self._copy(target, host, self._up)
+
+    def _copy(self, target: Tensor, source: Tensor, stream: Any) -> PendingCopy:
+        with self._on_device(), self._streams.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = self._streams.Event()
+            event.record(stream)
+        return _EventCopy(event)
+
+    def end(self) -> None:
+        with self._on_device():
+            current = self._streams.current_stream()
+            current.wait_stream(self._down)
+            current.wait_stream(self._up)
+
+
+class _EventCopy:
+    """A `PendingCopy` by the event behind it."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()

@@ -1,17 +1,22 @@
-"""Stochastic rounding to bf16, by random bits that depend on nothing but what is rounded.
+"""Conversions of fp32 values to 16 bits: rounded stochastically, or split in two halves without loss.
 
-A value is rounded up with the probability of its distance from below, so its mean is kept where nearest
-rounding would keep nothing: a bf16 moment that decays by less than half an ulp a step still decays. The 16
-random bits of an element come from a hash of (seed, parameter, element, step), not from a generator with a
-state: every stage, world size, slicing, thread and resumed run draws the same.
-
-The hash works in three stages, so that the cheap one is the one paid per element: a parameter's key mixes
+Stochastic rounding goes up with the probability of a value's distance from below, so the mean is kept where
+nearest rounding would keep nothing: a bf16 moment that decays by less than half an ulp a step still decays.
+The 16 random bits of an element come from a hash of (seed, parameter, element, step), not from a generator
+with a state: every stage, world size, slicing, thread and resumed run draws the same. A parameter's key mixes
 its name and the seed; a block's key mixes the number of the block within its parameter; per step and
-element, 32 bits are mixed from the block's key, the step and the place in the block. The low half of those
-serves the first moment, the high half the second.
+element, 32 bits are mixed from the block's key, the step and the place in the block. Their low half serves
+the first moment, their high half the second.
 
-Invariant: plain wrapping integer arithmetic, so PyTorch and compiled code draw the same bits on every
-machine. The known answers in the tests never change: a resumed run depends on them.
+A split value is a bf16 value and 16 more bits. `high` is what the model sees: the value rounded to bf16,
+nearest, ties away from zero. `low` is the signed rest, in units of the last of the 32 bits. Rounding this way
+is what makes 16 bits enough: the rest always lies in [-2^15, 2^15), so `join` is one shift and one addition.
+Rounding ties to even could not be undone. A NaN is stored as (0x7FC0, 0): other NaN patterns would carry into
+the sign and show as -0.0. Values beyond the largest bf16 show as infinity in `high`, and still join exactly.
+
+Invariant: `join(*split(x))` has the bits of x, for all 2^32 of them but NaNs, which join to one quiet NaN;
+and random bits are plain wrapping integer arithmetic, the same in PyTorch and compiled code on every machine.
+The known answers in the tests never change: a resumed run depends on them.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.optim.split import NAN_HIGH
+
+NAN_HIGH = 0x7FC0
+"""The bits of the one NaN that `high` ever holds."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
@@ -30,27 +37,27 @@ _LOW = (1 << 32) - 1
 
 
 def parameter_key(name: str, seed: int = 0) -> int:
-    """The 64-bit key of a parameter, from its name and the run's seed."""
+    """Return the 64-bit key of a parameter, from its name and the run's seed."""
     text = f"{seed}:{name}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def step_key(step: int) -> int:
-    """The part of a key that changes with every optimizer step, as a signed 64-bit integer."""
+    """Return the part of a key that changes with every optimizer step, as a signed 64-bit integer."""
     return _signed(_mix(((step + 1) * _GOLDEN) & _WORD))
 
 
 def block_keys(parameter: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """The keys of blocks [first, first + count) of a parameter: int64, one per 256 elements.
+    """Return the keys of blocks [first, first + count) of a parameter: int64, one per 256 elements.
 
-    They do not change from step to step: an engine makes them once for its slice and keeps them.
+    They do not change from step to step, so an engine keeps those of its slice.
     """
     number = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     return _mix_tensor(number * _signed(_GOLDEN) + _signed(parameter))
 
 
 def random_words(keys: Tensor, step: int) -> Tensor:
-    """32 random bits for every element of the given blocks: int64 in [0, 2^32), one row per block."""
+    """Return 32 random bits per element of the given blocks: int64 in [0, 2^32), one row per block."""
     mixed = _mix_tensor(keys ^ step_key(step))
     low, high = (mixed & _LOW)[:, None], (_shift(mixed, 32))[:, None]
     place = torch.arange(BLOCK, dtype=torch.int64, device=keys.device)[None, :]
@@ -63,7 +70,7 @@ def random_words(keys: Tensor, step: int) -> Tensor:
 
 
 def round_stochastic(values: Tensor, words: Tensor) -> Tensor:
-    """fp32 -> bf16, up or down by the low 16 bits of `words`. Infinities stay, NaNs become the quiet one."""
+    """Round fp32 to bf16, up or down by the low 16 bits of `words`. NaNs become the quiet one."""
     bits = values.contiguous().view(torch.int32)
     # Adding to the bits moves away from zero for both signs. Only a NaN could wrap, and is replaced.
     moved = bits + (words & 0xFFFF).to(torch.int32)
@@ -71,25 +78,50 @@ def round_stochastic(values: Tensor, words: Tensor) -> Tensor:
     return rounded.view(torch.bfloat16)
 
 
+def split(values: Tensor, high: Tensor | None = None, low: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Split fp32 into (bf16, int16), in the memory of `high` and `low` if given."""
+    bits = values.contiguous().view(torch.int32)
+    nan = values.isnan()
+    # In a NaN the addition may wrap; those are replaced.
+    rounded = (bits + 0x8000).bitwise_right_shift_(16).to(torch.int16).masked_fill_(nan, NAN_HIGH)
+    rest = bits.to(torch.int16).masked_fill_(nan, 0)
+    visible = rounded.view(torch.bfloat16)
+    high = visible if high is None else high.copy_(visible)
+    low = rest if low is None else low.copy_(rest)
+    return high, low
+
+
+def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
+    """Join (bf16, int16) to fp32, in the memory of `out` if given."""
+    bits = high.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
+    values = bits.view(torch.float32)
+    return values if out is None else out.copy_(values)
+
+
+def round_away(values: Tensor) -> Tensor:
+    """Round fp32 to bf16 as `split` does: nearest, ties away from zero."""
+    return split(values)[0]
+
+
 def _mix(word: int) -> int:
-    """The finalizer of SplitMix64: every input bit reaches every output bit."""
+    """Apply the finalizer of SplitMix64: every input bit reaches every output bit."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
     return word ^ (word >> 31)
 
 
 def _mix_tensor(words: Tensor) -> Tensor:
-    """`_mix` on int64, whose multiplication wraps."""
+    """Apply `_mix` to int64, whose multiplication wraps."""
     words = (words ^ _shift(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shift(words, 27)) * _signed(0x94D049BB133111EB)
     return words ^ _shift(words, 31)
 
 
 def _shift(words: Tensor, count: int) -> Tensor:
-    """A right shift that brings in zeros, which int64 does not have."""
+    """Shift right and bring in zeros, which int64 does not do."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit integer."""
+    """Return the int64 with the bits of an unsigned 64-bit integer."""
     return word - (1 << 64) if word >> 63 else word

@@ -1,28 +1,31 @@
-"""DeepSpeed's learning-rate schedules, with its names, arguments and count; and every schedule that a
-`scheduler` block can name. Those of `transformers` are in `hf_schedules.py`.
+"""Learning-rate schedules that a `scheduler` block can name: DeepSpeed's and those of `transformers`.
 
-The shapes are `shapes.py`'s; here is when they are asked. DeepSpeed counts the batch that has ended: before
-the first `step` the count is -1, so WarmupLR's first two updates run at its minimum and everything is one
-step later than the shape alone would say. OneCycle and LRRangeTest ask one ahead. A skipped step does not
-advance a schedule: the engine calls `step` after updates only.
+Every schedule counts batches. The count is -1 before the first `step`, and all that a checkpoint holds.
 
-Invariant: after the same steps, a group's `lr` and `betas` are what DeepSpeed 0.19.6 leaves; and a schedule
-resumes from its count alone.
+DeepSpeed's schedules are written here, with its names and arguments. WarmupLR and its kin set the rate of
+the batch that has ended: the first two updates run at the minimum. OneCycle and LRRangeTest set the rate of
+the coming batch. A skipped step does not advance a schedule: the engine calls `step` after updates only.
+
+The others are the functions of the installed `transformers`: the factor of step n, counted from 0, times
+each group's own rate.
+
+Invariant: after the same steps a group's `lr` and `betas` are what DeepSpeed 0.19.6 or `transformers`
+leaves, and a schedule resumes from its count alone.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from zerodrift.errors import ConfigError
-from zerodrift.optim import hf_schedules, shapes
-from zerodrift.optim.counted import Counted, optimizer_in, refusal
+from zerodrift.errors import ConfigError, Problem
 from zerodrift.policy.nouns import ComponentSpec
 
 _log = logging.getLogger("zerodrift")
@@ -42,51 +45,113 @@ PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one per group."""
 
 
-# --- what DeepSpeed's have in common --------------------------------------------------------------------
+class Schedule:
+    """Rates of parameter groups by the count of batches."""
+
+    optimizer: torch.optim.Optimizer
+    last_batch_iteration: int
+
+    def begin(self, last_batch_iteration: int) -> None:
+        """Start at a count. Set the groups' rates only at the first, -1."""
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._set_rates()
+
+    def get_lr(self) -> list[float]:
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rates that were set last."""
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Count a batch, and set the groups' rates for the next."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._set_rates()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        """Take a saved count and set the groups' rates, which DeepSpeed leaves to the next step."""
+        self.last_batch_iteration = sd["last_batch_iteration"]
+        if self.last_batch_iteration >= 0:
+            self._set_rates()
+
+    def _set_rates(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)  # the caller may hold a reference
+            else:
+                group["lr"] = rate
+        self._last_lr: list[float] = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _per_group(self, value: PerGroup, name: str) -> list[float]:
+        count = len(self.optimizer.param_groups)
+        if not isinstance(value, Sequence):
+            return [value] * count
+        if len(value) != count:
+            must = f"must have a value for each of {count} parameter groups"
+            raise ValueError(_message(name, must, repr(value)))
+        return list(value)
 
 
-def _per_group(optimizer: torch.optim.Optimizer, value: PerGroup, name: str) -> list[float]:
-    count = len(optimizer.param_groups)
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        must = f"must have a value for each of {count} parameter groups"
-        raise ValueError(refusal(name, must, repr(value)))
-    return list(value)
+def _optimizer_in(given: Any) -> torch.optim.Optimizer:
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(_message("optimizer", "must be a torch.optim.Optimizer", type(given).__name__))
+    return optimizer
 
 
 def _require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or value <= 0:
-        raise ValueError(refusal(name, "must be a whole number above 0", repr(value)))
+        raise ValueError(_message(name, "must be a whole number above 0", repr(value)))
+
+
+def _message(where: str, must: str, got: str) -> str:
+    """Return our text for an error whose class is that of torch's and DeepSpeed's schedules."""
+    return str(Problem(where, must, got=got))
+
+
+# --- DeepSpeed's ----------------------------------------------------------------------------------------
 
 
 def is_warmup_type(given: object) -> bool:
     return given in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE)
 
 
-def _warmup_type(given: str) -> str:
-    """As in DeepSpeed, any other word is the logarithmic one. A config's is checked before."""
-    if is_warmup_type(given):
-        return given
-    _log.warning("`warmup_type` is %r, which is none: it is %r", given, WARMUP_LOG_RATE)
-    return WARMUP_LOG_RATE
+class _WarmupSchedule(Schedule):
+    """A schedule that begins with a warm-up of at least two steps."""
 
-
-# --- the schedules --------------------------------------------------------------------------------------
-
-
-class _WarmUp(Counted):
-    """What those with a warm-up have in common."""
-
-    def _warm_up(self, optimizer: Any, steps: int, kind: str) -> None:
+    def _begin_warmup(self, optimizer: Any, steps: int, kind: str) -> None:
+        """Check the warm-up's arguments. As in DeepSpeed, an unknown type is the logarithmic one."""
         _require_positive("warmup_num_steps", steps)
-        self.optimizer = optimizer_in(optimizer)
-        self.warmup_num_steps, self.warmup_type = max(2, steps), _warmup_type(kind)
+        if not is_warmup_type(kind):
+            _log.warning("`warmup_type` is %r, which is none: it is %r", kind, WARMUP_LOG_RATE)
+            kind = WARMUP_LOG_RATE
+        self.optimizer = _optimizer_in(optimizer)
+        self.warmup_num_steps, self.warmup_type = max(2, steps), kind
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
+    def _set_bounds(self, low: PerGroup, high: PerGroup) -> None:
+        self.min_lrs = self._per_group(low, "warmup_min_lr")
+        self.max_lrs = self._per_group(high, "warmup_max_lr")
+        self.delta_lrs = [most - least for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-class WarmupLR(_WarmUp):
-    """From min to max, then constant."""
+    def _ramp(self) -> float:
+        """Return how much of the warm-up is done, from 0 to 1."""
+        step, steps = self.last_batch_iteration, self.warmup_num_steps
+        if step >= steps:
+            return 1.0
+        if self.warmup_type == WARMUP_LOG_RATE:
+            return math.log(step + 1) / math.log(steps)
+        return step / steps
+
+
+class WarmupLR(_WarmupSchedule):
+    """Rise from min to max, then stay."""
 
     def __init__(
         self,
@@ -97,29 +162,25 @@ class WarmupLR(_WarmUp):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._warm_up(optimizer, warmup_num_steps, warmup_type)
+        self._begin_warmup(optimizer, warmup_num_steps, warmup_type)
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._between(warmup_min_lr, warmup_max_lr)
-        self._rates = [
-            shapes.warmup(low, high, self.warmup_num_steps, self.warmup_type)
-            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
-        ]
+        self._set_bounds(warmup_min_lr, warmup_max_lr)
         self.begin(last_batch_iteration)
-
-    def _between(self, low: PerGroup, high: PerGroup) -> None:
-        self.min_lrs = _per_group(self.optimizer, low, "warmup_min_lr")
-        self.max_lrs = _per_group(self.optimizer, high, "warmup_max_lr")
-        self.delta_lrs = [most - least for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
-        return [rate(self.last_batch_iteration, 0.0) for rate in self._rates]
+        share = self._share()
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _share(self) -> float:
+        """Return the share of the way from min to max."""
+        return self._ramp()
 
 
 class WarmupDecayLR(WarmupLR):
-    """From min to max, then linearly to min at `total_num_steps`."""
+    """Rise from min to max, then fall linearly to min at `total_num_steps`."""
 
     def __init__(
         self,
@@ -131,22 +192,20 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._warm_up(optimizer, warmup_num_steps, warmup_type)
-        self._between(warmup_min_lr, warmup_max_lr)
         self.total_num_steps = total_num_steps
-        # A share of the way from min to max, so that a minimum above 0 is where the decay ends.
-        self._share = shapes.warmup_decay(total_num_steps, 0.0, 1.0, self.warmup_num_steps, self.warmup_type)
-        self.begin(last_batch_iteration)
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
+        )
 
-    def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < 0:
-            return list(self.min_lrs)
-        share = self._share(self.last_batch_iteration, 0.0)
-        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+    def _share(self) -> float:
+        step, steps = self.last_batch_iteration, self.warmup_num_steps
+        if step < steps:
+            return self._ramp()
+        return max(0.0, (self.total_num_steps - step) / max(1.0, self.total_num_steps - steps))
 
 
-class WarmupCosineLR(_WarmUp):
-    """A share of the group's own rate: up over the warm-up, then down a half cosine."""
+class WarmupCosineLR(_WarmupSchedule):
+    """Raise a share of each group's own rate over the warm-up, then lower it along a half cosine."""
 
     def __init__(
         self,
@@ -158,25 +217,29 @@ class WarmupCosineLR(_WarmUp):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._warm_up(optimizer, warmup_num_steps, warmup_type)
+        self._begin_warmup(optimizer, warmup_num_steps, warmup_type)
         self.total_num_steps = total_num_steps
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self._ratio = shapes.warmup_cosine(
-            total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio, self.warmup_type
-        )
         self.begin(last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
-        return 0.0 if self.last_batch_iteration < 0 else self._ratio(self.last_batch_iteration, 1.0)
+        step, steps = self.last_batch_iteration, self.warmup_num_steps
+        if step < 0:
+            return 0.0
+        if step < steps:
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._ramp()
+        done = min(1.0, (step - steps + 1) / max(1, self.total_num_steps - steps))
+        least = self.cos_min_ratio
+        return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
 
     def get_lr(self) -> list[float]:
         ratio = self.get_lr_ratio()
         return [own * ratio for own in self.org_lrs]
 
 
-class LRRangeTest(Counted):
-    """Ever larger, to see where training breaks."""
+class LRRangeTest(Schedule):
+    """Raise the rate without end, to see where training breaks."""
 
     def __init__(
         self,
@@ -188,25 +251,23 @@ class LRRangeTest(Counted):
         last_batch_iteration: int = -1,
     ) -> None:
         _require_positive("lr_range_test_step_size", lr_range_test_step_size)
-        self.optimizer = optimizer_in(optimizer)
-        self.min_lr = _per_group(self.optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.optimizer = _optimizer_in(optimizer)
+        self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
-        self._rates = [
-            shapes.range_test(low, lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase)
-            for low in self.min_lr
-        ]
         self.begin(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        return [rate(self.last_batch_iteration + 1, 0.0) for rate in self._rates]
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        interval = math.floor(interval) if self.staircase else interval
+        return [low * (1 + interval * self.step_rate) for low in self.min_lr]
 
     def step(self, batch_iteration: int | None = None) -> None:
         super().step(batch_iteration)
 
 
-class OneCycle(Counted):
-    """Up, down, then a slow decay; momentum goes the other way unless `cycle_momentum` is false."""
+class OneCycle(Schedule):
+    """Raise the rate, lower it, then let it decay. Momentum goes the other way if `cycle_momentum`."""
 
     def __init__(
         self,
@@ -228,29 +289,28 @@ class OneCycle(Counted):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
             must, got = "must be above 0 and at least 0", f"{cycle_first_step_size} and {second}"
-            raise ValueError(refusal("`cycle_first_step_size`, `cycle_second_step_size`", must, got))
-        self.optimizer = optimizer_in(optimizer)
-        groups = self.optimizer
+            raise ValueError(_message("`cycle_first_step_size`, `cycle_second_step_size`", must, got))
+        self.optimizer = _optimizer_in(optimizer)
         self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
         self.total_size = self.first_step_size + self.second_step_size
         self.step_ratio = self.first_step_size / self.total_size
-        self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = (
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        )
+        self.first_stair_count = self.second_stair_count = cycle_first_stair_count
+        if cycle_second_stair_count is not None:
+            self.second_stair_count = cycle_second_stair_count
         self.decay_step_size, self.decay_lr_rate = decay_step_size, decay_lr_rate
-        self.min_lrs = _per_group(groups, cycle_min_lr, "cycle_min_lr")
-        self.max_lrs = _per_group(groups, cycle_max_lr, "cycle_max_lr")
-        self.cycle_momentum = cycle_momentum and all("betas" in group for group in groups.param_groups)
-        self.min_moms = _per_group(groups, cycle_min_mom, "cycle_min_mom")
-        self.max_moms = _per_group(groups, cycle_max_mom, "cycle_max_mom")
+        self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
+        has_betas = all("betas" in group for group in self.optimizer.param_groups)
+        self.cycle_momentum = cycle_momentum and has_betas
+        self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
+        self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
         self.decay_mom_rate = decay_mom_rate
         self.begin(last_batch_iteration)
         if last_batch_iteration == -1 and self.cycle_momentum:
-            self._apply_momentum([(first, 0.99) for first in self.min_moms])
+            self._set_betas([(first, 0.99) for first in self.min_moms])
 
     def _height(self) -> float:
-        """How far up the cycle the coming batch is, from 0 to 1."""
+        """Return how far up the cycle the coming batch is, from 0 to 1."""
         batch = self.last_batch_iteration + 1
         x = math.fmod(batch / self.total_size, 1.0)
         ratio = self.step_ratio
@@ -265,7 +325,7 @@ class OneCycle(Counted):
 
     @property
     def _decayed(self) -> float | None:
-        """Decay intervals since the cycle ended; None while it lasts."""
+        """The decay intervals since the cycle ended; None while the cycle lasts."""
         if self.last_batch_iteration < self.total_size:
             return None
         after = self.last_batch_iteration - self.total_size + 1
@@ -279,7 +339,7 @@ class OneCycle(Counted):
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Betas per group; None where momentum is not cycled."""
+        """Return betas per group; None where momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         decayed = self._decayed
@@ -289,21 +349,69 @@ class OneCycle(Counted):
         pairs = zip(self.min_moms, self.max_moms, strict=True)
         return [(high - (high - low) * height, 0.99) for low, high in pairs]
 
-    def _apply_momentum(self, betas: Sequence[tuple[float, float]]) -> None:
-        for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+    def _set_betas(self, betas: Sequence[tuple[float, float]] | None) -> None:
+        for group, pair in zip(self.optimizer.param_groups, betas or (), strict=betas is not None):
             group["betas"] = pair
 
     def step(self, batch_iteration: int | None = None) -> None:
         super().step(batch_iteration)
-        betas = self.get_mom()
-        if betas is not None:
-            self._apply_momentum(betas)
+        self._set_betas(self.get_mom())
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         super().load_state_dict(sd)
-        betas = self.get_mom()
-        if betas is not None and self.last_batch_iteration >= 0:
-            self._apply_momentum(betas)
+        if self.last_batch_iteration >= 0:
+            self._set_betas(self.get_mom())
+
+
+# --- those of transformers ------------------------------------------------------------------------------
+
+
+TRANSFORMERS = (
+    *("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr"),
+    *("cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
+)
+
+
+class TransformersSchedule(Schedule):
+    """A schedule of `transformers`: its factor of each group's own rate."""
+
+    def __init__(self, optimizer: Any, kind: str, last_batch_iteration: int = -1, **params: Any) -> None:
+        self.optimizer = _optimizer_in(optimizer)
+        self.own_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        # A rate among the arguments is a share of the optimizer's, which is the first group's if none is.
+        base = float(self.optimizer.defaults.get("lr", self.optimizer.param_groups[0]["lr"]))
+        self._factor = _transformers_factor(kind, base, params)
+        self.begin(last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        factor = self._factor(self.last_batch_iteration + 1)
+        return [own * factor for own in self.own_lrs]
+
+
+def _transformers_factor(kind: str, base: float, params: dict[str, Any]) -> Callable[[int], float]:
+    """Return the function from a step to a factor that `transformers` puts into a `LambdaLR`."""
+    try:
+        functions = importlib.import_module("transformers.optimization").TYPE_TO_SCHEDULER_FUNCTION
+    except ImportError as error:
+        raise ConfigError(
+            "scheduler.type",
+            "must be one of DeepSpeed's where `transformers` is not installed",
+            got=repr(kind),
+            do=f"`pip install transformers`, or use {', '.join(VALID_LR_SCHEDULES)}.",
+        ) from error
+    if kind not in functions:
+        must = "must be a schedule of the installed `transformers`"
+        raise ConfigError("scheduler.type", must, got=repr(kind), do="Upgrade `transformers`.")
+    warmup = {} if kind == "constant" else {"num_warmup_steps": params.get("num_warmup_steps", 0)}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=base)
+    try:
+        factor: Callable[[int], float] = functions[kind](optimizer, **{**params, **warmup}).lr_lambdas[0]
+        factor(warmup.get("num_warmup_steps", 0))
+    except ZeroDivisionError:
+        must = "must be above `num_warmup_steps`, and the optimizer's rate above 0"
+        got = f"{params.get('num_training_steps')} and {base:g}"
+        raise ConfigError("scheduler.params.num_training_steps", must, got=got) from None
+    return factor
 
 
 SCHEDULES: dict[str, type] = {
@@ -312,13 +420,17 @@ SCHEDULES: dict[str, type] = {
     WARMUP_LR: WarmupLR,
     WARMUP_DECAY_LR: WarmupDecayLR,
     WARMUP_COSINE_LR: WarmupCosineLR,
-    **hf_schedules.SCHEDULES,
+    **dict.fromkeys(TRANSFORMERS, TransformersSchedule),
 }
 
 
-def make_schedule(recipe: ComponentSpec, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule of a config's `scheduler` block, whose type and arguments `resolve` has checked."""
+def make_schedule(recipe: ComponentSpec, optimizer: torch.optim.Optimizer) -> Schedule:
+    """Return the schedule of a config's `scheduler` block, whose type and arguments `resolve` has checked."""
+    schedule, params = SCHEDULES[recipe.type], json.loads(recipe.params)
+    if schedule is TransformersSchedule:
+        params["kind"] = recipe.type
     try:
-        return SCHEDULES[recipe.type](optimizer, **json.loads(recipe.params))
+        made: Schedule = schedule(optimizer, **params)
+        return made
     except (TypeError, ValueError) as error:
         raise ConfigError("scheduler.params", f"must be arguments of {recipe.type}", got=error) from error

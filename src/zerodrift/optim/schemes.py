@@ -1,7 +1,7 @@
-"""Master and state schemes: what rests in memory for a slice, and how fp32 values come out of it and go in.
+"""Schemes of master weights and moments: what rests in memory for a slice, and its values in fp32.
 
 A slice is one rank's part of a segment: flat tensors of one length, worked on in blocks of 256 elements.
-`reference` and `fused` update slices; nothing here computes an update.
+`updates` and `fused` update slices; nothing here computes an update.
 
 Invariant: `read` after `write` gives the values back exactly for the masters `fp32` and `split` (any NaN
 as a NaN), and rounded to storage for `same`.
@@ -18,8 +18,7 @@ from zerodrift.dtypes import ADMITTED, BLOCK, DType
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import resting
 from zerodrift.optim import blockwise
-from zerodrift.optim.rounding import random_words, round_stochastic
-from zerodrift.optim.split import join, split
+from zerodrift.optim.rounding import join, random_words, round_stochastic, split
 from zerodrift.policy.nouns import Master, State
 
 
@@ -48,11 +47,11 @@ class SliceTensors:
     """The tensors of one slice: all flat, contiguous and of one length, on one device."""
 
     storage: Tensor
-    """What the model sees, in the scheme's storage dtype."""
+    """The weights that the model computes with, in the storage dtype."""
     master: Tensor | None
     """fp32 values for `fp32`, the int16 low halves for `split`, None for `same`."""
     moments: tuple[Tensor, ...]
-    """In the scheme's state dtype: none, one or two."""
+    """None, one or two moments in the state dtype."""
     scales: tuple[Tensor, ...] = ()
     """fp32 per block, one tensor for each moment, where the state is `8bit`."""
     groups: Tensor | None = None
@@ -77,11 +76,11 @@ def allocate(
     groups: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> SliceTensors:
-    """A slice around `storage` with moments of zero.
+    """Return a slice around `storage` with moments of zero.
 
-    Its master starts as `initial`, fp32 values that are kept as the master where there is one in fp32, and
-    storage becomes their rounding; without them it starts as what storage holds. For a split master `initial`
-    may be its low halves, where storage holds the high ones.
+    The master starts as `initial`, fp32 values that an fp32 master keeps, and storage becomes their rounding.
+    Without them the master starts as what storage holds. For a split master `initial` may be its low halves,
+    if storage holds the high ones.
     """
     scaled = moments if scheme.state is State.EIGHT_BIT else 0
     blocks = -(-storage.numel() // BLOCK)
@@ -111,7 +110,7 @@ def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Te
 
 
 def check(scheme: Scheme, of: SliceTensors) -> None:
-    """That the tensors are what the scheme says: the compiled path sees addresses and nothing else."""
+    """Check that the tensors are what the scheme says: the compiled path sees only addresses."""
     state, numel, blocks = scheme.state.dtype.torch, of.numel, of.blocks
     for name, held, dtype, length in (
         ("storage", (of.storage,), scheme.storage.torch, numel),
@@ -141,7 +140,7 @@ def check(scheme: Scheme, of: SliceTensors) -> None:
 
 
 def read(scheme: Scheme, of: SliceTensors, start: int = 0, stop: int | None = None) -> Tensor:
-    """The master's values in fp32, in a tensor of its own."""
+    """Return the master's values in fp32, as a copy."""
     part = slice(start, stop)
     if scheme.master is Master.SPLIT and of.master is not None:
         return join(of.storage[part], of.master[part])
@@ -165,7 +164,7 @@ def write(scheme: Scheme, of: SliceTensors, values: Tensor, start: int = 0) -> N
 def read_moment(
     scheme: Scheme, of: SliceTensors, number: int, first: int = 0, last: int | None = None
 ) -> Tensor:
-    """A moment's values in fp32, of blocks [first, last), in a tensor of its own."""
+    """Return a moment's values in fp32, of blocks [first, last), as a copy."""
     stop = None if last is None else last * BLOCK
     held = of.moments[number][first * BLOCK : stop]
     if scheme.state is State.EIGHT_BIT:
@@ -178,9 +177,9 @@ def write_moment(
 ) -> None:
     """Set a moment, from block `first` on, to fp32 values.
 
-    `words` has 32 random bits per element for states that draw them, of which the low half rounds the first
-    moment and the high half the second. Without it every value goes to the nearest that the state holds, so
-    what was read is written back as it was.
+    `words` has 32 random bits per element for states that draw them: the low half rounds the first moment,
+    the high half the second. Without it every value goes to the nearest that the state holds, so what was
+    read is written back as it was.
     """
     part = slice(first * BLOCK, first * BLOCK + values.numel())
     draws = None if words is None else (words >> (16 * number)) & 0xFFFF
@@ -195,7 +194,7 @@ def write_moment(
 
 
 def draw(scheme: Scheme, of: SliceTensors, step: int, first: int, last: int) -> Tensor | None:
-    """The random words of a step for blocks [first, last); None where rounding draws none."""
+    """Return the random words of a step for blocks [first, last); None if rounding draws none."""
     if not (scheme.state.drawn and of.moments):
         return None
     if of.keys is None:

@@ -1,8 +1,7 @@
-"""Update statistics: what became of an update, per block while it happens and per parameter on request.
+"""Update statistics: which part of an update was kept, lost or not seen, per block of 256 elements.
 
-Off by default: a step that is given no `Statistics` pays nothing. A step that is given one fills six
-numbers per block of 256 elements, on the way through memory that it makes anyway; blocks of a parameter
-that lie on several ranks are added up by `engine/statistics.py`.
+Off by default: a step without a `Statistics` pays nothing. A step with one fills six numbers per block, on
+the way through memory that it makes anyway. `engine/statistics.py` adds the blocks of a parameter.
 
 Invariant: a block's numbers depend on that block alone, and equal the reference's bit for bit.
 """
@@ -41,7 +40,7 @@ class Statistics:
 
 
 def account(out: Tensor, change: Tensor, before: Before, after: After) -> None:
-    """Fill the numbers of each block: the definition. `change` is what was to be added."""
+    """Fill the numbers of each block from `change`, which the update wanted to add. The definition."""
     (weight, seen, gradient), (kept, visible, moment) = before, after
     moved = change != 0
     unseen = moved & _same(seen, visible)
@@ -55,6 +54,6 @@ def account(out: Tensor, change: Tensor, before: Before, after: After) -> None:
 
 
 def _same(one: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors have the same bits."""
+    """Return a mask of the elements whose bits are the same."""
     bits = torch.int32 if one.dtype is torch.float32 else torch.int16
     return one.view(bits) == other.view(bits)

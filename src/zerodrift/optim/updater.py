@@ -1,7 +1,7 @@
-"""What the engine asks of an optimizer.
+"""The interface between an engine and its optimizer.
 
-The engine hands over what this rank owns: per segment a flat piece of storage and the first master.
-From then on masters and moments live here, in the scheme and dtype of the plan's rows. An `Updater` sees
+The engine hands over the shards of this rank: per segment a flat piece of storage and the first master. From
+then on masters and moments live in the updater, in the scheme and dtype of the plan's rows. An `Updater` sees
 flat reduced gradients and one multiplier; it never sees a collective, a loss scale or a clip value.
 
 Invariant: after `update`, owned storage is the master rounded once to the storage dtype.
@@ -30,36 +30,35 @@ class Owned:
     """Index into `Plan.segments`."""
     spec: Segment
     update: Update
-    """The columns of its update."""
     rows: tuple[Row, ...]
     storage: torch.Tensor
     """Flat, in the storage dtype; written by every update."""
     initial: torch.Tensor
-    """The first master, free to be kept: flat fp32 values, or for a split one its low halves (int16), whose
-    high ones storage holds. Without a master of its own: storage itself."""
+    """The first master, free to be kept: flat fp32 values, or the low halves (int16) of a split master, whose
+    high ones storage holds. Without a separate master: storage itself."""
     start: int
-    """Where the piece begins in the segment."""
+    """The first element of the segment that is in the piece."""
     part: int = 0
-    """Which of its parts, of a row that is in several (`Row.parts`)."""
+    """The number of its part, for rows in several parts (`Row.parts`)."""
 
     def without_values(self) -> Owned:
-        """The same piece, for whoever has taken the values and must not keep them alive."""
+        """Return the same piece without the first master, which it would keep alive."""
         return replace(self, initial=self.initial.new_empty(0))
 
     def span(self, row: Row) -> slice:
-        """The part of `row` that is in this piece, as a slice of the piece; may be empty."""
+        """Return the part of `row` in this piece, as a slice of the piece; may be empty."""
         low = max(row.offset - self.start, 0)
         high = min(row.offset + row.numel - self.start, self.storage.numel())
         return slice(low, max(low, high))
 
 
 def scheme_of(piece: Owned) -> Scheme:
-    """The columns that an update of a piece obeys."""
+    """Return the columns that an update of a piece obeys."""
     return Scheme(piece.spec.columns.storage.dtype, piece.update.master, piece.update.state)
 
 
 def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
-    """Room for statistics by segment number; none where the plan does not ask for them."""
+    """Return statistics by segment number; none unless the plan asks for them."""
     if not plan.policy.statistics:
         return {}
     return {
@@ -69,73 +68,73 @@ def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics
 
 
 Counters = dict[str, dict[str, Any]]
-"""What of an optimizer's state is not one number per element: step counts and the like, by parameter name,
-under `""` what holds for all. Numbers, strings, None and tensors."""
-
+"""State that is not one number per element, such as step counts: by parameter name, with `""` for all
+parameters. Numbers, strings, None and tensors."""
 
 Written = Callable[[int], None]
-"""Told the number of a piece as soon as its storage holds what an update makes of it."""
+"""A callback with the number of a piece, as soon as its storage holds the updated values."""
 
 
 def no_callback(number: int) -> None:
-    """A `Written` for whoever waits for no single piece."""
+    """Do nothing: a `Written` for a caller that waits for no single piece."""
 
 
 class OptimizerState(Protocol):
-    """An optimizer of any backend, as it is read, saved and filled: per segment, in flat pieces."""
+    """The state of an optimizer of any backend, to be read, saved and filled: per segment, in flat pieces."""
 
     groups: torch.optim.Optimizer
     """Parameter groups with their learning rates, for schedules."""
 
     @property
     def kind(self) -> str:
-        """What the moments mean: the name of the algorithm or of torch's class."""
+        """The name of the algorithm or of torch's class, which says what the moments mean."""
 
     @property
     def group_of(self) -> Mapping[str, int]:
-        """Row name -> its parameter group. Trained rows that the optimizer was not given are not in it."""
+        """Row name -> parameter group, without trained rows that the optimizer was not given."""
 
     @property
     def statistics(self) -> Mapping[int, Statistics]:
-        """What became of the last update, by segment number; empty unless the plan asks for it."""
+        """The statistics of the last update by segment number; empty unless the plan asks for them."""
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Of each parameter group, now."""
+        """Return the learning rate of each parameter group."""
 
     def master(self, number: int) -> torch.Tensor:
-        """The fp32 values of an owned piece; a copy."""
+        """Return a copy of the fp32 values of an owned piece."""
 
     def set_master(self, number: int, values: torch.Tensor) -> None:
-        """Replace them; storage follows."""
+        """Replace the fp32 values and round storage from them."""
 
     def states(self, number: int) -> dict[str, torch.Tensor]:
-        """The moments of an owned piece, flat and fp32, by torch's names; copies."""
+        """Return copies of the moments of an owned piece, flat and fp32, by torch's names."""
 
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
-        """Replace one of them."""
+        """Replace a moment."""
 
     def counters(self) -> Counters:
-        """The rest of the state, of parameters that this rank owns something of."""
+        """Return the rest of the state, of parameters that this rank owns a part of."""
 
     def set_counters(self, counters: Counters) -> None:
-        """Take it back, before `set_state`; there may be more of it than is needed here. Afterwards every
-        moment is zero."""
+        """Load counters, before `set_state`; surplus ones are ignored. Every moment is zero afterwards."""
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
-        """The moments that a parameter has, for an optimizer with such counters."""
+        """Return the moments of a parameter in an optimizer with such counters."""
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        """In which dtypes a piece's master (None: storage itself) and its moments really lie in memory."""
+        """Return the dtypes in memory of a piece's master (None: storage itself) and of its moments."""
 
 
 class Updater(OptimizerState, Protocol):
     """An optimizer as the native engine runs it."""
 
     def leave_alone(self, names: Collection[str]) -> None:
-        """Rows that the next update leaves as they are, with their moments and their own count of steps."""
+        """Let the next update skip these rows: weights, moments and step counts stay."""
 
     def update(
         self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
-        """One step. Flat gradients of owned pieces by segment number; each is multiplied once, in fp32.
-        A gradient may be asked for until its piece is `written`, and not after it."""
+        """Take one step with the flat gradients of owned pieces, by segment number.
+
+        Each is multiplied once, in fp32. A gradient may be read until its piece is `written`, and not later.
+        """

@@ -1,9 +1,9 @@
-"""The definition of each elementwise update on flat fp32 values, in plain PyTorch.
+"""Elementwise updates in plain PyTorch: the arithmetic of each optimizer, and the step of a slice.
 
-`ARITHMETIC` has them by the records of `optimizers.py`. `reference` applies these to slices in every scheme;
-the compiled path equals them bit for bit. They are torch's own operations in torch's own order, so with
-`Root.TORCH` an fp32 slice goes through the same bits as `torch.optim.AdamW`, `Adam` and `SGD` in their
-default form (one tensor at a time) and with `foreach=True`, on any slicing.
+`ARITHMETIC` has one entry per record of `optimizers.py`. `reference_update` applies it to a slice in any
+scheme; the compiled path equals it bit for bit. The operations are torch's own in torch's own order, so with
+`Root.TORCH` an fp32 slice goes through the bits of `torch.optim.AdamW`, `Adam` and `SGD` in their default
+form (one tensor at a time) and with `foreach=True`, on any slicing.
 
 [Note: roots] torch's `fused=True` kernels do the same operations in the same order with one difference: they
 take the processor's square root, which is correctly rounded, where `torch.sqrt` asks a vector library that
@@ -12,26 +12,33 @@ former, and the default: its bits are the same on every machine. One limit remai
 `numel % 16` elements of a tensor (of each thread's part, with several threads) torch's fused kernels run a
 scalar loop that computes in fp64, so there, and only there, they differ by an ulp from themselves elsewhere.
 
-All of a step's derived numbers are formed in double precision in Python, as torch does, and rounded once.
+A step's derived numbers are formed in double precision in Python, as torch does, and rounded once.
 
-Invariant: an element's result depends on its own values and its group's numbers alone.
+Invariant: an element's result depends on its own values and its group's numbers alone, and not on the run of
+blocks that it was computed in.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zerodrift.dtypes import BLOCK
 from zerodrift.kernels.probe import exact_sqrt
+from zerodrift.optim.schemes import Scheme, SliceTensors, check, draw, read, read_moment, write, write_moment
+from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
+
+CACHED_BLOCKS = 1024
+"""The longest run on a CPU: its temporaries stay in a cache. A device has a launch per operation and run."""
 
 
 class Root(enum.Enum):
-    """Whose square root Adam takes. See [Note: roots]."""
+    """The square root that Adam takes. See [Note: roots]."""
 
     __hash__ = object.__hash__  # as `DType`
     EXACT = "exact"
@@ -45,28 +52,37 @@ class Root(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """The numbers of one group of parameters at one step. Each algorithm reads its own."""
+    """The numbers of one parameter group at one step, with torch's names. Each algorithm reads its own."""
 
     lr: float
     step: int = 1
-    """Which update of this group it is, from 1: bias corrections, and SGD's first buffer, depend on it."""
+    """The number of this group's update, from 1, for bias corrections and SGD's first buffer."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Adam, AdamW, Lion."""
     eps: float = 1e-8
-    """Adam, AdamW."""
     weight_decay: float = 0.0
     momentum: float = 0.0
-    """SGD."""
     dampening: float = 0.0
-    """SGD."""
     nesterov: bool = False
-    """SGD."""
     maximize: bool = False
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateStep:
+    """One optimizer step, the same for every slice."""
+
+    algorithm: Algorithm
+    hypers: tuple[Hyper, ...]
+    """Per group, as `SliceTensors.groups` numbers them."""
+    number: int
+    """The run's own count of optimizer steps: part of the key of stochastic rounding."""
+    multiplier: float | Tensor = 1.0
+    """Unscale x clip factor, a number or a tensor of one element: one fp32 product with the gradient."""
+    root: Root = Root.EXACT
+
+
+@dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What a group's numbers come to, in double precision; every use rounds one of them to fp32.
+    """A group's derived numbers, in double precision; every use rounds one of them to fp32.
 
     The order of fields is the row of the compiled path's table.
     """
@@ -76,7 +92,7 @@ class Coefficients:
     decay: float = 1.0
     """Multiplies the parameter."""
     l2: float = 0.0
-    """Times the parameter, added to the gradient."""
+    """Factor of the parameter that is added to the gradient."""
     blend1: float = 0.0
     """Weight of the gradient in the first moment (Lion: in the direction)."""
     keep1: float = 0.0
@@ -84,7 +100,7 @@ class Coefficients:
     blend2: float = 0.0
     """Weight of the new value in the second moment (Lion: of the gradient in the stored moment)."""
     keep2: float = 0.0
-    """Weight of the old one."""
+    """Weight of the old second moment."""
     correction: float = 1.0
     """Divides the root of the second moment."""
     eps: float = 0.0
@@ -100,60 +116,27 @@ Moments = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What one optimizer computes."""
+    """The arithmetic of one optimizer."""
 
     coefficients: Callable[[Hyper], Coefficients]
-    """A group's numbers, formed in the order in which torch forms them."""
+    """Derived numbers, formed in the order in which torch forms them."""
     advance: Callable[[Coefficients, Tensor, Moments, Tensor, Root], None]
-    """One update in place: flat, fp32, of a gradient that is scaled and has `l2` in it."""
+    """One update in place: flat, fp32, of a gradient that is scaled and has `l2` in it.
+
+    The gradient is overwritten: SGD and Lion leave their direction in it."""
     wanted: Callable[[Coefficients, Tensor, Moments, Tensor, Root], Tensor]
-    """What `advance` added to the weight it found, from the moments and the gradient that it left."""
+    """The change that `advance` added to the old weight, before that sum was rounded, for statistics. Moments
+    and gradient are as `advance` left them."""
     compiled: int | None = None
-    """Its number in `kernels/updates.h` and `kernels/programs.py`; None runs in PyTorch everywhere."""
+    """The number in `kernels/updates.h` and `kernels/programs.py`; None runs in PyTorch everywhere."""
     roots: bool = False
-    """Whether it takes the square root that `Root` is about."""
+    """True if the update takes the square root that `Root` is about."""
 
 
 def moment_count(algorithm: Algorithm, hypers: tuple[Hyper, ...]) -> int:
-    """How many moments a slice with these groups carries."""
+    """Return how many moments a slice with these groups has."""
     name = algorithm.moments_with
     return len(algorithm.kept({name: getattr(hyper, name)} for hyper in hypers))
-
-
-def coefficients(algorithm: Algorithm, hyper: Hyper) -> Coefficients:
-    return ARITHMETIC[algorithm].coefficients(hyper)
-
-
-def advance(
-    algorithm: Algorithm,
-    numbers: Coefficients,
-    weight: Tensor,
-    moments: Moments,
-    gradient: Tensor,
-    root: Root,
-) -> None:
-    """One update in place on flat fp32 tensors.
-
-    The gradient is already scaled, and is overwritten: SGD and Lion leave the direction they took in it.
-    """
-    if numbers.l2 != 0:
-        gradient.add_(weight, alpha=numbers.l2)
-    ARITHMETIC[algorithm].advance(numbers, weight, moments, gradient, root)
-
-
-def wanted_change(
-    algorithm: Algorithm,
-    numbers: Coefficients,
-    before: Tensor,
-    moments: Moments,
-    gradient: Tensor,
-    root: Root,
-) -> Tensor:
-    """What `advance` added to the weight it found, before that sum was rounded. For statistics.
-
-    `moments` and `gradient` are what `advance` left behind.
-    """
-    return ARITHMETIC[algorithm].wanted(numbers, before, moments, gradient, root)
 
 
 def _with_decay(change: Tensor, numbers: Coefficients, before: Tensor) -> Tensor:
@@ -292,3 +275,74 @@ ARITHMETIC: Mapping[Algorithm, Arithmetic] = {
     LION: Arithmetic(_lion_numbers, _lion, _lion_wanted, compiled=2),
 }
 """The optimizers that update flat slices."""
+
+
+# --- the step of a slice ----------------------------------------------------------------------------------
+
+
+def reference_update(
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
+) -> None:
+    """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
+    check_step(scheme, of, gradient, step)
+    for first, last, group in runs(of):
+        _update_run(scheme, of, gradient, step, statistics, first, last, step.hypers[group])
+
+
+def check_step(scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep) -> None:
+    """Check that all tensors fit together: compiled code would write outside of one that does not."""
+    check(scheme, of)
+    if gradient.shape != of.storage.shape or gradient.device != of.storage.device:
+        got = f"{tuple(gradient.shape)} on {gradient.device}"
+        raise AssertionError(f"gradient {got} of a slice {tuple(of.storage.shape)} on {of.storage.device}")
+    needed = moment_count(step.algorithm, step.hypers)
+    if len(of.moments) < needed:
+        raise AssertionError(f"{step.algorithm} needs {needed} moments: {len(of.moments)}")
+
+
+def runs(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
+    """Yield (first block, one past the last, group): runs of one group that make up the slice, in order."""
+    longest = CACHED_BLOCKS if of.storage.device.type == "cpu" else max(of.blocks, 1)
+    stretches = [(0, of.blocks)]
+    if of.groups is not None:
+        groups, counts = torch.unique_consecutive(of.groups, return_counts=True)
+        stretches = list(zip(groups.tolist(), counts.tolist(), strict=True))
+    first = 0
+    for group, count in stretches:
+        for start in range(first, first + count, longest):
+            yield start, min(start + longest, first + count), group
+        first += count
+
+
+def _update_run(
+    scheme: Scheme,
+    of: SliceTensors,
+    gradient: Tensor,
+    step: UpdateStep,
+    statistics: Statistics | None,
+    first: int,
+    last: int,
+    hyper: Hyper,
+) -> None:
+    start, stop = first * BLOCK, min(last * BLOCK, of.numel)
+    arithmetic = ARITHMETIC[step.algorithm]
+    numbers = arithmetic.coefficients(hyper)
+    scale = torch.as_tensor(step.multiplier, dtype=torch.float32, device=of.storage.device) * numbers.sign
+    scaled = gradient[start:stop].float() * scale
+    weight = read(scheme, of, start, stop)
+    moments = tuple(read_moment(scheme, of, number, first, last) for number in range(len(of.moments)))
+    before = None
+    if statistics is not None:
+        before = (weight.clone(), of.storage[start:stop].clone(), scaled.clone())
+    if numbers.l2 != 0:
+        scaled.add_(weight, alpha=numbers.l2)
+    arithmetic.advance(numbers, weight, moments, scaled, step.root)
+    write(scheme, of, weight, start)
+    words = draw(scheme, of, step.number, first, last)
+    for number, moment in enumerate(moments):
+        write_moment(scheme, of, number, moment, first, words)
+    if statistics is not None and before is not None:
+        change = arithmetic.wanted(numbers, before[0], moments, scaled, step.root)
+        stored = read_moment(scheme, of, len(moments) - 1, first, last) if moments else None
+        after = (read(scheme, of, start, stop), of.storage[start:stop], stored)
+        account(statistics.blocks[first:last], change, before, after)

@@ -7,7 +7,7 @@ left, forms one norm, one decision to skip and one loss scale over all stages, a
 
 Invariant: every rank of a pipeline is given the same micro-batches, and returns the same result; whatever is
 wrong with them is found on all ranks before the first message; and what raises on one rank after it, ends all
-of them (`comm/alarm.py`).
+of them (`comm/shared_errors.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.alarm import Alarm
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.pairs import missing
+from zerodrift.comm.errors import missing
+from zerodrift.comm.shared_errors import Alarm
 from zerodrift.engine import compute
 from zerodrift.engine.batches import batch_on
 from zerodrift.engine.executor import BatchRunner

@@ -282,7 +282,7 @@ def _wire_buffers(plan: Plan, segment: Segment) -> int:
     if update is None or shard == 1:
         return 0
     if update.reduce.order == "tree" and shard >= HALVING and not shard & (shard - 1):
-        return segment.padded * update.reduce.wire.size  # `halving.room_for`; nothing else is needed
+        return segment.padded * update.reduce.wire.size  # the room of `halving_exchanges`
     received = segment.padded * (shard - 1) // shard * update.reduce.wire.size
     sent = 0 if update.reduce.wire is update.accumulate.dtype else segment.padded * update.reduce.wire.size
     summed = segment.padded // shard * update.reduce.sum.size

@@ -6,7 +6,7 @@ missing is skipped. Gradients are summed where they are, in three turns: over th
 over the ranks of a shard group, over replicas; with `when: every` the second turn comes first. So the tree
 is the same on any number of ranks if what a turn sums are whole nodes: aligned blocks of a power of two.
 
-`comm/fold.py` has the tree itself, `comm/halving.py` how sums travel.
+`comm/fold.py` has the tree, and how sums travel by halves.
 
 Invariant: pure; every number from 0 to M - 1 is dealt to one rank, once, and a rank's come in growing order.
 """

@@ -1,0 +1,142 @@
+"""Collectives by the backend's own calls: the carrier of NCCL, and of gloo where one call beats messages.
+
+`collectives.py` says what moves, and checks and records it. Calls return a function that waits: on a CPU for
+the call, on CUDA for nothing, since the current stream waits already.
+
+Invariant: only moves are left to the backend, and sums of the order `native`; `fold` forms all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerodrift.comm.errors import missing
+from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
+from zerodrift.comm.mesh import Axis, Mesh
+from zerodrift.comm.watch import StartedCollective
+
+# torch 2.13 gave these their new names and warns about the old ones.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class NativeCalls:
+    """Carries collectives by calls of torch.distributed."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def call(
+        self,
+        turn: StartedCollective,
+        line: Axis,
+        function: Callable[..., Any],
+        *args: Any,
+        peer: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a function of torch.distributed; its errors name `peer`, or all other ranks of the axis."""
+        with self._mesh.watch.at(turn):
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                raise missing(turn.op, line, error, peer) from error
+
+    def _start(
+        self,
+        turn: StartedCollective,
+        line: Axis,
+        function: Callable[..., Any],
+        out: torch.Tensor,
+        values: torch.Tensor,
+    ) -> Callable[[], None]:
+        host_waits = not self._mesh.asynchronous
+        work = self.call(turn, line, function, out, values, group=line.group, async_op=host_waits)
+        return (lambda: self.call(turn, line, work.wait)) if host_waits else _nothing
+
+    def gather(
+        self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
+    ) -> Callable[[], None]:
+        """Gather every rank's slice into `out`."""
+        # As bytes, since nothing is computed on the way and no backend knows every dtype.
+        return self._start(turn, line, _gather_single, out.view(torch.uint8), shard.view(torch.uint8))
+
+    def swap(
+        self,
+        turn: StartedCollective,
+        line: Axis,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
+    ) -> Callable[[], None]:
+        """Exchange rows between all ranks. On CUDA the current stream waits when the result is called."""
+        function, data = dist.all_to_all_single, (out.view(torch.uint8), rows.view(torch.uint8))
+        sizes = list(receive), list(send)
+        work = self.call(turn, line, function, *data, *sizes, group=line.group, async_op=True)
+        return lambda: self.call(turn, line, work.wait)
+
+    def sum(
+        self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
+    ) -> Callable[[], None]:
+        """Sum this rank's slices of every rank's `full` into `out`; a native order is left to the backend."""
+        if how.order == "native" and full.dtype is how.dtype:
+            if _is_the_sum(out, full, how):
+                return self._start(turn, line, _reduce_scatter_single, out, full)
+            parts = torch.empty_like(out, dtype=full.dtype)[None]
+            arrive = self._start(turn, line, _reduce_scatter_single, parts[0], full)
+        else:
+            received = torch.empty_like(full)
+            parts = received.view(line.size, -1)
+            data = received.view(torch.uint8), full.view(torch.uint8)
+            arrive = self._start(turn, line, dist.all_to_all_single, *data)
+
+        def finish() -> None:
+            arrive()
+            fold(out, parts, how)
+
+        return finish
+
+    def sum_whole(
+        self, turn: StartedCollective, line: Axis, out: torch.Tensor, values: torch.Tensor, how: Sum
+    ) -> None:
+        """Gather every rank's `values`, and sum them here."""
+        received = values.new_empty(values.numel() * line.size)
+        self.gather(turn, line, received, values)()
+        fold(out, received.view(line.size, -1), how)
+
+    def halve(
+        self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
+    ) -> None:
+        """Sum by recursive halving. All of it is issued here, or over on return."""
+        for exchange in halving_exchanges(full, line.rank, line.size, torch.empty_like(full)):
+            self._exchange(turn, line, exchange)
+        fold(out, (exchange.incoming, exchange.kept), how, exchange.incoming)
+
+    def _exchange(self, turn: StartedCollective, line: Axis, exchange: HalvingExchange) -> None:
+        """Exchange with one rank. The current stream waits for it; on a CPU the host does."""
+
+        def send_and_receive() -> None:
+            peer = line.ranks[exchange.partner]  # torch would look for it among all ranks
+            messages = [
+                dist.P2POp(function, values.view(torch.uint8), peer, line.group)
+                for function, values in ((dist.isend, exchange.outgoing), (dist.irecv, exchange.incoming))
+            ]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+
+        self.call(turn, line, send_and_receive, peer=exchange.partner)
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+def _is_the_sum(out: torch.Tensor, full: torch.Tensor, how: Sum) -> bool:
+    """Return whether a backend's sum is the result, and may be written to `out` at once."""
+    is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+    return is_separate and out.dtype is full.dtype and how.divisor == 1.0 and not how.add

@@ -1,0 +1,174 @@
+"""Admission of a caller's optimizer to flat shards: it is known to be elementwise, or declared so.
+
+An elementwise update of an element depends on that element alone: its value, its gradient and its own state.
+Such an optimizer may run on any piece of a parameter. Any other would compute other numbers from pieces than
+from whole tensors, without a sign of it. So a class that zerodrift does not know is refused until its caller
+says which kind it is. Where every rank holds all parameters, there is nothing to ask.
+
+Invariant: a class that is admitted without a declaration is in `ELEMENTWISE_CLASSES`, or has whole tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from zerodrift.errors import UnsupportedError
+from zerodrift.plan.table import Plan, Row
+
+_log = logging.getLogger("zerodrift")
+
+ELEMENTWISE_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "torch.optim": (
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    ),
+    "apex.optimizers": ("FusedAdagrad", "FusedAdam", "FusedSGD"),
+    "bitsandbytes.optim": (
+        *("Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "SGD", "PagedAdam", "PagedAdamW", "PagedLion"),
+        *("Adagrad32bit", "Adam32bit", "AdamW32bit", "Lion32bit", "RMSprop32bit", "SGD32bit"),
+        *("PagedAdam32bit", "PagedAdamW32bit", "PagedLion32bit"),
+    ),
+    "deepspeed.ops": ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"),
+    "lion_pytorch": ("Lion",),
+    "transformers": ("AdamW",),
+    "zerodrift.deepspeed.ops": ("FusedLion",),
+}
+"""Package -> its classes that are elementwise. A subclass of one is not in the table."""
+
+BITSANDBYTES = {"optim_bits": 32, "percentile_clipping": 100}
+"""Options of `bitsandbytes` with which its classes are elementwise: 8 bits begin at a size of the tensor."""
+
+MATRIX_OPTIMIZERS = ("muon", "adafactor", "shampoo", "soap", "galore", "apollo", "lamb", "lars", "dion")
+"""Words in the name of a class, or of a base class, whose update of an element needs its whole tensor."""
+
+_MARK = "_zerodrift_elementwise"
+
+WHOLE = "`precision: {rules: [{match: '*', placement: whole}]}`"
+DECLARE = (
+    "Pass `elementwise=True` to `initialize` (in a config: `zero_allow_untested_optimizer: true`) if an "
+    "element's update depends on that element alone"
+)
+
+
+def declare(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
+    """Record what a caller says of an optimizer; None says nothing."""
+    if elementwise is not None:
+        setattr(optimizer, _MARK, elementwise)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Return whether an optimizer is elementwise, or None if neither the table nor its caller says so."""
+    kind = type(optimizer)
+    if needs_whole_tensors(kind):
+        return False
+    options = getattr(optimizer, "args", None)
+    if all(getattr(options, key, value) == value for key, value in BITSANDBYTES.items()):
+        for package, names in ELEMENTWISE_CLASSES.items():
+            if f"{kind.__module__}.".startswith(f"{package}.") and kind.__name__ in names:
+                return True
+    declared: bool | None = getattr(optimizer, _MARK, None)
+    return declared
+
+
+def needs_whole_tensors(kind: type) -> bool:
+    """Return whether the name of a class, or of one of its bases, is that of an optimizer of matrices."""
+    names = [base.__name__.lower() for base in kind.__mro__]
+    return any(word in name for name in names for word in MATRIX_OPTIMIZERS)
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], plan: Plan) -> None:
+    """Refuse an optimizer that may compute other numbers from what this plan leaves on a rank."""
+    rows = _trained_rows(group_of, plan)
+    if plan.policy.pipeline is None and not any(row.parts > 1 or _is_cut(row, plan) for row in rows):
+        return  # every rank has all of every parameter
+    kind = type(optimizer).__name__
+    elementwise = is_elementwise(optimizer)
+    if elementwise is None:
+        raise UnsupportedError(
+            "optimizer",
+            "must be known to be elementwise where ranks hold different parameters, or pieces of them",
+            got=f"{kind}, which zerodrift does not know",
+            do=f"{DECLARE}. Otherwise train at stage 0 without pipeline and experts; or, if it updates every "
+            f"tensor by itself, pass `elementwise=False` and place its parameters whole, with a rule such as "
+            f"{WHOLE}.",
+        )
+    if not elementwise:
+        _require_whole(kind, rows, plan)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        _warn_of_hooks(kind)
+
+
+def require_for_dtensors(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], plan: Plan) -> None:
+    """Refuse an optimizer of matrices, which torch's DTensors do not help. Norms of DTensors are global."""
+    if needs_whole_tensors(type(optimizer)):
+        _require_whole(type(optimizer).__name__, _trained_rows(group_of, plan), plan)
+
+
+class RefuseNewData(TorchFunctionMode):
+    """A context that refuses `p.data = ...`, which a DTensor loses."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._kind = type(optimizer).__name__
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.data.__set__ and isinstance(args[0], torch.nn.Parameter):  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                "optimizer",
+                "must write into its parameters, which are DTensors: what is assigned to `p.data` is lost",
+                got=self._kind,
+                do="Write `p.copy_(...)` there, or use the native backend.",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _trained_rows(group_of: Mapping[str, int], plan: Plan) -> list[Row]:
+    rows = (plan.row(name) for name in group_of)
+    return [row for row in rows if row is not None and row.columns.update is not None]
+
+
+def _is_cut(row: Row, plan: Plan) -> bool:
+    """Return whether ranks update pieces of a row."""
+    update = row.columns.update
+    return update is not None and update.axis != "" and plan.slices(plan.segments[row.segment]) > 1
+
+
+def _is_whole(row: Row, plan: Plan) -> bool:
+    """Return whether one rank owns all of a row, by its placement or because nothing is cut."""
+    update = row.columns.update
+    is_placed_whole = update is not None and update.placement == "whole"
+    return row.parts == 1 and (is_placed_whole or not _is_cut(row, plan))
+
+
+def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
+    cut = [row.name for row in rows if not _is_whole(row, plan)]
+    if cut:
+        more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
+        do = f"Place what it updates whole, with a rule such as {WHOLE}, train at stage 0, or use an "
+        do += "elementwise optimizer."
+        if any(row.parts > 1 for row in rows):
+            do += " Experts that are divided over ranks need another optimizer."
+        raise UnsupportedError(
+            "optimizer",
+            "must be elementwise where ranks hold flat pieces of parameters",
+            got=f"{kind}, and pieces of {', '.join(cut[:3])}{more}",
+            do=do,
+        )
+
+
+@functools.cache
+def _warn_of_hooks(kind: str) -> None:
+    _log.warning(
+        "zerodrift: %s has step hooks, which see the shards of this rank instead of whole parameters. "
+        "Stage 0, or a rule %s, gives them whole ones",
+        kind,
+        WHOLE,
+    )

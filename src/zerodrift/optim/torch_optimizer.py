@@ -1,0 +1,399 @@
+"""A caller's `torch.optim` object as an `Updater`: its own `step` on fp32 views of this rank's shards.
+
+Parameter groups and their options stay; their parameters become views of the fp32 masters. With fp32 storage
+these are views of storage itself. A split master is joined before a step and split after it, so its fp32
+form has memory only then.
+
+A view is a flat piece of a parameter, or, if this rank owns all of it, the parameter in its shape.
+`elementwise` decides which classes may step pieces.
+
+Invariant: an element's update is what the same optimizer would do to it in a plain loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.dtypes import BLOCK
+from zerodrift.errors import UnsupportedError
+from zerodrift.optim import schemes
+from zerodrift.optim.schemes import Scheme
+from zerodrift.optim.statistics import Statistics, account
+from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
+from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import Master, State
+
+UNSUPPORTED = {
+    "LBFGS": "looks at all parameters at once and calls the model itself",
+    "SparseAdam": "needs sparse gradients, and gradients are summed dense here",
+}
+"""Classes that no placement helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The part of one row that this rank owns, as the optimizer gets it."""
+
+    number: int
+    """The segment."""
+    span: slice
+    """Its place in the piece of that segment."""
+    row: Row
+    parameter: nn.Parameter
+
+
+class TorchOptimizerUpdater:
+    """An `Updater` around a torch optimizer."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        owned: Sequence[Owned],
+        optimizer: torch.optim.Optimizer,
+        group_of: Mapping[str, int],
+    ) -> None:
+        self.groups = optimizer
+        self.group_of = group_of
+        self.kind = type(optimizer).__name__
+        self._pieces = {piece.number: piece.without_values() for piece in owned}
+        self._schemes = {piece.number: _scheme(piece) for piece in owned}
+        self._slices = {
+            piece.number: schemes.allocate(self._schemes[piece.number], piece.storage, 0, piece.initial)
+            for piece in owned
+        }
+        self._values = {number: self._fp32(number) for number in self._pieces}
+        """Flat fp32 masters: storage itself, the copy, or for a split master what `_join` fills."""
+        self._state_owners = state_owners(optimizer)
+        views = {view.row.name: view for view in self._make_views()}
+        for number, group in enumerate(optimizer.param_groups):
+            names = [name for name, place in group_of.items() if place == number]
+            for name, parameter in zip(names, group["params"], strict=True):
+                state = self._state(parameter)
+                for owner in self._state_owners.values():
+                    owner.state.pop(parameter, None)
+                if name in views:
+                    views[name].parameter.__dict__.update(_attributes(parameter))
+                    self._set_state(views[name].parameter, self._shard_of(state, views[name]))
+            group["params"] = [views[name].parameter for name in names if name in views]
+        self._views = [view for name, view in views.items() if name in group_of]
+        for number in self._pieces:
+            self._free_joined(number)
+        self._skipped: frozenset[str] = frozenset()
+        self.statistics: Mapping[int, Statistics] = empty_statistics(plan, owned)
+        """A class does not tell its wanted change, so this takes that of the fp32 master."""
+
+    def _make_views(self) -> Iterator[_View]:
+        for number, piece in self._pieces.items():
+            for row in piece.rows:
+                span = piece.span(row)
+                if span.stop > span.start:
+                    values = self._values[number][span]
+                    # A scalar stays flat: its moments must not look like step counts.
+                    is_whole = span.stop - span.start == row.numel and row.shape
+                    yield _View(
+                        number, span, row, nn.Parameter(values.view(row.shape) if is_whole else values)
+                    )
+
+    def _shard_of(self, state: Mapping[str, Any], view: _View) -> dict[str, Any]:
+        """Return a view's part of the state that was made before any step, as Adagrad does."""
+        begin = self._pieces[view.number].start + view.span.start - view.row.offset
+        parameter = view.parameter
+        return {
+            key: value.reshape(-1)[begin : begin + parameter.numel()]
+            .view(parameter.shape)
+            .to(parameter, copy=True)
+            if isinstance(value, torch.Tensor) and value.dim()
+            else copy.deepcopy(value)
+            for key, value in state.items()
+        }
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return {
+            prefix + key: value
+            for prefix, owner in self._state_owners.items()
+            for key, value in owner.state.get(parameter, {}).items()
+        }
+
+    def _set_state(self, view: nn.Parameter, values: Mapping[str, Any]) -> None:
+        left = dict(values)
+        for prefix, owner in reversed(self._state_owners.items()):
+            mine = [key for key in left if key.startswith(prefix)]
+            if mine:
+                owner.state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
+
+    def learning_rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self.groups.param_groups)
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        self._skipped = frozenset(names)
+
+    @torch.no_grad()
+    def update(
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
+    ) -> None:
+        ready: dict[int, torch.Tensor] = {}
+        for number, flat in gradients.items():
+            wide = flat if flat.dtype is torch.float32 else flat.float()
+            ready[number] = wide if multiplier == 1.0 else wide.mul_(multiplier)
+        for number in ready:
+            self._join(number)
+        for view in self._views:
+            if view.number in ready and view.row.name not in self._skipped:
+                view.parameter.grad = ready[view.number][view.span].view(view.parameter.shape)
+        before = {
+            number: (self._values[number].clone(), self._slices[number].storage.clone())
+            for number in ready
+            if number in self.statistics
+        }
+        self.groups.step()
+        for view in self._views:
+            view.parameter.grad = None
+            values = self._values[view.number][view.span]
+            if view.parameter.data_ptr() != values.data_ptr():  # the class assigned to `p.data`
+                values.copy_(view.parameter.reshape(-1))
+                view.parameter.data = values.view(view.parameter.shape)
+        for number in ready:
+            schemes.write(self._schemes[number], self._slices[number], self._values[number])
+        for view in self._views:
+            if view.number in before:
+                self._account(view, before[view.number], ready[view.number])
+        for number in ready:
+            self._free_joined(number)
+            written(number)
+
+    def _account(
+        self, view: _View, before: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor
+    ) -> None:
+        """Fill the statistics of one view's blocks."""
+        span = view.span
+        weight, visible = (values[span] for values in before)
+        moments = list(self._moments(view).values())
+        master = self._values[view.number][span]
+        account(
+            self.statistics[view.number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
+            master - weight,
+            (weight, visible, gradient[span]),
+            (master, self._slices[view.number].storage[span], moments[-1].reshape(-1) if moments else None),
+        )
+
+    def _fp32(self, number: int) -> torch.Tensor:
+        piece, of = self._pieces[number], self._slices[number]
+        if self._schemes[number].master is Master.SPLIT:
+            return torch.empty_like(piece.storage, dtype=torch.float32)
+        return piece.storage if of.master is None else of.master
+
+    def _join(self, number: int) -> None:
+        """Fill the fp32 form of a split master."""
+        if self._schemes[number].master is Master.SPLIT:
+            values = self._values[number]
+            values.untyped_storage().resize_(values.numel() * values.element_size())
+            values.copy_(schemes.read(self._schemes[number], self._slices[number]))
+
+    def _free_joined(self, number: int) -> None:
+        """Free the memory of a split master's fp32 form."""
+        if self._schemes[number].master is Master.SPLIT:
+            self._values[number].untyped_storage().resize_(0)
+
+    def master(self, number: int) -> torch.Tensor:
+        return schemes.read(self._schemes[number], self._slices[number])
+
+    @torch.no_grad()
+    def set_master(self, number: int, values: torch.Tensor) -> None:
+        schemes.write(self._schemes[number], self._slices[number], values)
+
+    def _moments(self, view: _View) -> dict[str, torch.Tensor]:
+        state = self._state(view.parameter)
+        return {key: value for key, value in state.items() if _is_moment(value, view.parameter)}
+
+    def states(self, number: int) -> dict[str, torch.Tensor]:
+        states: dict[str, torch.Tensor] = {}
+        for view in self._views:
+            for key, value in self._moments(view).items() if view.number == number else ():
+                if key not in states:
+                    states[key] = torch.zeros_like(self._pieces[number].storage, dtype=torch.float32)
+                states[key][view.span] = value.reshape(-1).float()
+        return states
+
+    def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
+        for view in self._views:
+            moment = self._state(view.parameter).get(key) if view.number == number else None
+            if moment is not None:
+                moment.copy_(values[view.span].view(moment.shape))
+
+    def counters(self) -> Counters:
+        """Return the state, with the name of its dtype in place of each moment.
+
+        torch makes moments in the first step, so a load must make them: a step without any begins anew.
+        """
+        counters: Counters = {}
+        for view in self._views:
+            if state := self._state(view.parameter):
+                counters[view.row.name] = {
+                    key: dtype_name(value) if _is_moment(value, view.parameter) else value
+                    for key, value in state.items()
+                }
+        return counters
+
+    def set_counters(self, counters: Counters) -> None:
+        for owner in self._state_owners.values():
+            owner.state.clear()
+        for view in self._views:
+            state = {
+                key: torch.zeros_like(view.parameter, dtype=getattr(torch, value), requires_grad=False)
+                if isinstance(value, str)
+                else copy.deepcopy(value)
+                for key, value in counters.get(view.row.name, {}).items()
+            }
+            self._set_state(view.parameter, state)
+
+    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
+        return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
+
+    def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
+        master = self._slices[number].master
+        views = [view for view in self._views if view.number == number]
+        dtypes = [moment.dtype for view in views for moment in self._moments(view).values()]
+        return None if master is None else master.dtype, tuple(dict.fromkeys(dtypes))
+
+
+_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)
+"""Dtypes of moments whose every value is an fp32 number."""
+
+
+def dtype_name(value: torch.Tensor) -> str:
+    if value.dtype not in _IN_FP32:
+        raise UnsupportedError(
+            "optimizer",
+            "must keep moments whose values fp32 can hold, to be saved",
+            got=value.dtype,
+            do="Keep them in fp32.",
+        )
+    return str(value.dtype).removeprefix("torch.")
+
+
+def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those that it wraps, as Lookahead does, each once."""
+    found: list[torch.optim.Optimizer] = []
+    waiting = [optimizer]
+    while waiting:
+        each = waiting.pop()
+        if any(each is other for other in found):
+            continue
+        found.append(each)
+        for value in vars(each).values():
+            values = value if isinstance(value, list | tuple) else [value]
+            waiting += [inner for inner in values if isinstance(inner, torch.optim.Optimizer)]
+    return found
+
+
+def state_owners(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Return the nested optimizers with a state of their own, by the prefix of their moments' names here."""
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for each in nested(optimizer):
+        owners.setdefault(id(each.state), each)
+    return {f"inner{depth}_" if depth else "": owner for depth, owner in enumerate(owners.values())}
+
+
+def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the caller's attributes of a parameter, which an optimizer may read: `p.no_decay = True`."""
+    ours = ("_zerodrift", "ds_")
+    return {key: value for key, value in vars(parameter).items() if not key.startswith(ours)}
+
+
+def _is_moment(value: object, parameter: nn.Parameter) -> bool:
+    """Return whether a value of an optimizer's state has one number per element."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _scheme(piece: Owned) -> Scheme:
+    """Return the scheme of a shard; refuse one in which torch's classes would compute something else."""
+    scheme = scheme_of(piece)
+    if scheme.state is not State.FP32:
+        raise UnsupportedError(
+            f"state: {scheme.state}",
+            "must be fp32 for an optimizer that rounds its moments itself",
+            do=(
+                f"Name {either(known.name for known in ELEMENTWISE)} in the config's `optimizer` "
+                "block, or leave `state` out."
+            ),
+        )
+    if scheme.master is Master.SAME and piece.storage.dtype is not torch.float32:
+        raise UnsupportedError(
+            "master: same",
+            "must have fp32 storage for a torch optimizer",
+            got=piece.storage.dtype,
+            do="Name the optimizer in the config's `optimizer` block, or use `master: split`.",
+        )
+    return scheme
+
+
+def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: Plan) -> dict[str, int]:
+    """Return row name -> its parameter group, after checking that the optimizer can serve this model."""
+    _require_supported(optimizer, names)
+    groups: dict[str, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            row = plan.row(names.get(id(parameter), ""))
+            if row is None:
+                raise UnsupportedError(
+                    "optimizer",
+                    "must be built over the model's own parameters",
+                    got=f"one of shape {tuple(parameter.shape)} that the model does not have",
+                    do="Build it over `model.parameters()`.",
+                )
+            groups[row.name] = number
+    return groups
+
+
+def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse a class that no placement helps, and an object that the engine cannot step."""
+    kind = type(optimizer).__name__
+    use = f"Use {either(known.name for known in ALGORITHMS)}."
+    for base in type(optimizer).__mro__:
+        if base.__name__ in UNSUPPORTED:
+            raise UnsupportedError(
+                "optimizer",
+                "must update a parameter from its own gradient",
+                got=f"{kind}, which {UNSUPPORTED[base.__name__]}",
+                do=use,
+            )
+    shared = {id(group) for group in optimizer.param_groups}
+    for inner in nested(optimizer):
+        own = [group for group in inner.param_groups if id(group) not in shared]
+        if any(id(parameter) in names for group in own for parameter in group["params"]):
+            raise UnsupportedError(
+                "optimizer",
+                "must share its parameter groups with the optimizer that it wraps, which would step nothing",
+                got=f"{kind} around {type(inner).__name__} with groups of its own",
+                do=f"Set the {kind}'s `param_groups` to those of the {type(inner).__name__}.",
+            )
+    if needs_closure(type(optimizer)):
+        raise UnsupportedError(
+            "optimizer",
+            "must have a `step` that needs no closure: the engine's gradients are reduced before it",
+            got=f"{kind}.step{inspect.signature(type(optimizer).step)}",
+            do=use,
+        )
+    begun = (state for owner in state_owners(optimizer).values() for state in owner.state.values())
+    if any(not ("step" in state and float(state["step"]) == 0) for state in begun):
+        raise UnsupportedError(
+            "optimizer",
+            "must not have taken a step before `initialize`",
+            got=f"{kind} with state",
+            do="Build it anew.",
+        )
+
+
+def needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether the `step` of a class cannot be called without an argument."""
+    _, *rest = inspect.signature(inspect.unwrap(kind.step)).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(each.default is each.empty and each.kind not in kinds for each in rest)
