@@ -149,7 +149,7 @@ policy = zd.resolve(config, zd.MeshShape(shard=4))
 
 API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Training", "", ("api", "engine.engine", "engine.parameter", "engine.batches", "engine.progress")),
-    ("Pipelines", "", ("pipeline.cut", "pipeline.deprecated")),
+    ("Pipelines", "", ("pipeline.cut",)),
     (
         "Checkpoints and weights",
         "",

@@ -25,7 +25,6 @@ from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import deterministic, steps
 from zerodrift.engine.batches import BatchResult, LossOf, OneByOne
 from zerodrift.engine.by_number import ByNumber
-from zerodrift.engine.deprecated import FullValues
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
 from zerodrift.engine.executor import BatchRunner, Executor
 from zerodrift.engine.grads import BackwardCallbacks
@@ -42,7 +41,7 @@ from zerodrift.report.explain import Explanation, explain
 from zerodrift.report.updates import UpdateReport
 
 
-class Engine(FullValues):
+class Engine:
     """Trains a model as a plan says, on every backend, with or without a pipeline. Made by
     `zerodrift.initialize`."""
 
