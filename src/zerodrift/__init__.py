@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from zerodrift.config.schema import Sharding as Sharding
     from zerodrift.config.schema import TorchAutocast as TorchAutocast
     from zerodrift.config.schema import ZeroOptimization as ZeroOptimization
-    from zerodrift.engine.batches import BatchResult as BatchResult
     from zerodrift.engine.engine import Engine as Engine
-    from zerodrift.engine.parameter import ParameterHandle as ParameterHandle
+    from zerodrift.engine.executor import BatchResult as BatchResult
     from zerodrift.engine.progress import StepResult as StepResult
+    from zerodrift.engine.values import ParameterHandle as ParameterHandle
     from zerodrift.errors import CheckpointError as CheckpointError
     from zerodrift.errors import ConfigError as ConfigError
     from zerodrift.errors import MeshError as MeshError
@@ -74,9 +74,9 @@ _NAMES = {
         "Bf16 Config DataTypes Experts Fp16 OffloadOptimizer Optimizer Pipeline Precision Reduce Rule "
         "Scheduler Sharding TorchAutocast ZeroOptimization"
     ),
-    "engine.batches": "BatchResult",
+    "engine.executor": "BatchResult",
     "engine.engine": "Engine",
-    "engine.parameter": "ParameterHandle",
+    "engine.values": "ParameterHandle",
     "engine.progress": "StepResult",
     "errors": (
         "CheckpointError ConfigError MeshError ModelError NonFiniteError PrecisionError RankError "

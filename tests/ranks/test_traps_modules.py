@@ -19,8 +19,8 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from tests.ranks.plain import CELLS, differs, pair, run_all, weights
-from zerodrift.engine.attached import Gone
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.parameter_guard import Gone
 from zerodrift.errors import ModelError, UnsupportedError
 
 

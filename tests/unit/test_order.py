@@ -16,7 +16,7 @@ from zerodrift.api import make_plan
 from zerodrift.comm.collectives import HALVING
 from zerodrift.comm.fold import Sum, additions, carries, fold, leftovers
 from zerodrift.comm.halving import room_for, swaps
-from zerodrift.engine.seeds import seed_of
+from zerodrift.engine.habits.microbatch_state import seed_of
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ModelSpec

@@ -4,26 +4,26 @@
 memory that they arrive in. What arrives is added by `fold`, or on the way by `halving`. Between ranks that
 share memory (`shared.py`) large messages stay where they were written, and gloo brings their place.
 
-Invariant: which messages a rank sends and receives follows from the sizes and the axis alone, so ranks in
-the same collective always wait for each other's, and in no other.
+Invariant: which messages a rank sends and receives follows from the sizes and the axis alone, so ranks in the
+same collective always wait for each other's, and in no other.
 
-[Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and
-its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order; the
-tag numbers the collectives of a group, so those under way at once cannot take each other's, and has a
-digest of what moves and in which sizes, so ranks in different collectives miss each other, which `watch.py`
-sees; gloo ends the process when a message does not fit where it is received. A reduction
-that is waited for at once receives a window of chunks rather than everything: the window stays in cache
-between arrival and sum, and the wire needs at most WINDOW bytes however large the segment is. One that is
-only started posts every receive, because a receive that is posted in `wait` would hang two ranks that wait
-for two operations in different orders. Either way the memory is kept for the next reduction, since fresh
-pages cost as much as the message that fills them; `release` lets go of it.
+[Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and its
+all-gather three times, so both are exchanges here. A message is matched by sender, tag and order; the tag
+numbers the collectives of a group, so those under way at once cannot take each other's, and has a digest of
+what moves and in which sizes, so ranks in different collectives miss each other, which `watch.py` sees; gloo
+ends the process when a message does not fit where it is received. A reduction that is waited for at once
+receives a window of chunks rather than everything: the window stays in cache between arrival and sum, and the
+wire needs at most WINDOW bytes however large the segment is. One that is only started posts every receive,
+because a receive that is posted in `wait` would hang two ranks that wait for two operations in different
+orders. Either way the memory is kept for the next reduction, since fresh pages cost as much as the message
+that fills them; `release` lets go of it.
 
 [Note: by halves] A reduction by halves sends its first half when it is started; what it sends next has to
 arrive first, so that is done in `wait`, and ranks that waited for two such reductions in different orders
 would hang. All ranks wait in one order: for the oldest reduction first, at places that follow from the plan's
-order alone (`engine/grads.py`), and for an all-reduce where it is called; a gather needs nobody's `wait`. So
-of those that wait, the one in the oldest reduction, and in its earliest swap, waits for a message that was
-sent, or for a rank that computes and will come there.
+order alone (`engine/step/gradients.py`), and for an all-reduce where it is called; a gather needs nobody's
+`wait`. So of those that wait, the one in the oldest reduction, and in its earliest swap, waits for a message
+that was sent, or for a rank that computes and will come there.
 """
 
 from __future__ import annotations

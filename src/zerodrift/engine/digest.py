@@ -21,7 +21,7 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import BLOCK
-from zerodrift.engine.deterministic import workspace
+from zerodrift.engine.habits.microbatch_state import workspace
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.errors import RankError
 from zerodrift.kernels import native

@@ -26,11 +26,11 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.dtypes import BLOCK, DType, from_torch
-from zerodrift.engine.attached import left_by_others
-from zerodrift.engine.buffers import GradientBuffers
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.trained import TrainedSegment, make
-from zerodrift.engine.unit import LiveUnit
+from zerodrift.engine.habits.parameter_guard import find_other_engines
+from zerodrift.engine.step.accumulation import GradientBuffers
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import TrainedSegment, make_segment
+from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import resting
 from zerodrift.model import recipe
@@ -87,7 +87,7 @@ def place(
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        segment = make(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
+        segment = make_segment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
         filler = SegmentFiller(segment)
         pairs = list(zip(rows, held, strict=True))
         _give_all([pair for pair in pairs if pair[0].name not in sources.rows], filler, comm)
@@ -119,7 +119,7 @@ def check(
 ) -> None:
     """The model must be the one that was planned, and every value must come from somewhere."""
     problems = Problems()
-    alive, gone = left_by_others(model)
+    alive, gone = find_other_engines(model)
     if alive:
         problems.add("model", "must not have another engine", got="one that is still alive", do=_DESTROY)
     for row in plan.rows:

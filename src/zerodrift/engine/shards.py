@@ -20,10 +20,10 @@ import torch
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.dtypes import BLOCK
-from zerodrift.engine.attached import settle
+from zerodrift.engine.habits.storage_writes import take_over_writes
 from zerodrift.engine.place import exchange, share_of
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.trained import TrainedSegment
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.optim.updater import Updater
 from zerodrift.plan.table import Row
 
@@ -116,7 +116,7 @@ class FlatShard:
         """`[numel]`: the masters, exact; storage where there is none."""
         if self._updater is None:
             return self._storage.detach()
-        settle(self.segment, self._updater)
+        take_over_writes(self.segment, self._updater)
         return self._updater.master(self.segment.number)
 
     def stored(self) -> torch.Tensor:

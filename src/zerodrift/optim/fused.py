@@ -1,7 +1,7 @@
 """The step of a slice, as fast as there is a way: one compiled pass over memory, or the reference.
 
 Chooses the path by where the slice lies: `kernels/native.cpp` on a CPU, Triton's programs (`optim/device.py`)
-on a GPU, the reference where neither can be built; `engine/update_function.py` decides for all ranks of a run
+on a GPU, the reference where neither can be built; `engine/step/update.py` decides for all ranks of a run
 whether to come here. For the first it checks what compiled code cannot, and hands addresses over. The
 arithmetic is defined by `updates` and `reference`, which the others repeat.
 

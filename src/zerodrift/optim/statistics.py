@@ -2,7 +2,7 @@
 
 Off by default: a step that is given no `Statistics` pays nothing. A step that is given one fills six
 numbers per block of 256 elements, on the way through memory that it makes anyway; blocks of a parameter
-that lie on several ranks are added up by `engine/statistics.py`.
+that lie on several ranks are added up by `engine/step/update.py`.
 
 Invariant: a block's numbers depend on that block alone, and equal the reference's bit for bit.
 """

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.engine.batches import numbers_of, wrong_number
+from zerodrift.engine.executor import numbers_of, wrong_number
 from zerodrift.engine.nested import tensors_in
 from zerodrift.errors import Problem
 

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zerodrift.engine.seeds import generators
+from zerodrift.engine.habits.microbatch_state import generators
 from zerodrift.errors import ModelError, Problem, UnsupportedError
 from zerodrift.versions import numbers
 

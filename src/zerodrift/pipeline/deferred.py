@@ -44,8 +44,8 @@ from zerodrift.pipeline.products import (
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
-    from zerodrift.engine.grads import Gradients
-    from zerodrift.engine.ledger import GradientCounts
+    from zerodrift.engine.step.accumulation import GradientCounts
+    from zerodrift.engine.step.gradients import Gradients
 
 
 @dataclass(frozen=True, slots=True)

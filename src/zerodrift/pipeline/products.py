@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812
 
-from zerodrift.engine.ledger import Ledger
+from zerodrift.engine.step.accumulation import Ledger
 
 Kind = Literal["linear", "matmul", "batched", "grouped"]
 """How input `x` and weight `w` meet: x w^T with w `[out, in]`; x w with w `[in, out]`; the same for each of a

@@ -24,19 +24,18 @@ from torch import nn
 from zerodrift.comm.alarm import Alarm
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.pairs import missing
-from zerodrift.engine import compute
-from zerodrift.engine.batches import batch_on
-from zerodrift.engine.executor import BatchRunner
+from zerodrift.engine.executor import BatchRunner, batch_on
 from zerodrift.engine.native import NativeExecutor
-from zerodrift.engine.parameter import WholeValues
 from zerodrift.engine.place import ValueSources
-from zerodrift.engine.scheduled import ScheduledUnits
+from zerodrift.engine.step import compute
+from zerodrift.engine.values import WholeValues
 from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 from zerodrift.pipeline import schedules
 from zerodrift.pipeline.batches import Signature, difference, given, signature
 from zerodrift.pipeline.cut import Cut
 from zerodrift.pipeline.deferred import defer_in_piece
 from zerodrift.pipeline.stage import Draws, Piece, Shared, Stage
+from zerodrift.pipeline.stage_units import ScheduledUnits
 from zerodrift.pipeline.values import StagedValues
 from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.stages import beside, pieces_of, rank_of
@@ -142,12 +141,12 @@ class PipelineExecutor(NativeExecutor):
 
     # --- all micro-batches of a step --------------------------------------------------------------------
 
-    def taken(
+    def prepare(
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
         """The micro-batches as pieces take them; the same problem on every rank, if there is one."""
         with self._alarm.explain_failure():
-            return self._taken(list(micro_batches), weights, count)
+            return self._prepare(list(micro_batches), weights, count)
 
     def train(
         self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
@@ -263,7 +262,7 @@ class PipelineExecutor(NativeExecutor):
 
     # --- micro-batches and schedules --------------------------------------------------------------------
 
-    def _taken(
+    def _prepare(
         self, batches: list[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
         training, mesh = count is not None, self.comm.mesh

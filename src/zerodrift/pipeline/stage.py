@@ -43,16 +43,16 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.batches import one_number
-from zerodrift.engine.compute import ForwardPrecision
-from zerodrift.engine.grads import Gradients
-from zerodrift.engine.scheduled import ScheduledUnits
-from zerodrift.engine.seeds import generators
+from zerodrift.engine.executor import one_number
+from zerodrift.engine.habits.microbatch_state import generators
+from zerodrift.engine.step.compute import ForwardPrecision
+from zerodrift.engine.step.gradients import Gradients
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.experts.turns import Abandoned
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.products import hooked, is_found
+from zerodrift.pipeline.stage_units import ScheduledUnits
 
 Kinds = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 """Shape, dtype and whether a gradient comes back, of each tensor that leaves a piece."""

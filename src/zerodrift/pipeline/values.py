@@ -16,7 +16,8 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.trained import TrainedSegment
+from zerodrift.engine.habits.storage_writes import mark_storage_changed
+from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.values import SegmentValues
 from zerodrift.plan.stages import pieces, rank_of, shared_with_another
 from zerodrift.plan.table import Plan, Row
@@ -153,4 +154,4 @@ def make_equal(part: Plan, own: SegmentValues) -> None:
             comm.broadcast(master, 0, "ends")
             if not segment.spec.lead:
                 updater.set_master(segment.number, master)
-        segment.changed()
+        mark_storage_changed(segment)

@@ -25,11 +25,11 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
-from zerodrift.engine import saved
-from zerodrift.engine.forward_inputs import BEFORE_ALL
-from zerodrift.engine.grads import Gradients
-from zerodrift.engine.trained import TrainedSegment
-from zerodrift.engine.unit import LiveUnit
+from zerodrift.engine.habits import saved_views
+from zerodrift.engine.nested import BEFORE_ALL
+from zerodrift.engine.step.gradients import Gradients
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.plan.schedule import reduce_order
 from zerodrift.plan.stages import of_piece, pieces, shared_with_another
 from zerodrift.plan.table import Plan
@@ -53,7 +53,7 @@ class ScheduledUnits:
         self._uses = Counter(unit.number for held in self._units.values() for unit in held)
         """Unit -> how many of this rank's pieces use it; only the root has more than one."""
         self._all_step = part.policy.sharding.keep_gathered == "step"
-        self._packings = {piece: saved.Packing() for piece in mine}
+        self._packings = {piece: saved_views.Packing() for piece in mine}
         self._ended: Counter[int] = Counter()
         """Unit -> micro-batches that have ended in it, once per piece."""
         self._tree = part.policy.tree

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.engine.habits.absent_parameter import gathered_class, set_gathered_class
 from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.ungathered import gathered_class, set_gathered_class
+from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Output
 
