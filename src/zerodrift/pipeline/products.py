@@ -21,8 +21,6 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812
 
-from zerodrift.engine.step.accumulation import Ledger
-
 Kind = Literal["linear", "matmul", "batched", "grouped"]
 """How input `x` and weight `w` meet: x w^T with w `[out, in]`; x w with w `[in, out]`; the same for each of a
 batch; rows of x in groups, each with its own w."""
@@ -119,14 +117,9 @@ def _overlaps(weight: torch.Tensor) -> bool:
 
 
 def hooked(tensor: torch.Tensor) -> bool:
-    """Whether somebody waits for its gradient: a hook on the tensor, or one for when the gradient was added.
-    The ledger's count, and would miss nothing."""
-    after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
-    return (
-        bool(tensor._backward_hooks)
-        or tensor.retains_grad
-        or any(not isinstance(getattr(hook, "__self__", None), Ledger) for hook in after.values())
-    )
+    """Return whether a hook waits for a tensor's gradient, or for when the gradient was added."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks) or tensor.retains_grad or bool(after)
 
 
 def _fits(kind: Kind, x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -106,7 +106,7 @@ class PipelineExecutor(NativeExecutor):
             self._handles += compute.attach(piece.module, of_piece(self.plan, piece.number))
             if self._late:
                 piece.queue = defer_in_piece(piece.module, self.gradients)
-        self.gradients.count()
+        self.gradients.is_scheduled = True
 
     # --- what differs from a rank that has the whole model ----------------------------------------------
 
@@ -134,7 +134,6 @@ class PipelineExecutor(NativeExecutor):
             if piece.queue is not None:
                 piece.queue.clear()
                 piece.queue.detach()
-        self.gradients.expect(None)
         self._learnt.clear()
         self._alarm.stop()
         super().leave()

@@ -239,21 +239,11 @@ class Piece(nn.Module):
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
         """Around a backward of a micro-batch, or the first part of one."""
-        ledger = self.shared.gradients.ledger
-        if ledger is not None:
-            ledger.turn_to(micro_batch)
         if self.queue is not None and self.queue.ended != micro_batch:
             raise AssertionError(f"backward {micro_batch} after {self.queue.ended} others")
         scheduled = self.shared.scheduled
         with self.gathered(), self.shared.precision.backward(), scheduled.backward(self.number, micro_batch):
             yield
-
-    def arrived(self, late: list[torch.Tensor]) -> None:
-        """Autograd's second pass has added weight gradients."""
-        ledger = self.shared.gradients.ledger
-        if ledger is not None:
-            for parameter in dict.fromkeys(late):
-                ledger.late(parameter, ledger.now)
 
     def buffers_now(self) -> dict[str, torch.Tensor]:
         return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -378,17 +368,6 @@ class Stage(PipelineStage):
             told_by_torch = isinstance(error, RuntimeError) and "Failed to run stage backward" in str(error)
             self.piece.failed = (error.__cause__ if told_by_torch else None) or error
             raise
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False
-    ) -> Any:
-        late: list[torch.Tensor] = []
-        if backward_type == "weight":
-            groups = bwd_kwargs["param_groups"]
-            late = [node.variable for group in groups for node in group["params"]]
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        self.piece.arrived(late)
-        return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The engine's step reduces, and takes the average."""

@@ -148,8 +148,6 @@ class ScheduledUnits:
         counts = {number: count // self._uses[number] for number, count in self._ended.items()}
         if set(counts.values()) - {self._micro_batches}:
             raise AssertionError(f"micro-batches per unit {counts}, not {self._micro_batches}")
-        if self._gradients.ledger is not None:
-            self._gradients.ledger.turn_to(self._micro_batches)
 
     def sum_over_ends(self, comm: Collectives) -> None:
         """What is tied across the pipeline: see [Note: tied across the pipeline] of `plan/stages.py`."""

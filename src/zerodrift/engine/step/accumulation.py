@@ -1,22 +1,17 @@
-"""Buffers that gradients accumulate in, their sums by a tree, and counts of what has arrived.
+"""Buffers that gradients accumulate in, and their sums by a tree.
 
 Invariants: a buffer is in one pool or in use, never both, and holds anything when it is taken. The tree sum
-of n buffers is `additions(n)` of them, whatever n turns out to be. A gradient that the ledger counted is in
-what is collected.
+of n buffers is `additions(n)` of them, whatever n turns out to be.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
 from zerodrift.comm.fold import carries, leftovers
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.errors import ModelError, Problems
 
 
 class BufferPool:
@@ -110,99 +105,3 @@ class TreeSum:
             part = self._sums.pop(right)
             self._sums[left].add_(part)
             self._give(part)
-
-
-@dataclass(frozen=True, slots=True)
-class GradientCounts:
-    """How often gradients of one parameter arrived in one micro-batch."""
-
-    eager: int = 0
-    """Added by autograd in a backward; a parameter that is used several times is added to once."""
-    late: int = 0
-    """Formed from a queue, or written to `param.grad` between backwards."""
-
-    @property
-    def count(self) -> int:
-        return self.eager + self.late
-
-
-class Ledger:
-    """Counts arrivals per parameter and micro-batch in a step that has late gradients; it costs a hook per
-    parameter. `param.grad = new` instead of `param.grad += new` is an error that names the parameter."""
-
-    def __init__(self, segments: Iterable[FlatSegment]) -> None:
-        self._names: dict[torch.Tensor, str] = {}
-        self._handles: list[Any] = []
-        for segment in segments:
-            for row, parameter in zip(segment.rows, segment.parameters, strict=True):
-                self._names[parameter] = row.name
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._eager))
-        self._counts: list[dict[str, GradientCounts]] = [{}]
-        self.now = 0
-        """The micro-batch whose backward is running."""
-        self._addresses: dict[torch.Tensor, int] = {}
-        """Parameter -> address of its gradient after the last arrival."""
-        self._replaced: set[torch.Tensor] = set()
-
-    def _eager(self, parameter: torch.Tensor) -> None:
-        self._count(parameter, self.now, eager=1)
-
-    def late(self, parameter: torch.Tensor, micro_batch: int) -> None:
-        """Count a late gradient of a micro-batch of this step."""
-        self._count(parameter, micro_batch, late=1)
-
-    def turn_to(self, micro_batch: int) -> None:
-        """Count eager gradients for this micro-batch from now on."""
-        self.now = micro_batch
-
-    def _count(self, parameter: torch.Tensor, micro_batch: int, eager: int = 0, late: int = 0) -> None:
-        name = self._names.get(parameter)
-        if name is None or parameter.grad is None:
-            return
-        while len(self._counts) <= micro_batch:
-            self._counts.append({})
-        counts = self._counts[micro_batch]
-        before = counts.get(name, GradientCounts())
-        counts[name] = replace(before, eager=before.eager + eager, late=before.late + late)
-        self._compare(parameter)
-        self._addresses[parameter] = parameter.grad.data_ptr()
-
-    def _compare(self, parameter: torch.Tensor) -> None:
-        """Notice a gradient that is not where the last arrival left it."""
-        expected = self._addresses.get(parameter)
-        address = None if parameter.grad is None else parameter.grad.data_ptr()
-        # Under `create_graph` autograd itself puts old + new in the old one's place.
-        if expected is not None and address != expected and not torch.is_grad_enabled():
-            self._replaced.add(parameter)
-
-    def check(self, segment: FlatSegment) -> None:
-        """Raise if a counted gradient is missing; called before a segment's gradients are collected."""
-        problems = Problems()
-        for row, parameter in zip(segment.rows, segment.parameters, strict=True):
-            self._compare(parameter)
-            self._addresses.pop(parameter, None)
-            if parameter in self._replaced:
-                problems.add(
-                    row.name,
-                    "a gradient that has arrived must be added to, `param.grad += new`",
-                    got="`param.grad` set to something else",
-                    do="What was there before would be lost.",
-                )
-        problems.raise_as(ModelError)
-
-    def arrivals(self) -> list[dict[str, GradientCounts]]:
-        """Return name -> counts for each micro-batch of this step that has ended."""
-        missing = max(0, self.now - len(self._counts))
-        return [dict(counts) for counts in (*self._counts[: self.now], *({},) * missing)]
-
-    def clear(self) -> None:
-        """Begin a new step."""
-        self._counts = [{}]
-        self.now = 0
-        self._addresses.clear()
-        self._replaced.clear()
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()

@@ -25,11 +25,10 @@ import torch
 from zerodrift.comm.collectives import Handle
 from zerodrift.engine.nested import at_the_end, current_backward
 from zerodrift.engine.progress import refusal
-from zerodrift.engine.step.accumulation import Ledger
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.traversal import Traversal, TraversedUnit
 from zerodrift.engine.step.unit import LiveUnit
-from zerodrift.errors import RankError
+from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.plan.cost import REDUCTIONS
 from zerodrift.plan.schedule import reduce_order
 
@@ -91,8 +90,14 @@ class Gradients:
         """Segments whose part of the tree over micro-batches has come in this backward."""
         self._sending: list[tuple[TrainedSegment, Handle]] = []
         self.callbacks: BackwardCallbacks | None = None
-        self.ledger: Ledger | None = None
         self._late: LateGradients | None = None
+        self.is_scheduled = False
+        """Pipelines only: a schedule runs backwards in an order of its own, and no hook follows them."""
+        self._creates_graph = False
+        """Whether a backward of this step ran with `create_graph`, and so replaced `param.grad` itself."""
+        self._addresses: dict[torch.Tensor, int] = {}
+        """Parameter -> address of its gradient after the last late arrival."""
+        self._replaced: set[torch.Tensor] = set()
         self._shows = False
         """Whether `param.grad` shows that the engine has the gradients."""
         self.exposure_scale: Callable[[bool], float] | None = None
@@ -100,16 +105,15 @@ class Gradients:
         returns their factor, given whether they are the sum of all ranks."""
 
     def expect(self, late: LateGradients | None) -> None:
-        """Expect late weight gradients from `late`, and count what arrives; None ends that."""
-        if self.ledger is not None:
-            self.ledger.detach()
+        """Expect late weight gradients from `late`; None ends that."""
         self._late = late
-        self.ledger = None if late is None else Ledger(self._segments)
 
-    def count(self) -> None:
-        """Count what arrives from now on."""
-        if self.ledger is None:
-            self.ledger = Ledger(self._segments)
+    def arrive_late(self, parameter: torch.Tensor) -> None:
+        """Remember where a late gradient was added, to notice one that is replaced."""
+        if parameter.grad is not None:
+            address = parameter.grad.data_ptr()
+            if self._addresses.setdefault(parameter, address) != address:
+                self._replaced.add(parameter)
 
     def open(self) -> None:
         """Let additions to `param.grad` between backwards land in place, where there is a place."""
@@ -141,6 +145,7 @@ class Gradients:
         if not self._running:
             self._start()
             at_the_end(self._end)
+        self._creates_graph = self._creates_graph or torch.is_grad_enabled()
         if not self.counts and current_backward() != self._task:
             self._find_reached_units()
 
@@ -190,12 +195,14 @@ class Gradients:
             return
         if self._late is not None:
             self._late.end_micro_batch()
-        if self.ledger is not None:
-            self.ledger.turn_to(self.ledger.now + 1)
-        if self._late is None and self.ledger is None:
+        if not self._is_late:
             self._show()
         if self.callbacks is not None:
             self.callbacks.ended()
+
+    @property
+    def _is_late(self) -> bool:
+        return self._late is not None or self.is_scheduled
 
     def _show(self) -> None:
         self._shows = True
@@ -206,7 +213,7 @@ class Gradients:
 
     def show_again(self) -> None:
         """Expose gradients again, after they were hidden before the step's end."""
-        if self.exposure_scale is not None and not self._shows and self._late is None and self.ledger is None:
+        if self.exposure_scale is not None and not self._shows and not self._is_late:
             self._show()
 
     def hide(self) -> str:
@@ -267,9 +274,25 @@ class Gradients:
         self._collected.add(segment.number)
 
     def _land(self, segment: TrainedSegment) -> None:
-        if self.ledger is not None:
-            self.ledger.check(segment)
+        if self._is_late:
+            self._require_added(segment)
         segment.collect_gradients()
+
+    def _require_added(self, segment: TrainedSegment) -> None:
+        """Refuse `param.grad = new` for `param.grad += new`, where gradients come in several turns."""
+        problems = Problems()
+        preset = {} if self._creates_graph else segment.preset_addresses()
+        for number, (row, parameter) in enumerate(zip(segment.rows, segment.parameters, strict=True)):
+            address = self._addresses.pop(parameter, preset.get(number))
+            moved = address is not None and (parameter.grad is None or parameter.grad.data_ptr() != address)
+            if parameter in self._replaced or (moved and not self._creates_graph):
+                problems.add(
+                    row.name,
+                    "a gradient that has arrived must be added to, `param.grad += new`",
+                    got="`param.grad` set to something else",
+                    do="What was there before would be lost.",
+                )
+        problems.raise_as(ModelError)
 
     def _send(self, segment: TrainedSegment) -> None:
         """Start a reduction. At most `REDUCTIONS` landing buffers travel beside the one being filled."""
@@ -349,8 +372,9 @@ class Gradients:
         self._shows = False
         if self._late is not None:
             self._late.clear()
-        if self.ledger is not None:
-            self.ledger.clear()
+        self._creates_graph = False
+        self._addresses.clear()
+        self._replaced.clear()
         for unit in self._units:
             unit.uses = 0
             for segment in unit.segments:
@@ -371,8 +395,7 @@ class Gradients:
 
     def close_parts(self, segments: Iterable[TrainedSegment], number: int) -> None:
         for segment in segments:
-            if self.ledger is not None:
-                self.ledger.check(segment)
+            self._require_added(segment)
             segment.close_part(number)
 
     def take_parts(self, segments: Iterable[TrainedSegment]) -> None:

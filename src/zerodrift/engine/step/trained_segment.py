@@ -112,6 +112,10 @@ class TrainedSegment(FlatSegment):
                 parameter.grad = grad
                 self._opened.add(number)
 
+    def preset_addresses(self) -> dict[int, int]:
+        """Return the address that each preset `param.grad` must still have, by the parameter's number."""
+        return {number: self._homes[number].data_ptr() for number in self._opened}
+
     @property
     def first_uncollected_gradient(self) -> str:
         """The first parameter with a gradient that was not collected, or ""."""
