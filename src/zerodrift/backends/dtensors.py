@@ -58,7 +58,7 @@ class DTensorMesh:
 
 @dataclass(frozen=True, slots=True)
 class DTensorLayout:
-    """How one parameter of the user's is spread; `shape` and `stride` are the whole parameter's."""
+    """The layout of one DTensor of the user's; `shape` and `stride` are the whole parameter's."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

@@ -80,7 +80,7 @@ class FullyShardExecutor:
         )
         self._handles += [*compute.attach(model, plan.boundaries), refuse_wrapper(model)]
         self.members = {member.row.name: member for group in self.units for member in group.members}
-        """By the first name of each parameter."""
+        """Members by the first name of their parameter."""
         unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}
         self.guard = TensorGuard(self.units, unit_of)
         self._handles += self.guard.attach()

@@ -52,7 +52,7 @@ from zerodrift.plan.table import Row
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """One rank's part of a parameter. `fully_shard` cuts the first dimension into equal runs of rows, of
+    """The part of a parameter on one rank. `fully_shard` cuts the first dimension into equal runs of rows, of
     which the last ones may be short or empty: a run of elements of the row-major flattening."""
 
     shape: tuple[int, ...]

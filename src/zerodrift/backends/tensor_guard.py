@@ -34,7 +34,7 @@ class TensorGuard:
         self._shown: Mapping[str, nn.Parameter] = {}
         """Full parameters that are registered in the model inside `gathered`, by row name."""
         self._written: Mapping[str, nn.Parameter] = {}
-        """Those of them that may be written."""
+        """The shown parameters that may be written."""
 
     def check(self, *, stepping: bool = False) -> None:
         """Raise where a parameter has left its place; before a step, where one is not trained."""

@@ -127,8 +127,8 @@ class Engine:
         return dealt(self.plan, self.mesh.rank("data"), self.accumulation)
 
     def seed_micro_batch(self, number: int) -> None:
-        """Before the forward of micro-batch `number`: torch's generators, of the host and of this device,
-        draw what depends on `seed`, the step and that number, and not on the rank."""
+        """Seed torch's generators, of the host and of this device, before the forward of micro-batch
+        `number`. The seed depends on `seed`, the step and that number, and not on the rank."""
         seed_generators(self._seed_of(number), self.mesh.device)
         if self._state is not None:
             self._state.mark_seeded()
@@ -351,19 +351,17 @@ class Engine:
         return explain(self.plan, name)
 
     def update_statistics(self) -> UpdateReport:
-        """What became of the last update, per parameter: shares lost to rounding, sizes, underflow.
-
-        Needs `precision.statistics: true` in the config. Every rank calls it.
-        """
+        """Report the last update per parameter: shares lost to rounding, sizes, underflow. Needs
+        `precision.statistics: true` in the config. Every rank calls it."""
         return self.executor.update_statistics()
 
     def digest(self) -> Digest:
-        """Of all weights, masters and moments: equal where every bit is, on any number of ranks and at any
-        stage. Every rank calls it, between steps; raises on all where ranks that hold the same differ."""
+        """Digest all weights, masters and moments: equal where every bit is, on any number of ranks and at
+        any stage. Every rank calls it, between steps; raises on all where ranks that hold the same differ."""
         return state_digest(self.plan, self.pieces(), self.comm)
 
     def gradient_digest(self) -> Digest:
-        """Of the gradients of a step, in `before_update`. Every rank calls it."""
+        """Digest the gradients of a step, in `before_update`. Every rank calls it."""
         return gradient_digest(self.plan, self.executor.reduced(), self.comm)
 
     # --- values -----------------------------------------------------------------------------------------
@@ -389,11 +387,11 @@ class Engine:
         return self.executor.values
 
     def pieces(self) -> Iterator[SegmentShard]:
-        """What this rank owns: for `Shards`."""
+        """Yield what this rank owns, for `Shards`."""
         return self.executor.pieces()
 
     def sync_storage(self) -> None:
-        """After pieces were filled: for `Shards`."""
+        """Show what was filled into pieces, for `Shards`."""
         self.executor.sync_storage()
 
     # --- the end ----------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Executor(Protocol):
     """Executes one rank's part of a plan over one model."""
 
     part: Plan
-    """What this rank executes of the plan: all of it, except in a pipeline."""
+    """The part of the plan that this rank executes: all of it, except in a pipeline."""
     module: nn.Module
     """The model; in a pipeline, the tree that was cut."""
     whole: nn.Module

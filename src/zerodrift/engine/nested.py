@@ -23,7 +23,7 @@ from torch import nn
 from zerodrift.errors import ModelError
 
 DEPTH = 3
-"""How often plain objects are followed into plain objects: a logger or a trainer leads everywhere."""
+"""Depth to which plain objects are followed into plain objects: a logger or a trainer leads everywhere."""
 
 _CLOSED = (
     *(str, bytes, bytearray, int, float, complex, type(None), type, nn.Module, enum.Enum),
@@ -38,7 +38,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     found = []
     seen: dict[int, Any] = {}
-    """By id; held, so that no id comes again."""
+    """Visited items by id, which are held so that no id comes again."""
     queue = deque([(value, 0)])
     while queue:
         item, depth = queue.popleft()

@@ -227,8 +227,9 @@ class SegmentValues:
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """With `write`, an exception of any rank inside leaves all values as they were. A stack of experts
-        that is spread over ranks shows a rank's own, and the first rank's with the same ones are kept."""
+        """Show whole values; with `write`, an exception of any rank inside leaves all as they were. A stack
+        of experts that is spread over ranks shows a rank's own, and the first rank's with the same ones are
+        kept."""
         segments = {row.segment: self._of(row) for row in rows.values()}
         self._take_over_writes(segments.values(), accept_all=write)
         kept = {number for number, segment in segments.items() if segment.is_full}

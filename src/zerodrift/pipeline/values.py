@@ -29,13 +29,14 @@ class StagedValues:
 
     plan: Plan
     part: Plan
-    """What this rank executes of it."""
+    """The part of the plan that this rank executes."""
     own: SegmentValues
     comm: Collectives
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """Those that this rank has. Of what is tied across the pipeline, the first end's are everybody's."""
+        """Show the values that this rank has. The first end's are kept of what is tied across the
+        pipeline."""
         here = {name: mine for name, row in rows.items() if (mine := self._here(row)) is not None}
         with (
             self.own.gathered(here, write) as shown,
@@ -70,7 +71,7 @@ class StagedValues:
         return bool(self.comm.broadcast_object(there, self._home(row), "pipeline"))
 
     def gradient(self, row: Row, unscale: float) -> torch.Tensor:
-        """One that is tied across the pipeline is the sum of both ends."""
+        """Return the gradient; of a parameter that is tied across the pipeline, the sum of both ends."""
 
         def read(mine: Row) -> torch.Tensor:
             return self.own.gradient(mine, unscale)
@@ -108,11 +109,11 @@ class StagedValues:
     # --- whose it is ------------------------------------------------------------------------------------
 
     def _here(self, row: Row) -> Row | None:
-        """This rank's own row, which may have another of its names."""
+        """Return this rank's own row, which may have another of its names."""
         return next((mine for name in row.names if (mine := self.part.row(name)) is not None), None)
 
     def _home(self, row: Row) -> int:
-        """The pipeline rank whose copy counts."""
+        """Return the pipeline rank whose copy counts."""
         return rank_of(self.plan.policy.pipeline, self.plan.mesh, self.plan.units[row.unit].stage)
 
     @property
@@ -132,7 +133,7 @@ class StagedValues:
     def _from(
         self, rank: int, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
-        """What is read on one rank of the pipeline, on all."""
+        """Return on all ranks of the pipeline what is read on one."""
         mine, mesh = self._here(row), self.comm.mesh
         if mine is not None and rank == mesh.rank("pipeline"):
             value = read(mine).contiguous()
@@ -143,7 +144,7 @@ class StagedValues:
 
 
 def make_equal(part: Plan, own: SegmentValues) -> None:
-    """What is tied across the pipeline gets the values of the first end."""
+    """Give what is tied across the pipeline the values of the first end."""
     comm, updater = own.comm, own.updater
     for segment in own.segments:
         if not shared_with_another(part, segment.spec):

@@ -31,7 +31,7 @@ class _Exposed:
 
 
 class GradientExposure:
-    """What `param.grad` shows of one segment while the engine has its gradients."""
+    """Shows in `param.grad` that the engine has the gradients of one segment."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rows: Sequence[Row], arrived: set[int]) -> None:
         """`arrived` has the numbers of the parameters that got a gradient in this step; it is kept up."""

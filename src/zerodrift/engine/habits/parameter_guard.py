@@ -64,7 +64,7 @@ class ParameterSlot:
 
     @property
     def home(self) -> torch.Tensor:
-        """What the parameter must be a view of now."""
+        """The tensor that the parameter must be a view of now."""
         return self.segment.expected_views[self.index]
 
     @property

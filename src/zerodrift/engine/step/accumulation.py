@@ -19,8 +19,8 @@ class BufferPool:
     much as what is then done with it."""
 
     def __init__(self, *, one_size: bool) -> None:
-        """With `one_size`, free buffers go as soon as another size is asked for: for buffers that are full
-        for a moment only, of which there would be one for every size there is."""
+        """Free buffers go as soon as another size is asked for if `one_size`: for buffers that are full for a
+        moment only, of which there would be one for every size there is."""
         self._one_size = one_size
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 

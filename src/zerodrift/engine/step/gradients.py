@@ -48,7 +48,7 @@ class LateGradients(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BackwardCallbacks:
-    """How the engine hears of backwards, whose micro-batches it counts."""
+    """Calls of the engine, which counts the micro-batches of backwards."""
 
     is_last: Callable[[], bool]
     """Returns whether the backward that begins now is the last micro-batch of its step."""

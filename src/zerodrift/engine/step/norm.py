@@ -62,7 +62,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class RankAgreement:
-    """What every rank must have done alike since the last step."""
+    """Facts of the last step that every rank must have alike."""
 
     order: int = 0
     """Checksum of the units that were gathered, in their order. In another order, weights of different units

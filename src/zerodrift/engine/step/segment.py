@@ -53,7 +53,7 @@ class WriteRecord:
     overwritten: torch.Tensor | None = None
     """Blocks of this rank's slice that were written to while they were gathered, on the device."""
     checks: int = 0
-    """How often ranks were to compare what they hold alike."""
+    """Number of comparisons of what ranks hold alike."""
 
 
 class FlatSegment:
@@ -90,7 +90,7 @@ class FlatSegment:
         self.gathers = self.sharded or columns.storage.dtype is not columns.compute
         """Whether the full form is another buffer than storage."""
         self.full = self._make_full(device)
-        """What parameters are views of. Shape [padded], compute dtype."""
+        """The buffer that parameters are views of. Shape [padded], compute dtype."""
         self.is_full = not self.gathers
         self.has_separate_master = False
         """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
@@ -99,14 +99,14 @@ class FlatSegment:
         """Target of a gather in another dtype than compute."""
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
-        """What parameters are while `full` has no memory: one element each, expanded."""
+        """The tensors that parameters are while `full` has no memory: one element each, expanded."""
         self._placeholder_addresses: list[int] = []
         self.placeholder_elements = torch.empty(0)
         self._absent_classes: list[type] = []
         self._own_holders = 0
         """Number of the segment's tensors that share the memory of `full` while no parameter does."""
         self._use_counts: list[int] = []
-        """How often each parameter is held while no graph has saved it."""
+        """Use counts of the parameters while no graph has saved them."""
         self._kinds: list[tuple[Any, ...]] = []
         """(dtype, shape, is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
@@ -182,7 +182,7 @@ class FlatSegment:
 
     @property
     def expected_views(self) -> list[torch.Tensor]:
-        """What each parameter must be a view of now."""
+        """The tensor that each parameter must be a view of now."""
         return self._views if self.is_full else self.placeholders
 
     @property
